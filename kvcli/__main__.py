@@ -1,0 +1,5 @@
+"""`python -m kvcli` is `kv`."""
+
+from kvcli.cli import main
+
+main()

@@ -1,0 +1,69 @@
+"""One prompt through an open engine: its events go to a sink, what it took comes back as a `Result`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.interrupt import FINISH, Interrupts
+from kvcli.options import SampleOptions
+from kvcli.report import CacheFacts, Result
+from kvcli.runtime.events import Prefill, Token
+from kvcli.sinks import Sink
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+    from kvcli.runtime.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Job:
+    """How an answer is made, and who is told. `model` is the name that the user gave."""
+
+    model: str
+    sampling: SampleOptions  # settled
+    sink: Sink
+    interrupts: Interrupts
+
+
+def settle(engine: Engine, sampling: SampleOptions) -> SampleOptions:
+    """The options with the model's defaults and a seed filled in: what is reported is what was used.
+
+    Raises UsageError, and ModelError for a default of the model that makes no sense.
+    """
+    from kvcli.runtime.sampler import Sampler
+
+    effective = Sampler(sampling, engine.sampling_defaults, engine.config.vocab_size).effective
+    return dataclasses.replace(sampling, **effective)
+
+
+def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Result:
+    """Generate after `ids`, the whole context. ContextOverflow comes before anything is changed.
+
+    From the first token on an interrupt ends the answer instead of the process.
+    """
+    job.sink.start(job.model, job.sampling)
+    parts = []
+    for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled):
+        if isinstance(event, Prefill):
+            job.sink.prefill(event)
+        elif isinstance(event, Token):
+            job.interrupts.stage = FINISH
+            parts.append(event.text)
+            job.sink.token(event)
+        else:
+            end = event
+    text = "".join(parts) + end.text
+    result = Result(job.model, text, end, cache_facts(engine, sequence), job.sampling, engine.notices)
+    job.sink.end(result, end.text)
+    return result
+
+
+def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
+    """What the sequence holds now."""
+    layout = engine.layout
+    pages = [sequence.pages(group) for group in range(len(layout.groups))]
+    nbytes = sum(count * group.page_bytes for count, group in zip(pages, layout.groups, strict=True))
+    type_k, type_v = engine.cache_types
+    return CacheFacts(type_k, type_v, layout.page_size, sum(pages), nbytes, sequence.length, engine.ctx_size)

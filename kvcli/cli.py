@@ -1,0 +1,210 @@
+"""The entry point: global options, the list of commands, and how every failure becomes one line and an exit code.
+
+Only the standard library is imported with this module, so that Ctrl-C is caught from the first moment and
+`kv --version` answers at once. Typer comes in `run_command`, torch inside the commands that compute.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvcli import __version__
+from kvcli.errors import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    DoesNotFit,
+    KVError,
+    OutputError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from kvcli.invocation import Invocation
+
+COMMANDS = ("run", "chat", "pull", "models", "inspect", "tokenize")  # modules of kvcli.commands
+
+# A write to stdout that fails with one of these is the output's fault, not a bug.
+_OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def main() -> NoReturn:
+    """Run `kv` with the arguments of the process and exit."""
+    try:
+        _prepare_process()
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:  # while something was being imported
+        code = EXIT_INTERRUPTED
+    # From here on nothing is left to clean up: a further Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if code == EXIT_BROKEN_PIPE:
+        _die_of_broken_pipe()
+    sys.exit(code)
+
+
+def run_command(args: list[str]) -> int:
+    """The exit code of `kv` with these arguments, after everything that went wrong has been told."""
+    if args == ["--version"] and sys.stdout is not None:
+        sys.stdout.write(f"kv {__version__}\n")
+        return _flushed(0)
+    from kvcli.invocation import Invocation
+
+    invocation = Invocation()
+    try:
+        if sys.stdout is None:
+            raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
+        return _flushed(_call(args, invocation))
+    except BaseException as error:
+        return _report(error, args, invocation)
+
+
+def _call(args: list[str], invocation: Invocation) -> int:
+    """Parse and run; the exit code where nothing was raised."""
+    import typer
+
+    command = _command(bare=not args)
+    try:
+        # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
+        with command.make_context("kv", args, obj=invocation) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    return 0
+
+
+def _command(bare: bool) -> Any:
+    """The click command made of the Typer app, with the global options accepted after each command's name too."""
+    import importlib.util
+
+    import typer
+
+    from kvcli import globaloptions
+
+    # Framed help is for people: in a pipe, and as the answer to a bare `kv`, it is plain text.
+    framed = sys.stdout.isatty() and not bare
+    app = typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich" if framed else None,
+        help="Local inference whose heart is the KV cache: paged, quantized, planned before it loads.",
+    )
+    globaloptions.register(app)
+    for name in COMMANDS:
+        if importlib.util.find_spec(f"kvcli.commands.{name}") is None:
+            continue  # TEMPORARY
+        importlib.import_module(f"kvcli.commands.{name}").register(app)
+    command = typer.main.get_command(app)
+    globaloptions.add_to_commands(command)
+    return command
+
+
+def _prepare_process() -> None:
+    """Signals, missing standard streams, and the environment that libraries read when they are first imported."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignoring of SIGHUP stays
+            signal.signal(number, _exit_on_signal)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    # Spinning OpenMP threads cost ten times the work itself as soon as another process wants a core.
+    if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+    if "TRITON_CACHE_DIR" not in os.environ:
+        from kvcli import paths
+
+        folder = paths.cache_dir() / "triton"
+        if paths.can_be_made(folder):
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def _exit_on_signal(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)  # as an exception, so that `finally` and `with` clean up
+
+
+def _flushed(code: int) -> int:
+    """The code, once stdout took everything: a full disk shows up here, not at interpreter exit."""
+    sys.stdout.flush()
+    return code
+
+
+def _report(error: BaseException, args: list[str], invocation: Invocation) -> int:
+    """Tell what went wrong, on stderr or as JSON on stdout, and return the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        if sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write("\n")  # the shell's prompt would follow the ^C on its line
+        return EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    known, plain_text = _as_kverror(error, args)
+    if plain_text:
+        sys.stderr.write(known.message + "\n")
+        return known.exit_code
+    if invocation.verbose >= 2:
+        import traceback
+
+        traceback.print_exception(error)
+    from kvcli import render
+
+    if isinstance(known, OutputError):
+        _discard_stdout()
+    elif invocation.json or (isinstance(known, UsageError) and _asks_for_json(args)):
+        details = {"code": known.exit_code, "message": known.message, "hint": known.hint}
+        try:
+            render.print_json({"error": details})
+        except BrokenPipeError:
+            return EXIT_BROKEN_PIPE
+        return known.exit_code
+    render.print_error(known.message, known.hint, invocation.color)
+    return known.exit_code
+
+
+def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
+    """The error as a KVError, and whether its message is a help page to be printed as it is."""
+    import typer
+
+    if isinstance(error, KVError):
+        return error, False
+    usage_error = typer.BadParameter.__mro__[1]
+    if isinstance(error, usage_error):
+        text = error.format_message()  # type: ignore[attr-defined]
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return UsageError(text), True
+        context = getattr(error, "ctx", None)
+        return UsageError(text.rstrip("."), f"see {context.command_path if context else 'kv'} --help"), False
+    if isinstance(error, typer.Abort):
+        interrupted = KVError("aborted")
+        interrupted.exit_code = EXIT_INTERRUPTED
+        return interrupted, False
+    if isinstance(error, MemoryError):
+        return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model"), False
+    if isinstance(error, OSError) and error.errno in _OUTPUT_ERRNOS and error.filename is None:
+        return OutputError(f"could not write the output: {error.strerror}"), False
+    text = str(error).partition("\n")[0][:300] or "no message"
+    return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback"), False
+
+
+def _asks_for_json(args: list[str]) -> bool:
+    """For errors in the command line itself, which come before any option was noted."""
+    words = args[: args.index("--")] if "--" in args else args
+    return any(word in ("--json", "--jsonl", "--stream-json") for word in words)
+
+
+def _discard_stdout() -> None:
+    """Send what stdout still holds to nowhere; else the interpreter's last flush would fail again."""
+    if sys.stdout is not None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _die_of_broken_pipe() -> NoReturn:
+    """End as programs do whose reader went away: by SIGPIPE, which a shell reports as 141."""
+    _discard_stdout()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(EXIT_BROKEN_PIPE)  # SIGPIPE is blocked

@@ -1,0 +1,141 @@
+"""`kv chat`: a conversation on the terminal, or one message after another from a script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import opening, render, report
+from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
+from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.inputs import decode_utf8
+from kvcli.interrupt import UNWIND, Interrupts, last_words
+from kvcli.invocation import Invocation
+from kvcli.sinks import TextSink
+from kvcli.streams import TextOut, say
+
+if TYPE_CHECKING:
+    from kvcli.runtime.conversation import Conversation
+    from kvcli.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class ChatFlags:
+    """How the conversation is held."""
+
+    script: Annotated[
+        bool, typer.Option("--script", help="Messages from stdin, one a line; answers on stdout.")
+    ] = False
+    null: Annotated[bool, typer.Option("-0", "--null", help="With --script: messages end with NUL.")] = False
+    stats: Annotated[
+        bool | None,
+        typer.Option("--stats/--no-stats", help="A line after each answer.", show_default="on a terminal"),
+    ] = None
+    raw_output: Annotated[
+        bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
+    ] = False
+
+    def check(self) -> None:
+        """Raises UsageError where there is neither a terminal nor a script."""
+        if self.null and not self.script:
+            raise UsageError("-0 needs --script")
+        if self.script:
+            return
+        if not render.is_terminal(sys.stdin):
+            raise UsageError(
+                "kv chat needs a terminal", "--script takes messages from stdin; kv run answers one prompt"
+            )
+        if not render.is_terminal(sys.stdout):
+            raise UsageError(
+                "kv chat needs a terminal to write to", "kv run and kv chat --script write to files"
+            )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("chat")(chat)
+
+
+@grouped
+def chat(
+    ctx: typer.Context,
+    model: ModelFlags,
+    cache: CacheFlags,
+    system: SystemFlags,
+    sample: SampleFlags,
+    flags: ChatFlags,
+) -> None:
+    """Talk with a model; each turn reuses the cache of the turns before it."""
+    invocation: Invocation = ctx.obj
+    with Interrupts(last_words, insist=flags.script) as interrupts:
+        flags.check()
+        load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
+        message = system.text()
+        sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
+        engine = opening.open_engine(load, cache_options, invocation, interrupts)
+        options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
+        session = ChatSession(engine, _conversation(engine, message), options, sink, interrupts)
+        interrupts.stage = UNWIND
+        if flags.script:
+            _follow(session, b"\0" if flags.null else b"\n")
+        else:
+            _talk(session, invocation)
+
+
+def _conversation(engine: Engine, system: str | None) -> Conversation:
+    from kvcli.runtime.conversation import Conversation
+
+    if engine.template is None:
+        raise ModelError("this model has no chat template", "kv run --raw continues plain text")
+    return Conversation(engine.tokenizer, engine.template, system)
+
+
+def _follow(session: ChatSession, end: bytes) -> None:
+    """Handle the messages of stdin; the first error ends the script with its exit code."""
+    for message in read_messages(end):
+        if not session.handle(message):
+            return
+
+
+def read_messages(end: bytes) -> Iterator[str]:
+    """Messages from stdin as they arrive, each ended by the byte `end`; the last one need not be.
+
+    Raises InputBytesError; the offset counts within the message.
+    """
+    held = b""
+    number = 0
+    while block := os.read(sys.stdin.fileno(), 1 << 16):
+        *messages, held = (held + block).split(end)
+        for message in messages:
+            number += 1
+            yield decode_utf8(message.removesuffix(b"\r") if end == b"\n" else message, f"message {number}")
+    if held:
+        yield decode_utf8(held, f"message {number + 1}")
+
+
+def _talk(session: ChatSession, invocation: Invocation) -> None:
+    """Read and handle lines until Ctrl-D or /exit; errors are told and the conversation goes on."""
+    from kvcli.lineeditor import LineEditor, open_history
+
+    names = [name.split()[0] for name in COMMANDS if not name.startswith("//")]
+    editor = LineEditor(open_history(partial(render.warn, invocation=invocation)), names)
+    render.notice(
+        f"{session.engine.config.name}, {session.engine.ctx_size} tokens of context; /help", invocation
+    )
+    while True:
+        try:
+            if not session.handle(editor.read()):
+                return
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not editor.interrupted_text:
+                say("Ctrl-D to exit")
+        except KVError as error:
+            render.print_error(error.message, error.hint, invocation.color)

@@ -1,0 +1,154 @@
+"""`kv inspect` (also `kv info`): what is in a model's file, and what its cache will cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli import render
+from kvcli.invocation import Invocation, JsonFlag
+from kvcli.locate import locate_model
+
+if TYPE_CHECKING:
+    from kvcli.runtime.facts import LayerGroup, ModelFacts, TokenizerFacts
+    from kvcli.runtime.formats.gguf import TensorInfo
+
+
+def register(app: typer.Typer) -> None:
+    app.command("inspect")(inspect)
+    app.command("info", hidden=True)(inspect)
+
+
+def inspect(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A name (kv models ls) or a .gguf file.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
+    template: Annotated[
+        bool, typer.Option("--template", help="Print the chat template and nothing else.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Show sizes, attention, layers, quantization, tokenizer and template of a model."""
+    from kvcli.errors import ModelError, UsageError
+    from kvcli.runtime.facts import read_facts
+    from kvcli.runtime.formats.gguf import GGUFFile
+
+    invocation: Invocation = ctx.obj
+    if template and (tensors or json):
+        raise UsageError("--template prints the template alone", "leave --tensors and --json out")
+    with GGUFFile.open(locate_model(model, invocation)) as file:
+        facts = read_facts(file)
+        listed = list(file.tensors.values()) if tensors else []
+    if template:
+        if facts.template is None:
+            raise ModelError(f"{model} has no chat template", "kv run --raw continues plain text")
+        render.write_out(facts.template.removesuffix("\n") + "\n")
+    elif json:
+        render.print_json(_as_json(facts, listed if tensors else None))
+    else:
+        render.write_out("".join(f"{label:<11}{text}\n" for label, text in _lines(facts)))
+        if tensors:
+            rows = [[t.name, " x ".join(map(str, t.shape)), t.type, f"{t.nbytes:,}"] for t in listed]
+            render.write_out("\n")
+            render.print_table(["tensor", "shape", "type", "bytes"], rows, invocation, right={3})
+
+
+def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
+    """Label and text of each line that people read."""
+    size = render.human_bytes(facts.file_bytes)
+    lines = [("file", f"{facts.path} ({size})")]
+    named = [facts.name, facts.arch, f"license {facts.license}" if facts.license else ""]
+    if facts.parameters:
+        named.append(f"{render.human_count(facts.parameters)} parameters")
+    lines.append(("model", " · ".join(render.one_line(part) for part in named if part)))
+    if facts.config is not None:
+        lines += _config_lines(facts)
+    else:
+        lines.append(("runs", f"no: {facts.config_problem}"))
+    if facts.quants:
+        mix = [f"{q.type} {q.tensors} ({render.human_bytes(q.nbytes)})" for q in facts.quants]
+        bits = 8 * facts.weight_bytes / facts.parameters
+        lines.append(("weights", f"{' · '.join(mix)} · {bits:.2f} bits per weight"))
+    lines.append(("tokenizer", _tokenizer_line(facts.tokenizer) if facts.tokenizer else "none"))
+    length = (
+        f"in the file, {len(facts.template):,} characters (--template prints it)"
+        if facts.template
+        else "none"
+    )
+    lines.append(("template", length))
+    if facts.sampling:
+        lines.append(("sampling", " · ".join(f"{key} {value}" for key, value in facts.sampling.items())))
+    return lines
+
+
+def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
+    config = facts.config
+    assert config is not None
+    sizes = f"{config.n_layers} layers · hidden {config.d_model:,} · ffn {config.d_ff:,}"
+    lines = [
+        ("context", f"{config.context_length:,} tokens trained on"),
+        ("sizes", f"{sizes} · vocabulary {config.vocab_size:,}"),
+        ("attention", f"{config.attention_kind}, {config.n_heads} query heads"),
+    ]
+    lines += [("", _group_text(group)) for group in facts.groups]
+    cost = f"{facts.token_bytes:,} bytes a token at f16"
+    if facts.late_token_bytes != facts.token_bytes:
+        cost += f", {facts.late_token_bytes:,} once the windows are full"
+    return [*lines, ("KV cache", cost)]
+
+
+def _group_text(group: LayerGroup) -> str:
+    dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
+    window = f" (window {group.window:,})" if group.window else ""
+    return f"{group.layers} {group.kind}{window} · {group.kv_heads} KV heads · {dims}"
+
+
+def _tokenizer_line(tokenizer: TokenizerFacts) -> str:
+    pre = f" (pre {tokenizer.pre})" if tokenizer.pre else ""
+    parts = [f"{tokenizer.model}{pre}", f"{tokenizer.tokens:,} tokens"]
+    for role, special in (("bos", tokenizer.bos), ("eos", tokenizer.eos)):
+        if special:
+            parts.append(f"{role} {special[0]} {special[1]}")
+    if tokenizer.adds_bos is not None:
+        parts.append("adds bos" if tokenizer.adds_bos else "adds no bos")
+    return " · ".join(render.one_line(part) for part in parts)
+
+
+def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, Any]:
+    config = facts.config
+    value: dict[str, Any] = {
+        "kv_schema": 1,
+        "path": str(facts.path),
+        "file_bytes": facts.file_bytes,
+        "name": facts.name,
+        "arch": facts.arch,
+        "license": facts.license or None,
+        "parameters": facts.parameters,
+        "weight_bytes": facts.weight_bytes,
+        "runs": config is not None,
+        "problem": facts.config_problem or None,
+        "quantization": [dataclasses.asdict(share) for share in facts.quants],
+        "tokenizer": dataclasses.asdict(facts.tokenizer) if facts.tokenizer else None,
+        "template": {"source": "file" if facts.template else "none", "text": facts.template},
+        "sampling": dict(facts.sampling),
+    }
+    if config is not None:
+        value |= {
+            "context_length": config.context_length,
+            "layers": config.n_layers,
+            "d_model": config.d_model,
+            "d_ff": config.d_ff,
+            "vocab_size": config.vocab_size,
+            "heads": config.n_heads,
+            "attention": {
+                "kind": config.attention_kind,
+                "groups": [dataclasses.asdict(group) for group in facts.groups],
+            },
+            "kv_bytes_per_token_f16": facts.token_bytes,
+            "kv_bytes_per_token_f16_windows_full": facts.late_token_bytes,
+        }
+    if tensors is not None:
+        value["tensors"] = [dataclasses.asdict(tensor) for tensor in tensors]
+    return value

@@ -1,0 +1,121 @@
+"""`kv models`: what models there are, where they lie, whether they are whole; and removing them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import render
+from kvcli.errors import CheckFailed, UsageError
+from kvcli.globaloptions import require_command
+from kvcli.invocation import Invocation, JsonFlag
+
+if TYPE_CHECKING:
+    from kvcli.runtime.inventory import Entry
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv models ls.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    group.callback(invoke_without_command=True)(models)
+    group.command("ls")(ls)
+    group.command("path")(path)
+    group.command("verify")(verify)
+    group.command("rm")(rm)
+    app.add_typer(group, name="models")
+
+
+def models(ctx: typer.Context) -> None:
+    """List, find, check and remove models."""
+    require_command(ctx)
+
+
+def ls(
+    ctx: typer.Context,
+    all: Annotated[
+        bool, typer.Option("--all", "-a", help="Also the models known only by their sizes, for planning.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """The models known by name and those downloaded from the hub. The default one has a star."""
+    from kvcli.runtime import inventory
+
+    found = inventory.entries(shapes=all)
+    if json:
+        render.print_json([_as_json(entry) for entry in found])
+        return
+    rows = [
+        [
+            entry.name + ("*" if entry.default else ""),
+            entry.arch or "-",
+            render.human_bytes(entry.size) if entry.size else "-",
+            "damaged" if entry.damaged else "yes" if entry.path else "no",
+            entry.license or "-",
+            entry.title,
+        ]
+        for entry in found
+    ]
+    render.print_table(["name", "arch", "size", "here", "license", "title"], rows, ctx.obj, right={2})
+
+
+def _as_json(entry: Entry) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "title": entry.title,
+        "arch": entry.arch or None,
+        "bytes": entry.size or None,
+        "license": entry.license or None,
+        "default": entry.default,
+        "present": entry.path is not None and not entry.damaged,
+        "path": str(entry.path) if entry.path else None,
+    }
+
+
+def path(name: Name) -> None:
+    """Print the path of a downloaded model's file."""
+    from kvcli.runtime import inventory
+
+    render.write_out(f"{inventory.downloaded(name).path}\n")
+
+
+def verify(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; without it all.")] = "",
+) -> None:
+    """Check downloaded models against their checksums; exit code 8 if one is damaged."""
+    from kvcli.runtime import inventory
+
+    present = [entry for entry in inventory.entries() if entry.path]
+    damaged: list[CheckFailed] = []
+    for entry in [inventory.downloaded(name)] if name else present:
+        try:
+            with render.Progress(ctx.obj) as progress:
+                inventory.verify(entry, progress)
+        except CheckFailed as error:
+            damaged.append(error)
+            render.print_error(error.message, error.hint, ctx.obj.color)
+        else:
+            render.write_out(f"{entry.name}: ok\n")
+    if damaged:
+        raise typer.Exit(CheckFailed.exit_code)
+
+
+def rm(
+    ctx: typer.Context,
+    name: Name,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete the file of a downloaded model."""
+    from kvcli.runtime import inventory
+
+    invocation: Invocation = ctx.obj
+    entry = inventory.downloaded(name)
+    if not yes:
+        if not render.is_terminal(sys.stdin):
+            raise UsageError(f"not removing {entry.path} unasked", "there is no terminal to ask on: add -y")
+        typer.confirm(f"Remove {entry.path} ({render.human_bytes(entry.size)})?", abort=True, err=True)
+    inventory.remove(entry)
+    render.notice(f"removed {entry.path}", invocation)

@@ -1,0 +1,33 @@
+"""`kv pull`: download a model; its path is the output."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcli import render
+from kvcli.invocation import Invocation, JsonFlag
+from kvcli.locate import showing_download
+
+
+def register(app: typer.Typer) -> None:
+    app.command("pull")(pull)
+
+
+def pull(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A name from kv models ls, or org/repo[:quant] of the hub.")],
+    force: Annotated[bool, typer.Option("--force", help="Download again even if it is here.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Download a model, check it, and print the path of its file."""
+    from kvcli.runtime import hub
+
+    invocation: Invocation = ctx.obj
+    with showing_download(invocation) as (progress, notice):
+        path = hub.pull(model, force, invocation.offline, progress, notice)
+    if json:
+        render.print_json({"model": model, "path": str(path), "bytes": path.stat().st_size})
+    else:
+        render.write_out(f"{path}\n")

@@ -1,0 +1,151 @@
+"""`kv run`: one prompt in, generated text out, exit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import opening, render, report
+from kvcli.answering import Job, answer, settle
+from kvcli.errors import EXIT_CONTEXT_FULL, ModelError, UsageError
+from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.inputs import assemble_prompt
+from kvcli.interrupt import Interrupts, last_words
+from kvcli.invocation import Invocation, JsonFlag, json_option
+from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
+from kvcli.streams import OutputFile, TextOut, say
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel="Prompt")
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """What the model is asked."""
+
+    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT.")] = (
+        None
+    )
+    file: Annotated[
+        list[str],
+        _option("-f", "--file", metavar="FILE", help="Text before the prompt; - = stdin here (repeat)."),
+    ] = field(default_factory=list)
+    no_stdin: Annotated[bool, _option("--no-stdin", help="Never read stdin.")] = False
+    raw: Annotated[bool, _option("--raw", help="No chat template: continue the text.")] = False
+    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = (
+        False
+    )
+
+    def read(self, instruction: str | None, invocation: Invocation) -> str:
+        """The prompt's text. Raises UsageError, InputBytesError."""
+        if self.prompt is not None and instruction is not None:
+            raise UsageError("the prompt is given twice, as -p and as an argument")
+        if self.special and not self.raw:
+            raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+        text = instruction if self.prompt is None else self.prompt
+        tell = partial(render.announce, invocation=invocation)
+        return assemble_prompt(text, self.file, not self.no_stdin, tell)
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Where the answer goes, and what is told about it."""
+
+    json: JsonFlag = False
+    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event a line.")] = (
+        False
+    )
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the text to a file.")
+    ] = None
+    stats: Annotated[
+        bool | None,
+        typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
+    ] = None
+    no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = (
+        False
+    )
+    raw_output: Annotated[
+        bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
+    ] = False
+
+    def sink(self, invocation: Invocation) -> Sink:
+        """Raises UsageError, OutputError."""
+        if self.json and self.jsonl:
+            raise UsageError("--json and --jsonl exclude each other")
+        out = TextOut.stdout(self.raw_output)
+        if self.json or self.jsonl:
+            return JsonSink(out) if self.json else JsonlSink(out)
+        return TextSink(out, invocation, not self.no_newline)
+
+    def finished(self, text: str) -> str:
+        """The text with the newline that stdout ends with."""
+        return text if self.no_newline or text.endswith("\n") else text + "\n"
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked, as text. `raw`: no template; `special`: the raw text may hold special tokens."""
+
+    system: str | None
+    prompt: str
+    raw: bool
+    special: bool
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
+
+    def ids(self, engine: Engine) -> list[int]:
+        """Token ids of the whole prompt. Raises ModelError for a model without a chat template."""
+        if self.raw:
+            return engine.tokenizer.encode(self.prompt, add_bos=True, parse_special=self.special)
+        if engine.template is None:
+            raise ModelError("this model has no chat template", "--raw continues plain text")
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages.append({"role": "user", "content": self.prompt})
+        return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run")(run)
+
+
+@grouped
+def run(
+    ctx: typer.Context,
+    model: ModelFlags,
+    cache: CacheFlags,
+    prompt: PromptFlags,
+    system: SystemFlags,
+    sample: SampleFlags,
+    output: OutputFlags,
+    instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer.")] = None,
+) -> None:
+    """Answer one prompt and exit; the generated text alone goes to stdout."""
+    invocation: Invocation = ctx.obj
+    with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
+        load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
+        sink = output.sink(invocation)
+        copy = None if output.output is None else OutputFile(output.output)
+        question = _Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+        engine = opening.open_engine(load, cache_options, invocation, interrupts)
+        ids = question.ids(engine)
+        job = Job(load.model, settle(engine, sampling), sink, interrupts)
+        result = answer(engine, engine.new_sequence(), ids, job)
+        if copy is not None and not interrupts.code:
+            copy.write(output.finished(result.text))
+        if report.wants_stats(output.stats, invocation):
+            say(report.stats_line(result))
+        code = interrupts.code
+    if result.end.finish_reason == "context":
+        say(report.context_full(result.cache))
+        code = code or EXIT_CONTEXT_FULL
+    raise typer.Exit(code)

@@ -1,0 +1,74 @@
+"""The errors a user can cause. Each is one line (what, why), a hint (what next) and an exit code."""
+
+from __future__ import annotations
+
+
+class KVError(Exception):
+    """A failure with a message for the user; `cli.main` prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(KVError):
+    """A flag or argument that makes no sense (exit 2)."""
+
+    exit_code = 2
+
+
+class ModelError(KVError):
+    """A model that is missing, unreadable or unsupported (exit 3)."""
+
+    exit_code = 3
+
+
+class DoesNotFit(KVError):
+    """The plan or a running sequence needs more memory than there is (exit 4)."""
+
+    exit_code = 4
+
+
+class ContextOverflow(KVError):
+    """A prompt longer than the context (exit 5)."""
+
+    exit_code = 5
+
+
+class CacheFileError(KVError):
+    """A prompt-cache file that is invalid or belongs to another model (exit 6)."""
+
+    exit_code = 6
+
+
+class DownloadError(KVError):
+    """Network, authorisation, checksum, or offline (exit 7)."""
+
+    exit_code = 7
+
+
+class CheckFailed(KVError):
+    """A check that the user asked for did not pass (exit 8)."""
+
+    exit_code = 8
+
+
+class InputBytesError(KVError):
+    """Input that is not valid UTF-8 (exit 65)."""
+
+    exit_code = 65
+
+
+class OutputError(KVError):
+    """Output that could not be written (exit 74)."""
+
+    exit_code = 74
+
+
+EXIT_CONTEXT_FULL = 9  # `kv run` only: the context filled while answering
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+EXIT_TERMINATED = 143

@@ -1,0 +1,301 @@
+"""The flags that `run` and `chat` share: groups of Annotated fields, and what each group means as options.
+
+`grouped` lets a command take whole groups as parameters; Typer sees one option for every field.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvcli.errors import UsageError
+from kvcli.inputs import check_argument, read_file
+from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+
+DEFAULT_MODEL = "smollm2"
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_CTX = 1 << 31
+PLANNED_CACHE_TYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int6", "int4", "q8_0", "q4_0")
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter whose type is a dataclass by that dataclass's fields.
+
+    The returned function is called with the fields by keyword and passes the built groups on to `command`.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _parameters_of(hints[name])
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+        command(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _parameters_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    result = []
+    for each in fields(group):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        result.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
+    return result
+
+
+def _panel(title: str) -> Callable[..., Any]:
+    return functools.partial(typer.Option, rich_help_panel=title)
+
+
+_model, _cache = _panel("Model and context"), _panel("KV cache")
+_prompt, _sampling = _panel("Prompt"), _panel("Generation")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model, and how it is loaded."""
+
+    model: Annotated[
+        str, _model("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")
+    ] = DEFAULT_MODEL
+    threads: Annotated[int, _model("-t", "--threads", help="CPU threads; 0 = the physical cores.")] = 0
+    backend: Annotated[
+        str,
+        _model(
+            "--backend",
+            metavar="auto|native|reference",
+            help="Which kernels compute; reference = plain torch.",
+        ),
+    ] = "auto"
+    force_pretokenizer: Annotated[
+        bool, _model("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
+    ] = False
+
+    def options(self, offline: bool = False) -> LoadOptions:
+        """Raises UsageError for a value out of range."""
+        if not self.model.strip():
+            raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
+        if self.backend not in ("auto", "native", "reference"):
+            raise UsageError(f"--backend is '{self.backend}'", "it is one of auto, native, reference")
+        _at_least(0, self.threads, "--threads")
+        return LoadOptions(self.model, self.threads, self.backend, offline, self.force_pretokenizer)
+
+
+@dataclass(frozen=True)
+class CacheFlags:
+    """How long the context is and how it is stored."""
+
+    ctx_size: Annotated[
+        str,
+        _cache(
+            "-c",
+            "--ctx-size",
+            metavar="N",
+            help="Most tokens in the context (32k works); 0 = as the model was trained.",
+        ),
+    ] = "0"
+    cache_type_k: Annotated[
+        str | None,
+        _cache(
+            "-ctk",
+            "--cache-type-k",
+            metavar="T",
+            help="Type of keys: auto, f32, f16, bf16.",
+            show_default="auto",
+        ),
+    ] = None
+    cache_type_v: Annotated[
+        str | None,
+        _cache("-ctv", "--cache-type-v", metavar="T", help="Type of values.", show_default="as the keys"),
+    ] = None
+    cache_type: Annotated[
+        str | None, _cache("-ct", "--cache-type", metavar="T", help="Sets both types.", show_default=False)
+    ] = None
+    page_size: Annotated[int, _cache("--page-size", metavar="16|32|64|128", help="Tokens per page.")] = 64
+    ubatch_size: Annotated[
+        int, _cache("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step.")
+    ] = CacheOptions.ubatch
+
+    def options(self) -> CacheOptions:
+        """Raises UsageError for a value out of range."""
+        if self.page_size not in PAGE_SIZES:
+            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        _at_least(1, self.ubatch_size, "--ubatch-size")
+        both = check_cache_type(self.cache_type or "auto", "--cache-type")
+        type_k = check_cache_type(self.cache_type_k or both, "--cache-type-k")
+        type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
+        ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
+        return CacheOptions(ctx_size, type_k, type_v, self.page_size, self.ubatch_size)
+
+
+@dataclass(frozen=True)
+class SystemFlags:
+    """The system message; without one the template may bring its own."""
+
+    system: Annotated[str | None, _prompt("-sys", "--system", metavar="TEXT", help="System message.")] = None
+    system_file: Annotated[
+        str | None, _prompt("-sysf", "--system-file", metavar="FILE", help="System message from a file.")
+    ] = None
+
+    def text(self) -> str | None:
+        """Raises UsageError, InputBytesError."""
+        if self.system is not None and self.system_file is not None:
+            raise UsageError("the system message is given twice, as --system and as --system-file")
+        if self.system_file is not None:
+            return read_file(self.system_file)
+        return None if self.system is None else check_argument(self.system, "the system message")
+
+
+@dataclass(frozen=True)
+class SampleFlags:
+    """How the next token is chosen, and when to stop. None = the model's own default."""
+
+    predict: Annotated[
+        int,
+        _sampling(
+            "-n",
+            "--predict",
+            "--n-predict",
+            "--max-tokens",
+            metavar="N",
+            help="Most new tokens; -1 = no limit.",
+        ),
+    ] = -1
+    temperature: Annotated[
+        float | None,
+        _sampling(
+            "--temp", "--temperature", metavar="F", help="0 = greedy.", show_default="the model's, else 0.8"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None, _sampling("--top-k", metavar="N", help="0 = off.", show_default="the model's, else 40")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _sampling("--top-p", metavar="F", help="1 = off.", show_default="the model's, else 0.95"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _sampling("--min-p", metavar="F", help="0 = off.", show_default="the model's, else 0.05"),
+    ] = None
+    repeat_penalty: Annotated[float, _sampling("--repeat-penalty", metavar="F", help="1 = off.")] = 1.0
+    repeat_last_n: Annotated[
+        int, _sampling("--repeat-last-n", metavar="N", help="Tokens the penalties look back on; -1 = all.")
+    ] = 64
+    presence_penalty: Annotated[float, _sampling("--presence-penalty", metavar="F", help="0 = off.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("--frequency-penalty", metavar="F", help="0 = off.")] = 0.0
+    seed: Annotated[
+        int, _sampling("-s", "--seed", metavar="N", help="-1 = random; the stats line names it.")
+    ] = -1
+    stop: Annotated[
+        list[str],
+        _sampling("-r", "--stop", "--reverse-prompt", metavar="TEXT", help="Stop before this text (repeat)."),
+    ] = field(default_factory=list)
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end of the text.")] = False
+    logit_bias: Annotated[
+        list[str],
+        _sampling("--logit-bias", metavar="ID±B", help="Add B to a token's logit, e.g. 29-inf (repeat)."),
+    ] = field(default_factory=list)
+
+    def options(self) -> SampleOptions:
+        """Raises UsageError for a value out of range."""
+        if self.predict < 0 and self.predict not in (-1, -2):
+            raise UsageError(f"--predict is {self.predict}", "it is a number of tokens, or -1 for no limit")
+        for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
+            _check_finite(getattr(self, name), "--" + name.replace("_", "-"))
+        _at_least(0, self.temperature, "--temp")
+        _at_least(0, self.top_k, "--top-k")
+        _between(self.top_p, "--top-p", lowest_allowed=False)
+        _between(self.min_p, "--min-p", lowest_allowed=True)
+        if not 0 < self.repeat_penalty < math.inf:
+            raise UsageError(f"--repeat-penalty is {self.repeat_penalty}", "it is a number above 0; 1 = off")
+        _at_least(-1, self.repeat_last_n, "--repeat-last-n")
+        if not -1 <= self.seed < 1 << 64:
+            raise UsageError(f"--seed is {self.seed}", "it is below 2^64, or -1 for a random one")
+        if "" in self.stop:
+            raise UsageError("--stop is empty", "give the text to stop at")
+        return SampleOptions(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repeat_penalty=self.repeat_penalty,
+            repeat_last_n=self.repeat_last_n,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            logit_bias=parse_logit_bias(self.logit_bias),
+            max_tokens=max(-1, self.predict),
+            ignore_eos=self.ignore_eos,
+            stop=tuple(self.stop),
+        )
+
+
+def parse_tokens(text: str, flag: str) -> int:
+    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(
+            f"{flag} is '{text}', which is not a number of tokens", "write 4096 or 32k; 0 = automatic"
+        )
+    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if tokens > MAX_CTX or len(match[1]) > 12:
+        raise UsageError(f"{flag} is '{text}', more than any model can address", f"the most is {MAX_CTX}")
+    return tokens
+
+
+def check_cache_type(name: str, flag: str) -> str:
+    """The name if `kv` can store the cache so; else UsageError that lists what exists."""
+    from kvcli.runtime.layout import CODEC_SPECS
+
+    available = ["auto", *CODEC_SPECS]
+    if name in available:
+        return name
+    what = "is not available yet" if name in PLANNED_CACHE_TYPES else "is not a cache type"
+    raise UsageError(f"{flag}: '{name}' {what}", f"available: {', '.join(available)}")
+
+
+def parse_logit_bias(entries: list[str]) -> dict[int, float]:
+    """'15043-1.5' or '29+inf' -> {id: bias}. Raises UsageError."""
+    result = {}
+    for entry in entries:
+        match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|\.\d+|(?<=-)inf))", entry.strip(), re.ASCII)
+        if match is None:
+            raise UsageError(
+                f"--logit-bias is '{entry}'", "write a token id and a signed bias, e.g. 15043-1 or 29-inf"
+            )
+        result[int(match[1])] = float(match[2])
+    return result
+
+
+def _check_finite(value: float | None, flag: str) -> None:
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{flag} is {value}", "it is a finite number")
+
+
+def _at_least(lowest: int, value: float | None, flag: str) -> None:
+    if value is not None and not value >= lowest:
+        raise UsageError(f"{flag} is {value}", f"it is {lowest} or more")
+
+
+def _between(value: float | None, flag: str, lowest_allowed: bool) -> None:
+    if value is not None and not (0 <= value <= 1 and (lowest_allowed or value > 0)):
+        raise UsageError(f"{flag} is {value}", "it is between 0 and 1")

@@ -1,0 +1,120 @@
+"""The options that every command takes, before or after its name; they fill in the `Invocation`."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvcli import __version__
+from kvcli.invocation import Bars, Invocation, When
+
+
+def register(app: typer.Typer) -> None:
+    """Make the global options the app's own, and a bare `kv` print its help on stderr with exit code 2."""
+    app.callback(invoke_without_command=True)(_root)
+
+
+def require_command(ctx: typer.Context) -> None:
+    """For a group called without a command: its help on stderr, exit code 2."""
+    if ctx.invoked_subcommand is None:
+        ctx.command.rich_markup_mode = None  # type: ignore[attr-defined]  # else Rich prints it on stdout
+        sys.stderr.write(ctx.get_help() + "\n")
+        raise typer.Exit(2)
+
+
+def add_to_commands(command: Any) -> None:
+    """Let each command below this click group accept the group's own global options after its name."""
+    shared = [option for option in command.params if option.name in _NAMES]
+    for leaf in _leaves(command):
+        taken = {flag for param in leaf.params for flag in param.opts}
+        for option in shared:
+            if taken.isdisjoint(option.opts):
+                after = copy.copy(option)
+                after.expose_value = False
+                leaf.params.append(after)
+
+
+def _leaves(group: Any) -> list[Any]:
+    found = []
+    for command in group.commands.values():
+        found += _leaves(command) if hasattr(command, "commands") else [command]
+    return found
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"kv {__version__}")
+        raise typer.Exit
+
+
+def _note_verbose(ctx: typer.Context, value: int) -> int:
+    ctx.obj.verbose += value
+    return value
+
+
+def _note(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """Keep a given value; an option that was not given leaves what the other place may have said."""
+    if value:
+        setattr(ctx.obj, str(param.name), value)
+    return value
+
+
+def _note_color(ctx: typer.Context, param: typer.CallbackParam, value: When | None) -> When | None:
+    if value is When.never:
+        os.environ["NO_COLOR"] = "1"  # for the help pages, which Typer draws
+    return _note(ctx, param, value)
+
+
+_PANEL = "Global options"
+_NAMES = ("verbose", "quiet", "color", "progress", "offline")
+
+
+def _root(
+    ctx: typer.Context,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            metavar="",
+            callback=_note_verbose,
+            rich_help_panel=_PANEL,
+            show_default=False,
+            help="Say more on stderr; -vv shows tracebacks.",
+        ),
+    ] = 0,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "-q",
+            "--quiet",
+            callback=_note,
+            rich_help_panel=_PANEL,
+            help="Only errors and warnings on stderr.",
+        ),
+    ] = False,
+    color: Annotated[
+        When | None,
+        typer.Option(callback=_note_color, rich_help_panel=_PANEL, help="Colours.", show_default="auto"),
+    ] = None,
+    progress: Annotated[
+        Bars | None,
+        typer.Option(
+            callback=_note, rich_help_panel=_PANEL, help="Progress on stderr.", show_default="on a terminal"
+        ),
+    ] = None,
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", callback=_note, rich_help_panel=_PANEL, help="Never use the network."),
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    # The values were noted by the callbacks above, which also serve the same options behind a command's name.
+    require_command(ctx)

@@ -1,0 +1,75 @@
+"""What SIGINT and SIGTERM do, stage by stage, so that every exit is prompt, silent and has the right code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from kvcli.errors import EXIT_INTERRUPTED
+
+LEAVE = "leave"  # exit at once: imports, loading, prefill; there is nothing to save
+UNWIND = "unwind"  # raise SystemExit: whatever holds temporary files or the terminal tidies up
+FINISH = "finish"  # note it; the answer ends after the token at hand
+
+INSIST_S = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Context manager that owns the two handlers. A signal that the parent had ignored stays ignored.
+
+    `stage` may be changed at any time. `code` is 0, or 128 + the signal noted while finishing.
+    `on_leave(code)` runs just before an exit at once and must not use buffered streams. With `insist` a
+    second signal within two seconds of the first exits at once even while finishing.
+    """
+
+    def __init__(self, on_leave: Callable[[int], None] = lambda code: None, insist: bool = True) -> None:
+        self.stage = LEAVE
+        self.code = 0
+        self.on_leave, self.insist = on_leave, insist
+        self._noted_at = -INSIST_S
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def cancelled(self) -> bool:
+        """True once a signal was noted; what `Engine.generate` polls."""
+        return self.code != 0
+
+    def reset(self) -> None:
+        """Forget a noted signal (the session goes on)."""
+        self.code = 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        code, now = 128 + number, time.monotonic()
+        again = self.insist and now - self._noted_at < INSIST_S
+        if self.stage == LEAVE or (self.stage == FINISH and again):
+            self.on_leave(code)
+            os._exit(code)
+        if self.stage == UNWIND:
+            raise SystemExit(code)
+        self._noted_at, self.code = now, max(self.code, code)
+
+
+def last_words(code: int, as_json: bool = False) -> None:
+    """For `on_leave`: an error object where JSON is expected; a terminal gets its line and cursor back."""
+    if as_json:
+        message = "interrupted" if code == EXIT_INTERRUPTED else "terminated"
+        error = {"code": code, "message": message, "hint": ""}
+        os.write(1, (json.dumps({"error": error}) + "\n").encode())
+    if sys.stderr is not None and sys.stderr.isatty():
+        os.write(2, b"\r\x1b[K\x1b[?25h")

@@ -1,0 +1,44 @@
+"""The kernels' facade: `backend(name, threads)` gives the operations a model is written in.
+
+| operation | shapes |
+|---|---|
+| `matmul(x, weights, add_to=None)` | x [T, cols], stacked packed matrices -> [T, sum of rows] |
+| `rows(weight, ids, scale)` | ids int64 [T] -> [T, cols] |
+| `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
+| `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
+| `glu(x, act)` | [T, 2F] -> [T, F] |
+| `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
+| `attention(q, kv, start, window, scale, softcap)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+
+All float32. The plain-torch functions in matmul.py, pointwise.py, store.py and attention.py are the specification.
+"""
+
+from __future__ import annotations
+
+from kvcli.errors import KVError, UsageError
+from kvcli.kernels.matmul import QuantTensor
+from kvcli.kernels.native import NativeBackend
+from kvcli.kernels.paged import PagedKV, RecordLayout
+from kvcli.kernels.reference import ReferenceBackend
+
+Backend = NativeBackend | ReferenceBackend
+BACKENDS = ("auto", "native", "reference")
+__all__ = ["BACKENDS", "Backend", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
+
+
+def backend(name: str, threads: int) -> tuple[Backend, str]:
+    """The backend of that name, and a notice ("" = nothing to say).
+
+    "auto" takes the compiled CPU kernels; if they are missing it takes the reference and the notice says why.
+    Raises UsageError for an unknown name and KVError if "native" was asked for and is not there.
+    """
+    if name not in BACKENDS:
+        raise UsageError(f"unknown backend '{name}'", f"backends: {', '.join(BACKENDS)}")
+    if name == "reference":
+        return ReferenceBackend(), ""
+    try:
+        return NativeBackend(threads), ""
+    except KVError as e:
+        if name == "native":
+            raise
+        return ReferenceBackend(), f"slow path (plain torch): {e.message}; {e.hint}"

@@ -1,0 +1,57 @@
+"""Paged attention: the plain-torch reference.
+
+Rows are read page by page and never expanded whole. A query's result depends on its position and on what the pages
+hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
+softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcli.kernels.matmul import PAD_ROWS
+from kvcli.kernels.paged import PagedKV
+
+
+def attention(
+    q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, dim_k] at positions start.. over the pages -> float32 [T, heads * dim_v].
+
+    A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap` c > 0 replaces a score
+    s by c * tanh(s / c).
+    """
+    r, (codec_k, codec_v) = kv.record, kv.codecs
+    n, heads = q.shape[0], q.shape[1]
+    group, padded = heads // r.kv_heads, -(-n // PAD_ROWS) * PAD_ROWS
+    queries = q.new_zeros(r.kv_heads, group, padded, r.dim_k)
+    queries[:, :, :n] = q.view(n, r.kv_heads, group, r.dim_k).permute(1, 2, 0, 3)
+    queries = queries.view(r.kv_heads, group * padded, r.dim_k)  # rows: head of the group, then query
+    position = start + torch.arange(padded).clamp(max=n - 1).repeat(group)  # [rows]
+    top = queries.new_full((r.kv_heads, group * padded, 1), -torch.inf)
+    total = torch.zeros_like(top)
+    acc = queries.new_zeros(r.kv_heads, group * padded, r.dim_v)
+    oldest = max(0, start - window + 1) if window else 0
+    for page in range(oldest // r.page_size, (start + n - 1) // r.page_size + 1):
+        base = page * r.page_size
+        lo, hi = max(oldest - base, 0), min(start + n - base, r.page_size)
+        k_bytes, v_bytes = kv.slots(page, lo, hi)
+        keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
+        values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
+        keys[:, lo:hi], values[:, lo:hi] = codec_k.decode(k_bytes, r.dim_k), codec_v.decode(v_bytes, r.dim_v)
+        scores = queries @ keys.transpose(1, 2) * scale  # [kv_heads, rows, page_size]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        at = base + torch.arange(r.page_size)
+        unseen = at[None, :] > position[:, None]
+        if window:
+            unseen |= at[None, :] <= position[:, None] - window
+        scores = scores.masked_fill(unseen[None], -torch.inf)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
+        decay, p = torch.exp(top - safe), torch.exp(scores - safe)
+        total = total * decay + p.sum(-1, keepdim=True)
+        acc = acc * decay + p @ values
+        top = new_top
+    out = (acc / total).view(r.kv_heads, group, padded, r.dim_v)[:, :, :n]
+    return out.permute(2, 0, 1, 3).reshape(n, heads * r.dim_v)

@@ -1,0 +1,267 @@
+/* The CPU backend: float32 arithmetic over packed weights and paged K/V. Called through ctypes (native.py).
+ *
+ * Rule of the house: every output element is computed by one fixed sequence of operations that depends on its own
+ * row and position only, never on how many rows a call has or on the number of threads. Prefill, decode and any
+ * chunking therefore give the same bits on one machine.
+ *
+ * cpu_body.h holds the kernels; it is compiled once per instruction set and the best one is chosen at load. */
+
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* ---- shapes shared with native.py (keep the two in step) ------------------------------------------------ */
+
+typedef struct { /* rows of one packed weight matrix */
+    const uint8_t *blocks;
+    int64_t rows, row_bytes, format;
+} kv_weight;
+
+typedef struct { /* one layer's K/V as pages by address; a record is one (page, kv head) */
+    const int64_t *pages; /* address of this layer's first record in each page */
+    int64_t first_page, page_size, kv_heads, record_bytes, v_offset, dim_k, dim_v, codec_k, codec_v;
+} kv_paged;
+
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
+       Q6_K = 14, BF16 = 30 };
+enum { CODEC_F32 = 0, CODEC_F16 = 1, CODEC_BF16 = 2 };
+#define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
+
+/* ---- a small thread pool: workers spin briefly, then sleep ---------------------------------------------- */
+
+typedef void (*task_fn)(void *arg, int64_t task, int thread);
+
+static struct {
+    int threads;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    task_fn fn;
+    void *arg;
+    int64_t n_tasks;
+    atomic_long next, generation;
+    atomic_int busy, sleeping;
+    float *scratch[64];
+    size_t scratch_floats[64];
+} pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+
+#if defined(__x86_64__)
+#define RELAX() _mm_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+
+static void run_tasks(int thread) {
+    int64_t task;
+    while ((task = atomic_fetch_add(&pool.next, 1)) < pool.n_tasks) pool.fn(pool.arg, task, thread);
+}
+
+static void *worker(void *arg) {
+    int thread = (int)(intptr_t)arg;
+    long seen = 0;
+    for (;;) {
+        for (int spin = 0; spin < 4000 && atomic_load(&pool.generation) == seen; spin++) RELAX();
+        if (atomic_load(&pool.generation) == seen) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.sleeping, 1);
+            while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        seen = atomic_load(&pool.generation);
+        run_tasks(thread);
+        atomic_fetch_sub(&pool.busy, 1);
+    }
+    return NULL;
+}
+
+static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
+    if (pool.threads <= 1 || n_tasks <= 1) {
+        for (int64_t t = 0; t < n_tasks; t++) fn(arg, t, 0);
+        return;
+    }
+    pool.fn = fn, pool.arg = arg, pool.n_tasks = n_tasks;
+    atomic_store(&pool.next, 0);
+    atomic_store(&pool.busy, pool.threads - 1);
+    atomic_fetch_add(&pool.generation, 1);
+    if (atomic_load(&pool.sleeping) > 0) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    run_tasks(0);
+    for (int spin = 0; atomic_load(&pool.busy) > 0; spin++) {
+        if (spin < 20000) RELAX();
+        else sched_yield();
+    }
+}
+
+/* Scratch of at least `floats` for one thread, 64-byte aligned; NULL-free: aborts the process when memory is gone. */
+static float *scratch(int thread, size_t floats) {
+    if (pool.scratch_floats[thread] < floats) {
+        free(pool.scratch[thread]);
+        size_t bytes = (floats * sizeof(float) + 63) / 64 * 64;
+        pool.scratch[thread] = aligned_alloc(64, bytes);
+        if (!pool.scratch[thread]) abort();
+        pool.scratch_floats[thread] = floats;
+    }
+    return pool.scratch[thread];
+}
+
+/* ---- scalar conversions ---------------------------------------------------------------------------------- */
+
+static inline float bits_f32(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static inline uint32_t f32_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+
+static inline float soft_half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fff;
+    if (mag >= 0x7c00) return bits_f32(sign | 0x7f800000 | (mag & 0x3ff) << 13);
+    float f = bits_f32(mag << 13) * 0x1p112f; /* exact: also scales subnormals */
+    return bits_f32(f32_bits(f) | sign);
+}
+
+static inline uint16_t soft_float_to_half(float f) {
+    uint32_t u = f32_bits(f), sign = u >> 16 & 0x8000, mag = u & 0x7fffffff;
+    if (mag > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (mag >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (mag < 0x38800000) { /* subnormal half: let the float adder round to 2^-24 */
+        float r = bits_f32(mag) + 0.5f;
+        return (uint16_t)(sign | (f32_bits(r) - 0x3f000000));
+    }
+    return (uint16_t)(sign | (((mag + 0xfff + (mag >> 13 & 1)) >> 13) - (112 << 10)));
+}
+
+static inline uint16_t float_to_bf16(float f) {
+    uint32_t u = f32_bits(f);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+static inline uint16_t read16(const uint8_t *p) {
+    uint16_t v;
+    memcpy(&v, p, 2);
+    return v;
+}
+
+/* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
+    void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
+    void (*rms_norm)(const float *, int64_t, const float *, float, int64_t, int64_t, float *, int64_t);
+    void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
+    void (*glu)(const float *, int64_t, int64_t, int64_t, float *);
+    void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
+    void (*attention)(const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const kv_paged *, float *);
+} kernels;
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define NAME(x) x##_avx512
+#define VL 16
+#define ROWS_TILE 4
+#include "cpu_body.h"
+#undef NAME
+#undef VL
+#undef ROWS_TILE
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define NAME(x) x##_avx2
+#define VL 8
+#define ROWS_TILE 2
+#include "cpu_body.h"
+#undef NAME
+#undef VL
+#undef ROWS_TILE
+#pragma GCC pop_options
+#endif
+
+#define NAME(x) x##_base
+#define VL 4
+#define ROWS_TILE 2
+#include "cpu_body.h"
+
+static const kernels *active = &kernels_base;
+
+/* ---- entry points ------------------------------------------------------------------------------------------ */
+
+/* Choose the instruction set ("" = the best here) and start the workers. Returns its name, NULL if unknown here. */
+const char *kv_init(int threads, const char *isa) {
+    const kernels *choice = NULL;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && (!*isa || !strcmp(isa, "avx512"))) choice = &kernels_avx512;
+    else if (avx2 && (!*isa || !strcmp(isa, "avx2"))) choice = &kernels_avx2;
+#endif
+    if (!choice && (!*isa || !strcmp(isa, "base"))) choice = &kernels_base;
+    if (!choice) return NULL;
+    active = choice;
+    if (threads > 64) threads = 64;
+    for (; pool.threads < threads; pool.threads++) {
+        pthread_t id;
+        if (pthread_create(&id, NULL, worker, (void *)(intptr_t)pool.threads)) break;
+        pthread_detach(id);
+    }
+    return active->name;
+}
+
+int kv_threads(void) { return pool.threads; }
+
+/* y[m, 0..n) = x[m, 0..k) . W^T (+ y when accumulate) for the stacked rows of `n_weights` matrices. */
+void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
+               int64_t ldy, int64_t accumulate) {
+    active->matmul(w, n_weights, x, m, k, ldx, y, ldy, accumulate);
+}
+
+/* out[i] = scale * row ids[i] of the matrix, decoded to float32. */
+void kv_rows(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
+    active->rows(w, ids, n, k, scale, out);
+}
+
+/* y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight for n rows of length d (weight may be NULL). */
+void kv_rms_norm(const float *x, int64_t ldx, const float *weight, float eps, int64_t n, int64_t d, float *y, int64_t ldy) {
+    active->rms_norm(x, ldx, weight, eps, n, d, y, ldy);
+}
+
+/* Rotate dims [0, rope_dim) of every head in place, half-split order; cos/sin are [t, rope_dim / 2]. */
+void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64_t rope_dim, const float *cos,
+             const float *sin) {
+    active->rope(x, ldx, t, heads, dim, rope_dim, cos, sin);
+}
+
+/* out = act(x[:, :f]) * x[:, f:], act 0 = SiLU, 1 = GELU (tanh form). */
+void kv_glu(const float *x, int64_t t, int64_t f, int64_t act, float *out) { active->glu(x, t, f, act, out); }
+
+/* Encode t rows of K and V, positions start.., into their pages. */
+void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
+    active->store(k, ldk, v, ldv, t, start, kv);
+}
+
+/* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. */
+void kv_attention(const float *q, int64_t ldq, int64_t t, int64_t heads, int64_t start, int64_t window, float scale,
+                  float softcap, const kv_paged *kv, float *out) {
+    active->attention(q, ldq, t, heads, start, window, scale, softcap, kv, out);
+}

@@ -1,0 +1,791 @@
+/* Kernels for one instruction set. Included by cpu.c with NAME(x), VL (floats per vector) and ROWS_TILE (rows of x
+ * per register tile) defined. Vectors are GCC/Clang vector extensions, so one text serves every target. */
+
+#define vf NAME(vf)
+#define vi NAME(vi)
+typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define LOAD(p) (*(const vf *)(p))
+#define STORE(p, v) (*(vf *)(p) = (v))
+#define SPLAT(x) ((x) - (vf){0}) /* x - 0 is x, so the compiler keeps only the broadcast */
+#define FLOATS(ints) __builtin_convertvector(ints, vf)
+
+INLINE vf NAME(fma)(vf a, vf b, vf c) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+#define FMA NAME(fma)
+
+/* Sum of the lanes, always in the same order (halves, quarters, ...). */
+INLINE float NAME(hsum)(vf v) {
+#if VL == 16 && defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#elif VL == 8 && defined(__AVX__)
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+    float t[VL];
+    memcpy(t, &v, sizeof t);
+    for (int half = VL / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) t[i] += t[i + half];
+    return t[0];
+#endif
+}
+
+INLINE float NAME(half)(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    return soft_half_to_float(h);
+#endif
+}
+#define HALF(p) NAME(half)(read16(p))
+
+/* ---- block formats: 32 weights to float32, in the order of operations of ggml.py ------------------------- */
+
+#define VECTORS (32 / VL) /* vectors in a part of 32 weights */
+
+/* VL bytes as 32-bit integers. */
+INLINE vi NAME(u8)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+INLINE vi NAME(s8)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return NAME(u8)(p) << 24 >> 24;
+#endif
+}
+
+/* Sixteen bytes as 32 four-bit numbers (low halves first): scale * (number - offset), or scale * number + offset. */
+#if VL == 16 && defined(__AVX512F__)
+INLINE void NAME(nibbles)(const uint8_t *q, vf table, vf *out) { /* table: the value of each number */
+    vi index = NAME(u8)(q);
+    out[0] = (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+    out[1] = (vf)_mm512_permutexvar_ps((__m512i)(index >> 4), (__m512)table);
+}
+#define NIBBLES(q, out, expression) do { \
+        vf n = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; \
+        NAME(nibbles)(q, expression, out); \
+    } while (0)
+#else
+#define NIBBLES(q, out, expression) do { \
+        for (int j = 0; j < 32 / VL; j++) { \
+            vi bytes = NAME(u8)((q) + j * VL % 16); \
+            vf n = FLOATS(bytes >> (j * VL / 16 * 4) & 15); \
+            out[j] = expression; \
+        } \
+    } while (0)
+#endif
+
+INLINE void NAME(part_f32)(const uint8_t *b, int part, vf *out) {
+    (void)part;
+    for (int j = 0; j < VECTORS; j++) out[j] = LOAD(b + 4 * j * VL);
+}
+
+/* VL half or bfloat16 numbers. */
+INLINE vf NAME(load_f16)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif VL == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = HALF(p + 2 * i);
+    return v;
+#endif
+}
+
+INLINE vf NAME(load_bf16)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+#elif VL == 8 && defined(__AVX2__)
+    return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = bits_f32((uint32_t)read16(p + 2 * i) << 16);
+    return v;
+#endif
+}
+
+INLINE void NAME(part_f16)(const uint8_t *b, int part, vf *out) {
+    (void)part;
+    for (int j = 0; j < VECTORS; j++) out[j] = NAME(load_f16)(b + 2 * j * VL);
+}
+
+INLINE void NAME(part_bf16)(const uint8_t *b, int part, vf *out) {
+    (void)part;
+    for (int j = 0; j < VECTORS; j++) out[j] = NAME(load_bf16)(b + 2 * j * VL);
+}
+
+INLINE void NAME(part_q4_0)(const uint8_t *b, int part, vf *out) {
+    vf d = SPLAT(HALF(b));
+    (void)part;
+    NIBBLES(b + 2, out, (n - 8.0f) * d);
+}
+
+INLINE void NAME(part_q4_1)(const uint8_t *b, int part, vf *out) {
+    (void)part;
+#if VL == 16 && defined(__AVX512F__)
+    int32_t pair;
+    memcpy(&pair, b, 4);
+    __m512 dm = _mm512_cvtph_ps(_mm256_set1_epi32(pair)); /* d, m, d, m, ... */
+    vf d = (vf)_mm512_moveldup_ps(dm), m = (vf)_mm512_movehdup_ps(dm);
+#else
+    vf d = SPLAT(HALF(b)), m = SPLAT(HALF(b + 2));
+#endif
+    NIBBLES(b + 4, out, n * d + m);
+}
+
+/* 0 or 16 from bit `from + lane` of a 32-bit field. */
+INLINE vf NAME(fifth)(const uint8_t *field, int from) {
+    int32_t bits;
+    vi lane;
+    memcpy(&bits, field, 4);
+    for (int i = 0; i < VL; i++) lane[i] = from + i;
+    return FLOATS((((vi){0} + bits) >> lane & 1) << 4);
+}
+
+INLINE void NAME(part_q5_0)(const uint8_t *b, int part, vf *out) {
+    vf d = SPLAT(HALF(b));
+    (void)part;
+    NIBBLES(b + 6, out, n);
+    for (int j = 0; j < VECTORS; j++) out[j] = (out[j] + NAME(fifth)(b + 2, j * VL) - 16.0f) * d;
+}
+
+INLINE void NAME(part_q5_1)(const uint8_t *b, int part, vf *out) {
+    vf d = SPLAT(HALF(b)), m = SPLAT(HALF(b + 2));
+    (void)part;
+    NIBBLES(b + 8, out, n);
+    for (int j = 0; j < VECTORS; j++) out[j] = (out[j] + NAME(fifth)(b + 4, j * VL)) * d + m;
+}
+
+INLINE void NAME(part_q8_0)(const uint8_t *b, int part, vf *out) {
+    vf d = SPLAT(HALF(b));
+    (void)part;
+    for (int j = 0; j < VECTORS; j++) out[j] = FLOATS(NAME(s8)(b + 2 + j * VL)) * d;
+}
+
+/* Groups of 16 in a part of 32: side 0 is the first half of the vectors, side 1 the second. */
+#define EACH_SIDE(side, j) for (int side = 0; side < 2; side++) for (int j = side * VECTORS / 2; j < (side + 1) * VECTORS / 2; j++)
+
+INLINE void NAME(part_q2_k)(const uint8_t *b, int part, vf *out) {
+    float d = HALF(b + 80), dmin = HALF(b + 82);
+    const uint8_t *q = b + 16 + 32 * (part / 4);
+    EACH_SIDE(side, j) {
+        int scales = b[2 * part + side];
+        vf scale = SPLAT(d * (float)(scales & 15)), min = SPLAT(dmin * (float)(scales >> 4));
+        out[j] = scale * FLOATS(NAME(u8)(q + j * VL) >> (part % 4 * 2) & 3) - min;
+    }
+}
+
+INLINE void NAME(part_q3_k)(const uint8_t *b, int part, vf *out) {
+    const uint8_t *s = b + 96, *q = b + 32 + 32 * (part / 4);
+    float d = HALF(b + 108);
+    EACH_SIDE(side, j) {
+        int g = 2 * part + side, low = g < 8 ? s[g] & 15 : s[g - 8] >> 4, high = s[8 + g % 4] >> (2 * (g / 4)) & 3;
+        vf scale = SPLAT(d * (float)((low | high << 4) - 32));
+        vi bit = NAME(u8)(b + j * VL) >> part & 1;
+        out[j] = scale * FLOATS((NAME(u8)(q + j * VL) >> (part % 4 * 2) & 3) + (bit << 2) - 4);
+    }
+}
+
+/* 6-bit scale and min number j of the 12 packed bytes of Q4_K and Q5_K. */
+INLINE void NAME(scale_min)(const uint8_t *s, int j, float *scale, float *min) {
+    if (j < 4) {
+        *scale = (float)(s[j] & 63), *min = (float)(s[j + 4] & 63);
+    } else {
+        *scale = (float)((s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
+        *min = (float)((s[j + 4] >> 4) | (s[j] >> 6) << 4);
+    }
+}
+
+INLINE void NAME(part_q4_k)(const uint8_t *b, int part, vf *out) {
+    float sc, mn;
+    NAME(scale_min)(b + 4, part, &sc, &mn);
+    vf scale = SPLAT(HALF(b) * sc), min = SPLAT(HALF(b + 2) * mn);
+    const uint8_t *q = b + 16 + 32 * (part / 2);
+    for (int j = 0; j < VECTORS; j++) out[j] = scale * FLOATS(NAME(u8)(q + j * VL) >> (part % 2 * 4) & 15) - min;
+}
+
+INLINE void NAME(part_q5_k)(const uint8_t *b, int part, vf *out) {
+    float sc, mn;
+    NAME(scale_min)(b + 4, part, &sc, &mn);
+    vf scale = SPLAT(HALF(b) * sc), min = SPLAT(HALF(b + 2) * mn);
+    const uint8_t *q = b + 48 + 32 * (part / 2);
+    for (int j = 0; j < VECTORS; j++) {
+        vi bit = (NAME(u8)(b + 16 + j * VL) >> part & 1) << 4;
+        out[j] = scale * FLOATS((NAME(u8)(q + j * VL) >> (part % 2 * 4) & 15) | bit) - min;
+    }
+}
+
+INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
+    float d = HALF(b + 208);
+    int half = part / 4, quarter = part % 4;
+    const uint8_t *l = b + 64 * half + 32 * (quarter % 2), *h = b + 128 + 32 * half;
+    EACH_SIDE(side, j) {
+        vf scale = SPLAT(d * (float)(int8_t)b[192 + 2 * part + side]);
+        vi low = NAME(u8)(l + j * VL) >> (quarter / 2 * 4) & 15, high = NAME(u8)(h + j * VL) >> (2 * quarter) & 3;
+        out[j] = scale * FLOATS((low | high << 4) - 32);
+    }
+}
+
+/* ---- matrix product: out = x . W^T -------------------------------------------------------------------------- */
+
+#define PANEL 16      /* weight rows decoded whole when x has several rows */
+#define WEIGHT_TILE 4 /* weight rows per register tile */
+
+/* From each format: decode_X, n weights to floats, and dot_X, `cols` weight rows against one row of x. An output is
+ * one accumulator, fed in order of k; the last part of a row that is not a multiple of 32 is padded with zeros. */
+#define FORMAT(name, elements, size)                                                                                  \
+    static void NAME(decode_##name)(const uint8_t *b, float *out, int64_t n) {                                        \
+        vf part[VECTORS];                                                                                             \
+        int64_t i = 0;                                                                                                \
+        for (; i + 32 <= n; i += 32) {                                                                                \
+            NAME(part_##name)(b + i / elements * size, (int)(i % elements / 32), part);                               \
+            for (int j = 0; j < VECTORS; j++) STORE(out + i + j * VL, part[j]);                                       \
+        }                                                                                                             \
+        if (elements == 1 && i < n) {                                                                                 \
+            uint8_t tail[32 * 4] = {0};                                                                               \
+            memcpy(tail, b + i * size, (n - i) * size);                                                               \
+            NAME(part_##name)(tail, 0, part);                                                                         \
+            memcpy(out + i, part, (n - i) * sizeof(float));                                                           \
+        }                                                                                                             \
+    }                                                                                                                 \
+    INLINE void NAME(dot_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out, int cols) { \
+        vf acc[WEIGHT_TILE] = {0};                                                                                    \
+        int64_t i = 0;                                                                                                \
+        const int step = elements > 32 ? elements : 32;                                                               \
+        for (; i + step <= k; i += step) {                                                                            \
+            const uint8_t *b = w + (elements == 1 ? i * size : i / elements * size);                                  \
+            for (int p = 0; p < step / 32; p++)                                                                       \
+                for (int c = 0; c < cols; c++) {                                                                      \
+                    vf part[VECTORS];                                                                                 \
+                    NAME(part_##name)(b + c * row_bytes, p, part);                                                    \
+                    for (int j = 0; j < VECTORS; j++) acc[c] = FMA(part[j], LOAD(x + i + p * 32 + j * VL), acc[c]);   \
+                }                                                                                                     \
+        }                                                                                                             \
+        if (i < k) {                                                                                                  \
+            float wt[32], xt[32] = {0};                                                                               \
+            memcpy(xt, x + i, (k - i) * sizeof(float));                                                               \
+            for (int c = 0; c < cols; c++) {                                                                          \
+                memset(wt, 0, sizeof wt);                                                                             \
+                NAME(decode_##name)(w + c * row_bytes + i / elements * size, wt, k - i);                              \
+                for (int j = 0; j * VL < k - i; j++) acc[c] = FMA(LOAD(wt + j * VL), LOAD(xt + j * VL), acc[c]);      \
+            }                                                                                                         \
+        }                                                                                                             \
+        for (int c = 0; c < cols; c++) out[c] = acc[c];                                                               \
+    }                                                                                                                 \
+    static void NAME(dot4_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out) {          \
+        NAME(dot_##name)(w, row_bytes, x, k, out, WEIGHT_TILE);                                                       \
+    }                                                                                                                 \
+    static void NAME(dot1_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out) {          \
+        NAME(dot_##name)(w, row_bytes, x, k, out, 1);                                                                 \
+    }
+
+typedef void (*NAME(decode_fn))(const uint8_t *, float *, int64_t);
+typedef void (*NAME(dot_fn))(const uint8_t *, int64_t, const float *, int64_t, vf *);
+
+FORMAT(f32, 1, 4)
+FORMAT(f16, 1, 2)
+FORMAT(bf16, 1, 2)
+FORMAT(q4_0, 32, 18)
+FORMAT(q4_1, 32, 20)
+FORMAT(q5_0, 32, 22)
+FORMAT(q5_1, 32, 24)
+FORMAT(q8_0, 32, 34)
+FORMAT(q2_k, 256, 84)
+FORMAT(q3_k, 256, 110)
+FORMAT(q4_k, 256, 144)
+FORMAT(q5_k, 256, 176)
+FORMAT(q6_k, 256, 210)
+#undef FORMAT
+
+typedef struct {
+    NAME(decode_fn) decode;
+    NAME(dot_fn) dot4, dot1;
+} NAME(format_ops);
+
+static const NAME(format_ops) *NAME(ops)(int64_t format) {
+#define FORMAT(id, name) [id] = {NAME(decode_##name), NAME(dot4_##name), NAME(dot1_##name)}
+    static const NAME(format_ops) table[] = {
+        FORMAT(F32, f32),   FORMAT(F16, f16),   FORMAT(BF16, bf16), FORMAT(Q4_0, q4_0), FORMAT(Q4_1, q4_1),
+        FORMAT(Q5_0, q5_0), FORMAT(Q5_1, q5_1), FORMAT(Q8_0, q8_0), FORMAT(Q2_K, q2_k), FORMAT(Q3_K, q3_k),
+        FORMAT(Q4_K, q4_k), FORMAT(Q5_K, q5_k), FORMAT(Q6_K, q6_k),
+    };
+#undef FORMAT
+    return table + format;
+}
+
+typedef struct {
+    const kv_weight *w;
+    int64_t n_weights, total, m, k, kp, ldx, ldy, accumulate, rows_per_task;
+    const float *x;
+    float *y;
+} NAME(matmul_args);
+
+/* The weight matrix and row that stacked row n falls into; returns how many rows follow in that matrix. */
+INLINE int64_t NAME(locate)(const NAME(matmul_args) *a, int64_t n, const kv_weight **w, int64_t *row) {
+    *w = a->w;
+    while (n >= (*w)->rows) n -= (*w)->rows, ++*w;
+    *row = n;
+    return (*w)->rows - n;
+}
+
+INLINE void NAME(put)(const NAME(matmul_args) *a, int64_t m, int64_t n, vf acc) {
+    float *y = a->y + m * a->ldy + n, sum = NAME(hsum)(acc);
+    *y = a->accumulate ? *y + sum : sum;
+}
+
+/* One row of x: weights go from packed bytes to products in registers. */
+static void NAME(vector_task)(void *arg, int64_t task, int thread) {
+    const NAME(matmul_args) *a = arg;
+    int64_t end = (task + 1) * a->rows_per_task < a->total ? (task + 1) * a->rows_per_task : a->total;
+    (void)thread;
+    for (int64_t n = task * a->rows_per_task; n < end;) {
+        const kv_weight *w;
+        int64_t row, left = NAME(locate)(a, n, &w, &row);
+        const NAME(format_ops) *ops = NAME(ops)(w->format);
+        if (left > end - n) left = end - n;
+        for (; left > 0;) {
+            int cols = left >= WEIGHT_TILE ? WEIGHT_TILE : 1;
+            vf acc[WEIGHT_TILE];
+            (cols == 1 ? ops->dot1 : ops->dot4)(w->blocks + row * w->row_bytes, w->row_bytes, a->x, a->k, acc);
+            for (int c = 0; c < cols; c++) NAME(put)(a, 0, n + c, acc[c]);
+            n += cols, row += cols, left -= cols;
+        }
+    }
+}
+
+/* acc[i][j] += x row i . w row j over n elements (a multiple of VL), in order of k. */
+INLINE void NAME(tile)(vf acc[ROWS_TILE][WEIGHT_TILE], const float *x, int64_t ldx, const float *w, int64_t n, int rows) {
+    for (int64_t k = 0; k < n; k += VL) {
+        vf wv[WEIGHT_TILE];
+        for (int j = 0; j < WEIGHT_TILE; j++) wv[j] = LOAD(w + j * n + k);
+        for (int i = 0; i < rows; i++) {
+            vf xv = LOAD(x + i * ldx + k);
+            for (int j = 0; j < WEIGHT_TILE; j++) acc[i][j] = FMA(wv[j], xv, acc[i][j]);
+        }
+    }
+}
+
+/* Several rows of x: decode a panel of weight rows once, then go over all of x. */
+static void NAME(panel_task)(void *arg, int64_t task, int thread) {
+    const NAME(matmul_args) *a = arg;
+    int64_t first = task * PANEL, count = a->total - first < PANEL ? a->total - first : PANEL;
+    float *panel = scratch(thread, (size_t)PANEL * a->kp);
+    for (int64_t j = 0; j < PANEL; j++) {
+        float *out = panel + j * a->kp;
+        if (j < count) {
+            const kv_weight *w;
+            int64_t row;
+            NAME(locate)(a, first + j, &w, &row);
+            NAME(ops)(w->format)->decode(w->blocks + row * w->row_bytes, out, a->k);
+            memset(out + a->k, 0, (a->kp - a->k) * sizeof(float));
+        } else {
+            memset(out, 0, a->kp * sizeof(float));
+        }
+    }
+    for (int64_t m = 0; m < a->m; m += ROWS_TILE) {
+        const float *x = a->x + m * a->ldx;
+        int rows = a->m - m < ROWS_TILE ? (int)(a->m - m) : ROWS_TILE;
+        for (int64_t j = 0; j < count; j += WEIGHT_TILE) {
+            vf acc[ROWS_TILE][WEIGHT_TILE] = {0};
+            switch (rows) {
+            case 1: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 1); break;
+            case 2: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 2); break;
+#if ROWS_TILE == 4
+            case 3: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 3); break;
+            case 4: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 4); break;
+#endif
+            }
+            for (int i = 0; i < rows; i++)
+                for (int c = 0; c < WEIGHT_TILE && j + c < count; c++) NAME(put)(a, m + i, first + j + c, acc[i][c]);
+        }
+    }
+}
+
+static void NAME(matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx,
+                         float *y, int64_t ldy, int64_t accumulate) {
+    int64_t total = 0, kp = (k + VL - 1) / VL * VL;
+    for (int64_t i = 0; i < n_weights; i++) total += w[i].rows;
+    NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, 0, x, y};
+    if (m == 1) {
+        a.rows_per_task = total / (pool.threads * 8) / WEIGHT_TILE * WEIGHT_TILE;
+        if (a.rows_per_task < 16) a.rows_per_task = 16;
+        parallel((total + a.rows_per_task - 1) / a.rows_per_task, NAME(vector_task), &a);
+        return;
+    }
+    float *padded = NULL;
+    if (kp != k) { /* rows of odd length: a copy padded with zeros keeps the inner loop whole */
+        padded = calloc((size_t)(m * kp), sizeof(float));
+        if (!padded) abort();
+        for (int64_t i = 0; i < m; i++) memcpy(padded + i * kp, x + i * ldx, k * sizeof(float));
+        a.x = padded, a.ldx = kp;
+    }
+    parallel((total + PANEL - 1) / PANEL, NAME(panel_task), &a);
+    free(padded);
+}
+
+static void NAME(rows)(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
+    NAME(decode_fn) decode = NAME(ops)(w->format)->decode;
+    for (int64_t i = 0; i < n; i++) {
+        decode(w->blocks + ids[i] * w->row_bytes, out + i * k, k);
+        if (scale != 1.0f)
+            for (int64_t j = 0; j < k; j++) out[i * k + j] *= scale;
+    }
+}
+
+/* ---- pointwise ---------------------------------------------------------------------------------------------- */
+
+/* e^x for x <= 88, within 2 ulp; below -87.3 it is 0 (Cephes' polynomial, range reduced by ln 2 in two parts). */
+INLINE vf NAME(exp)(vf x) {
+    vi tiny = x < -87.3f, huge = x > 88.0f;
+    x = (vf)(((vi)x & ~tiny) | ((vi)SPLAT(-87.3f) & tiny));
+    x = (vf)(((vi)x & ~huge) | ((vi)SPLAT(88.0f) & huge));
+    vf scaled = x * 1.44269504088896341f + 12582912.0f; /* round to nearest by the 1.5 * 2^23 trick */
+    vf n = scaled - 12582912.0f;
+    vi exponent = (vi)scaled << 23;
+    x = FMA(n, SPLAT(-0.693359375f), x);
+    x = FMA(n, SPLAT(2.12194440e-4f), x);
+    vf y = SPLAT(1.9875691500e-4f);
+    y = FMA(y, x, SPLAT(1.3981999507e-3f));
+    y = FMA(y, x, SPLAT(8.3334519073e-3f));
+    y = FMA(y, x, SPLAT(4.1665795894e-2f));
+    y = FMA(y, x, SPLAT(1.6666665459e-1f));
+    y = FMA(y, x, SPLAT(5.0000001201e-1f));
+    y = FMA(y, x * x, x) + 1.0f;
+    return (vf)(((vi)y + exponent) & ~tiny);
+}
+
+static void NAME(rms_norm)(const float *x, int64_t ldx, const float *weight, float eps, int64_t n, int64_t d, float *y,
+                           int64_t ldy) {
+    for (int64_t r = 0; r < n; r++) {
+        const float *in = x + r * ldx;
+        float *out = y + r * ldy, sum = 0;
+        vf acc = {0};
+        int64_t i = 0;
+        for (; i + VL <= d; i += VL) acc = FMA(LOAD(in + i), LOAD(in + i), acc);
+        for (; i < d; i++) sum += in[i] * in[i];
+        float factor = 1.0f / sqrtf((NAME(hsum)(acc) + sum) / (float)d + eps);
+        for (i = 0; i < d; i++) out[i] = in[i] * factor * (weight ? weight[i] : 1.0f);
+    }
+}
+
+static void NAME(rope)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64_t rope_dim, const float *cos,
+                       const float *sin) {
+    int64_t half = rope_dim / 2;
+    for (int64_t r = 0; r < t; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            float *a = x + r * ldx + h * dim, *b = a + half;
+            const float *c = cos + r * half, *s = sin + r * half;
+            for (int64_t i = 0; i < half; i++) {
+                float u = a[i], v = b[i];
+                a[i] = u * c[i] - v * s[i];
+                b[i] = v * c[i] + u * s[i];
+            }
+        }
+}
+
+typedef struct {
+    const float *x;
+    int64_t f, act;
+    float *out;
+} NAME(glu_args);
+
+INLINE vf NAME(gate)(vf g, int64_t act) {
+    vf z = g;
+    if (act) z = (g + g * g * g * 0.044715f) * 1.5957691216057308f; /* gelu's tanh form is x * sigmoid(2z) */
+    return g / (NAME(exp)(-z) + 1.0f);
+}
+
+static void NAME(glu_task)(void *arg, int64_t row, int thread) {
+    const NAME(glu_args) *a = arg;
+    const float *g = a->x + row * 2 * a->f, *u = g + a->f;
+    float *out = a->out + row * a->f;
+    int64_t i = 0;
+    (void)thread;
+    for (; i + VL <= a->f; i += VL) STORE(out + i, NAME(gate)(LOAD(g + i), a->act) * LOAD(u + i));
+    if (i < a->f) {
+        float gt[VL] = {0}, ut[VL] = {0}, ot[VL];
+        memcpy(gt, g + i, (a->f - i) * sizeof(float));
+        memcpy(ut, u + i, (a->f - i) * sizeof(float));
+        STORE(ot, NAME(gate)(LOAD(gt), a->act) * LOAD(ut));
+        memcpy(out + i, ot, (a->f - i) * sizeof(float));
+    }
+}
+
+static void NAME(glu)(const float *x, int64_t t, int64_t f, int64_t act, float *out) {
+    NAME(glu_args) a = {x, f, act, out};
+    parallel(t, NAME(glu_task), &a);
+}
+
+/* ---- the paged cache ------------------------------------------------------------------------------------------ */
+
+INLINE int64_t NAME(codec_bytes)(int64_t codec) { return codec == CODEC_F32 ? 4 : 2; }
+
+static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out) {
+    if (codec == CODEC_F32) {
+        memcpy(out, x, n * 4);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t bits;
+#if defined(__F16C__)
+        bits = codec == CODEC_F16 ? _cvtss_sh(x[i], 0) : float_to_bf16(x[i]);
+#else
+        bits = codec == CODEC_F16 ? soft_float_to_half(x[i]) : float_to_bf16(x[i]);
+#endif
+        memcpy(out + 2 * i, &bits, 2);
+    }
+}
+
+static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
+    int64_t k_bytes = kv->dim_k * NAME(codec_bytes)(kv->codec_k), v_bytes = kv->dim_v * NAME(codec_bytes)(kv->codec_v);
+    for (int64_t r = 0; r < t; r++) {
+        int64_t page = (start + r) / kv->page_size - kv->first_page, slot = (start + r) % kv->page_size;
+        for (int64_t h = 0; h < kv->kv_heads; h++) {
+            uint8_t *record = (uint8_t *)(intptr_t)kv->pages[page] + h * kv->record_bytes;
+            NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, kv->codec_k, record + slot * k_bytes);
+            NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, kv->codec_v, record + kv->v_offset + slot * v_bytes);
+        }
+    }
+}
+
+static NAME(decode_fn) NAME(codec_decoder)(int64_t codec) {
+    return codec == CODEC_F32 ? NAME(decode_f32) : codec == CODEC_F16 ? NAME(decode_f16) : NAME(decode_bf16);
+}
+
+#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill */
+
+typedef struct {
+    const float *q;
+    int64_t ldq, t, heads, start, window;
+    float scale, softcap;
+    const kv_paged *kv;
+    float *out;
+    int64_t dkp, dvp, n_blocks, first_span, n_spans; /* n_spans > 0: one task a span, partial results kept apart */
+    float *partial;                                  /* [kv_heads * n_spans, group, dvp + 2] */
+} NAME(attn_args);
+
+/* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
+INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, const float *pacc, int64_t dvp) {
+    if (pm == -INFINITY) return;
+    float top = *m > pm ? *m : pm;
+    vf f[2] = {SPLAT(*m - top), SPLAT(pm - top)};
+    float old = *m == -INFINITY ? 0.0f : NAME(exp)(f[0])[0], add = NAME(exp)(f[1])[0];
+    for (int64_t d = 0; d < dvp; d += VL) STORE(acc + d, LOAD(acc + d) * old + LOAD(pacc + d) * add);
+    *l = *l * old + pl * add;
+    *m = top;
+}
+
+/* Scores of one query row against the keys of a tile, then its softmax update. Keys outside [lo, hi) are unseen. */
+INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const float *keys, const float *values, float *scores,
+                             int64_t lo, int64_t hi, float *m, float *l, float *acc) {
+    int64_t from = lo / VL * VL;
+    float top = *m;
+    for (int64_t j = from; j < hi; j += VL) {
+        vf dot[VL] = {0};
+        for (int64_t d = 0; d < a->dkp; d += VL) {
+            vf x = LOAD(q + d);
+            for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
+        }
+        for (int i = 0; i < VL; i++) {
+            float s = NAME(hsum)(dot[i]) * a->scale;
+            if (a->softcap > 0) s = a->softcap * tanhf(s / a->softcap);
+            scores[j + i] = j + i >= lo && j + i < hi ? s : -INFINITY;
+            if (scores[j + i] > top) top = scores[j + i];
+        }
+    }
+    float old = *m == -INFINITY ? 0.0f : NAME(exp)(SPLAT(*m - top))[0], sum = 0;
+    vf sums = {0};
+    for (int64_t j = from; j < hi; j += VL) {
+        vf p = NAME(exp)(LOAD(scores + j) - top);
+        STORE(scores + j, p);
+        sums += p;
+    }
+    sum = NAME(hsum)(sums);
+    for (int64_t d = 0; d < a->dvp; d += 4 * VL) { /* dvp is a multiple of 4 * VL */
+        vf o[4];
+        for (int i = 0; i < 4; i++) o[i] = LOAD(acc + d + i * VL) * old;
+        for (int64_t j = lo; j < hi; j++) {
+            vf p = SPLAT(scores[j]);
+            for (int i = 0; i < 4; i++) o[i] = FMA(p, LOAD(values + j * a->dvp + d + i * VL), o[i]);
+        }
+        for (int i = 0; i < 4; i++) STORE(acc + d + i * VL, o[i]);
+    }
+    *l = *l * old + sum;
+    *m = top;
+}
+
+/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero. Only rows [lo, hi). */
+INLINE void NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t head, int64_t lo, int64_t hi, float *keys, float *values) {
+    const kv_paged *kv = a->kv;
+    const uint8_t *record = (const uint8_t *)(intptr_t)kv->pages[page - kv->first_page] + head * kv->record_bytes;
+    int64_t k_bytes = kv->dim_k * NAME(codec_bytes)(kv->codec_k), v_bytes = kv->dim_v * NAME(codec_bytes)(kv->codec_v);
+    NAME(decode_fn) dk = NAME(codec_decoder)(kv->codec_k), dv = NAME(codec_decoder)(kv->codec_v);
+    for (int64_t j = lo; j < hi; j++) {
+        dk(record + j * k_bytes, keys + j * a->dkp, kv->dim_k);
+        dv(record + kv->v_offset + j * v_bytes, values + j * a->dvp, kv->dim_v);
+    }
+}
+
+/* Floats of scratch a task needs besides its rows' state. */
+INLINE size_t NAME(attn_scratch)(const NAME(attn_args) *a, int64_t rows) {
+    int64_t padded = (a->kv->page_size + VL - 1) / VL * VL;
+    return (size_t)(padded * (a->dkp + a->dvp + 1) + rows * (a->dkp + 2 * a->dvp + 4));
+}
+
+/* Queries [t0, t1) x the group of one kv head over spans [s0, s1); state is [rows][dvp + 2] = acc, max, sum. */
+static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t s0, int64_t s1, float *state,
+                         float *work) {
+    const kv_paged *kv = a->kv;
+    int64_t size = kv->page_size, padded = (size + VL - 1) / VL * VL, group = a->heads / kv->kv_heads, rows = (t1 - t0) * group;
+    float *keys = work, *values = keys + padded * a->dkp, *scores = values + padded * a->dvp;
+    float *queries = scores + padded, *part = queries + rows * a->dkp;
+    int64_t stride = a->dvp + 2;
+    memset(work, 0, (size_t)padded * (a->dkp + a->dvp) * sizeof(float));
+    memset(queries, 0, (size_t)rows * a->dkp * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        memcpy(queries + r * a->dkp, a->q + (t0 + r / group) * a->ldq + (head * group + r % group) * kv->dim_k,
+               kv->dim_k * sizeof(float));
+        memset(state + r * stride, 0, stride * sizeof(float));
+        state[r * stride + a->dvp] = -INFINITY;
+    }
+    int64_t last = a->start + t1 - 1, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
+    if (oldest < 0) oldest = 0;
+    for (int64_t s = s0; s < s1; s++) {
+        for (int64_t r = 0; r < rows; r++) {
+            memset(part + r * stride, 0, stride * sizeof(float));
+            part[r * stride + a->dvp] = -INFINITY;
+        }
+        for (int64_t page = s * SPAN_PAGES; page < (s + 1) * SPAN_PAGES; page++) {
+            if (page * size > last || (page + 1) * size <= oldest) continue;
+            int64_t lo = oldest > page * size ? oldest - page * size : 0;
+            int64_t hi = last + 1 < (page + 1) * size ? last + 1 - page * size : size;
+            NAME(load_tile)(a, page, head, lo, hi, keys, values);
+            for (int64_t r = 0; r < rows; r++) {
+                int64_t pos = a->start + t0 + r / group, see = a->window ? pos - a->window + 1 : 0;
+                int64_t from = see > page * size ? see - page * size : 0;
+                int64_t to = pos + 1 < (page + 1) * size ? pos + 1 - page * size : size;
+                float *p = part + r * stride;
+                if (from < to)
+                    NAME(attend_row)(a, queries + r * a->dkp, keys, values, scores, from, to, p + a->dvp, p + a->dvp + 1, p);
+            }
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            float *t = state + r * stride, *p = part + r * stride;
+            NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
+        }
+    }
+}
+
+INLINE void NAME(write_out)(const NAME(attn_args) *a, const float *state, int64_t head, int64_t t0, int64_t t1) {
+    int64_t group = a->heads / a->kv->kv_heads, dim = a->kv->dim_v;
+    for (int64_t r = 0; r < (t1 - t0) * group; r++) {
+        const float *s = state + r * (a->dvp + 2);
+        float *out = a->out + ((t0 + r / group) * a->heads + head * group + r % group) * dim;
+        for (int64_t d = 0; d < dim; d++) out[d] = s[d] / s[a->dvp + 1];
+    }
+}
+
+static void NAME(attn_block_task)(void *arg, int64_t task, int thread) {
+    const NAME(attn_args) *a = arg;
+    int64_t group = a->heads / a->kv->kv_heads, head = task % a->kv->kv_heads, block = task / a->kv->kv_heads;
+    int64_t t0 = block * QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t, rows = (t1 - t0) * group;
+    int64_t span = SPAN_PAGES * a->kv->page_size, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
+    float *state = scratch(thread, NAME(attn_scratch)(a, rows) + rows * (a->dvp + 2));
+    NAME(attend)(a, head, t0, t1, oldest > 0 ? oldest / span : 0, (a->start + t1 - 1) / span + 1, state, state + rows * (a->dvp + 2));
+    NAME(write_out)(a, state, head, t0, t1);
+}
+
+static void NAME(attn_span_task)(void *arg, int64_t task, int thread) {
+    const NAME(attn_args) *a = arg;
+    int64_t group = a->heads / a->kv->kv_heads, head = task / a->n_spans, span = a->first_span + task % a->n_spans;
+    NAME(attend)(a, head, 0, 1, span, span + 1, a->partial + task * group * (a->dvp + 2), scratch(thread, NAME(attn_scratch)(a, group)));
+}
+
+/* One query over several spans: a task a span, then the spans are merged in the order in which prefill meets them. */
+static void NAME(attend_one)(NAME(attn_args) *a) {
+    int64_t group = a->heads / a->kv->kv_heads, heads = a->kv->kv_heads, stride = a->dvp + 2;
+    a->partial = malloc((size_t)(heads * a->n_spans + 1) * group * stride * sizeof(float));
+    if (!a->partial) abort();
+    parallel(heads * a->n_spans, NAME(attn_span_task), a);
+    float *state = a->partial + heads * a->n_spans * group * stride;
+    for (int64_t head = 0; head < heads; head++) {
+        for (int64_t r = 0; r < group; r++) {
+            float *t = state + r * stride;
+            memset(t, 0, stride * sizeof(float));
+            t[a->dvp] = -INFINITY;
+            for (int64_t s = 0; s < a->n_spans; s++) {
+                const float *p = a->partial + ((head * a->n_spans + s) * group + r) * stride;
+                NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
+            }
+        }
+        NAME(write_out)(a, state, head, 0, 1);
+    }
+    free(a->partial);
+}
+
+static void NAME(attention)(const float *q, int64_t ldq, int64_t t, int64_t heads, int64_t start, int64_t window, float scale,
+                            float softcap, const kv_paged *kv, float *out) {
+    int64_t span = SPAN_PAGES * kv->page_size;
+    NAME(attn_args) a = {q, ldq, t, heads, start, window, scale, softcap, kv, out};
+    a.dkp = (kv->dim_k + VL - 1) / VL * VL;
+    a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
+    int64_t oldest = window ? start - window + 1 : 0;
+    a.first_span = oldest > 0 ? oldest / span : 0;
+    a.n_spans = start / span + 1 - a.first_span;
+    if (t == 1 && a.n_spans > 1) {
+        NAME(attend_one)(&a);
+    } else {
+        a.n_blocks = (t + QUERY_BLOCK - 1) / QUERY_BLOCK;
+        parallel(a.n_blocks * kv->kv_heads, NAME(attn_block_task), &a);
+    }
+}
+
+static const kernels NAME(kernels) = {
+#if VL == 16
+    "avx512",
+#elif VL == 8
+    "avx2",
+#else
+    "base",
+#endif
+    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(store), NAME(attention),
+};
+
+#undef vf
+#undef vi
+#undef INLINE
+#undef LOAD
+#undef STORE
+#undef SPLAT
+#undef FLOATS
+#undef FMA
+#undef HALF
+#undef VECTORS
+#undef NIBBLES
+#undef EACH_SIDE
+#undef PANEL
+#undef WEIGHT_TILE
+#undef QUERY_BLOCK

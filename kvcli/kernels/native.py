@@ -1,0 +1,162 @@
+"""The CPU backend: `cpu.c` called through ctypes. Same signatures as the reference functions.
+
+Arrays cross as addresses, so every tensor is float32 on the CPU with unit stride in its last dim; views of whole rows
+(a slice of a wider matrix) are fine and cost no copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from kvcli.errors import KVError
+from kvcli.kernels.matmul import QuantTensor
+from kvcli.kernels.paged import PagedKV
+
+# GGML type ids; the formats that cpu.c decodes.
+FORMATS = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "BF16": 30,
+}  # fmt: skip
+CODECS = {"f32": 0, "f16": 1, "bf16": 2}
+ACTS = {"silu": 0, "gelu": 1}
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
+
+
+class _Paged(ctypes.Structure):
+    _fields_ = [("pages", c_void_p)] + [
+        (name, c_int64)
+        for name in "first_page page_size kv_heads record_bytes v_offset dim_k dim_v codec_k codec_v".split()
+    ]
+
+
+_SIGNATURES = {
+    "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    "kv_rows": [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p],
+    "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
+    "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
+    "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_attention": [
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
+    ],
+}  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Raises KVError with the reason when they were not built or do not load."""
+    built = sorted(Path(__file__).parent.glob("_cpu*.so")) + sorted(Path(__file__).parent.glob("_cpu*.pyd"))
+    if not built:
+        raise KVError("the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv")
+    try:
+        lib = ctypes.CDLL(str(built[0]))
+    except OSError as e:
+        raise KVError(f"the CPU kernels do not load: {e}", "reinstall kv") from None
+    lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
+    for name, arguments in _SIGNATURES.items():
+        getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
+    return lib
+
+
+def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
+    return (_Weight * len(weights))(
+        *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type]) for w in weights)
+    )
+
+
+class NativeBackend:
+    """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding."""
+
+    name = "native"
+
+    def __init__(self, threads: int, isa: str = "") -> None:
+        self._lib = library()
+        chosen = self._lib.kv_init(threads, isa.encode())
+        if chosen is None:
+            raise KVError(f"this processor cannot run the {isa} kernels")
+        self.isa = chosen.decode()
+        self._tables: dict[tuple[int, ...], ctypes.Array] = {}
+
+    def _table(self, weights: Sequence[QuantTensor]) -> ctypes.Array:
+        key = tuple(id(w) for w in weights)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = _weights(weights)
+            table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
+        return table
+
+    def matmul(
+        self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = add_to
+        if out is None:
+            out = torch.empty(x.shape[0], sum(w.rows for w in weights))
+        self._lib.kv_matmul(
+            self._table(weights), len(weights), x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
+            out.data_ptr(), out.stride(0), add_to is not None,
+        )  # fmt: skip
+        return out
+
+    def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        out = torch.empty(ids.shape[0], weight.cols)
+        self._lib.kv_rows(
+            self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr()
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        d = x.shape[-1]
+        if x.dim() == 2:
+            out = torch.empty(x.shape[0], d)
+            self._lib.kv_rms_norm(
+                x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d
+            )
+            return out
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._lib.kv_rms_norm(x.data_ptr(), d, weight.data_ptr(), eps, x.numel() // d, d, out.data_ptr(), d)
+        return out
+
+    def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        t, heads, dim = x.shape
+        self._lib.kv_rope(
+            x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr()
+        )
+
+    def glu(self, x: torch.Tensor, act: str) -> torch.Tensor:
+        t, f = x.shape[0], x.shape[1] // 2
+        out = torch.empty(t, f)
+        self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
+        return out
+
+    def _paged(self, kv: PagedKV) -> _Paged:
+        r = kv.record
+        return _Paged(
+            kv.addresses.ctypes.data, kv.first_page, r.page_size, r.kv_heads, r.record_bytes, r.v_offset,
+            r.dim_k, r.dim_v, CODECS[r.codec_k], CODECS[r.codec_v],
+        )  # fmt: skip
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
+        paged = self._paged(kv)
+        self._lib.kv_store(
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, ctypes.byref(paged)
+        )
+
+    def attention(
+        self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+    ) -> torch.Tensor:
+        t, heads = q.shape[0], q.shape[1]
+        out, paged = torch.empty(t, heads * kv.record.dim_v), self._paged(kv)
+        self._lib.kv_attention(
+            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, ctypes.byref(paged), out.data_ptr()
+        )
+        return out

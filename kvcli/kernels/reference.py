@@ -1,0 +1,21 @@
+"""The reference backend: every operation in plain torch, float32, rows independent of each other."""
+
+from __future__ import annotations
+
+from kvcli.kernels.attention import attention
+from kvcli.kernels.matmul import matmul, rows
+from kvcli.kernels.pointwise import glu, rms_norm, rope_
+from kvcli.kernels.store import store
+
+
+class ReferenceBackend:
+    """The specification that the other backends are checked against. Slow; exact in float32."""
+
+    name = "reference"
+    matmul = staticmethod(matmul)
+    rows = staticmethod(rows)
+    rms_norm = staticmethod(rms_norm)
+    rope_ = staticmethod(rope_)
+    glu = staticmethod(glu)
+    store = staticmethod(store)
+    attention = staticmethod(attention)

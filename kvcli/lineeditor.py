@@ -1,0 +1,145 @@
+"""The prompt of `kv chat` on a terminal: several lines, history, completion. `prompt_toolkit` draws it.
+
+Enter sends; Alt-Enter and Ctrl-J begin a new line, as does Enter after a backslash or in triple quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from kvcli import paths
+
+if TYPE_CHECKING:
+    from prompt_toolkit.buffer import Buffer
+
+MAX_ENTRIES = 10_000
+QUOTES = '"""'
+
+
+class LineEditor:
+    """Reads one message after another from the terminal."""
+
+    def __init__(self, history: History, commands: Iterable[str]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            history=history,
+            multiline=True,
+            key_bindings=_keys(),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            enable_open_in_editor=True,
+            prompt_continuation=lambda width, number, wrapped: ". ".rjust(width),
+        )
+
+    def read(self) -> str:
+        """The next message. Raises EOFError (Ctrl-D) and KeyboardInterrupt (Ctrl-C)."""
+        return unquote(self._session.prompt("> "))
+
+    @property
+    def interrupted_text(self) -> str:
+        """What stood on the line when Ctrl-C was pressed."""
+        return self._session.default_buffer.text
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        enter(event.current_buffer)
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def enter(buffer: Buffer) -> None:
+    """What the Enter key does with the text so far."""
+    before = buffer.document.text_before_cursor
+    if buffer.text.lstrip().startswith(QUOTES) and not _closed(buffer.text):
+        buffer.insert_text("\n")
+    elif before.endswith("\\"):
+        buffer.delete_before_cursor()
+        buffer.insert_text("\n")
+    else:
+        buffer.validate_and_handle()
+
+
+def _closed(text: str) -> bool:
+    inside = text.strip()
+    return len(inside) >= 2 * len(QUOTES) and inside.endswith(QUOTES)
+
+
+def unquote(text: str) -> str:
+    """A message in triple quotes without them and without the newlines next to them; other text as it is."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES) and _closed(text):
+        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
+
+
+class FileHistory(History):
+    """Messages in a file that only its owner can read, one JSON string a line; the last 10,000 are kept.
+
+    A message that begins with a space is not written, nor kept in memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        if not path.exists():
+            path.touch(mode=0o600)
+        path.chmod(0o600)
+
+    def load_history_strings(self) -> Iterable[str]:
+        """Newest first. A line that is not a JSON string is skipped: someone edited the file."""
+        lines = self.path.read_text("utf-8", "replace").splitlines()
+        if len(lines) > MAX_ENTRIES:
+            lines = lines[-MAX_ENTRIES:]
+            self._rewrite(lines)
+        for line in reversed(lines):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, str):
+                yield entry
+
+    def _rewrite(self, lines: list[str]) -> None:
+        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        temporary.touch(mode=0o600)
+        temporary.write_text("".join(line + "\n" for line in lines), "utf-8")
+        temporary.replace(self.path)
+
+    def append_string(self, string: str) -> None:
+        if not string.startswith(" "):
+            super().append_string(string)
+
+    def store_string(self, string: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(string) + "\n")
+
+
+def open_history(warn: Callable[[str], None]) -> History:
+    """The user's history file, or one in memory: with KV_NO_HISTORY set, or where none can be written."""
+    if os.environ.get("KV_NO_HISTORY"):
+        return InMemoryHistory()
+    folder = paths.state_dir()
+    if not paths.make_or_warn(folder, warn):
+        return InMemoryHistory()
+    try:
+        return FileHistory(folder / "history")
+    except OSError as error:
+        warn(f"cannot use the history file: {error.strerror or error}; going on without it")
+        return InMemoryHistory()

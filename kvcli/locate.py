@@ -1,0 +1,30 @@
+"""From a model's name to its file, for commands: with bars, and with a word on what is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcli import render
+from kvcli.invocation import Invocation
+
+
+def locate_model(name: str, invocation: Invocation) -> Path:
+    """The .gguf file meant by `name`, downloaded first if it is a known model. Raises ModelError, DownloadError."""
+    from kvcli.runtime import hub
+
+    with showing_download(invocation) as (progress, notice):
+        return hub.find_model(name, invocation.offline, progress, notice)
+
+
+@contextmanager
+def showing_download(invocation: Invocation) -> Iterator[tuple[render.Progress, Callable[[str], None]]]:
+    """The progress bars and the notices of one download, on stderr."""
+    with render.Progress(invocation) as progress:
+
+        def notice(text: str) -> None:
+            progress.close()  # a line must not be written into a bar
+            render.announce(text, invocation)
+
+        yield progress, notice

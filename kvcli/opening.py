@@ -1,0 +1,36 @@
+"""From options to an open engine: find the model, say what is downloaded, load it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcli import render
+from kvcli.interrupt import LEAVE, UNWIND, Interrupts
+from kvcli.invocation import Invocation
+from kvcli.options import CacheOptions, LoadOptions
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+
+
+def open_engine(
+    load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts
+) -> Engine:
+    """Load the model, downloading it first where it is a known name. ModelError, DownloadError, DoesNotFit.
+
+    An interrupt unwinds while files are written and leaves at once while weights are read.
+    """
+    from kvcli.runtime import hub
+
+    interrupts.stage = UNWIND
+    notice = partial(render.announce, invocation=invocation)
+    with render.Progress(invocation) as progress:
+        path = hub.find_model(load.model, offline=load.offline, progress=progress, notice=notice)
+    interrupts.stage = LEAVE
+    from kvcli.runtime.engine import Engine
+
+    engine = Engine.open(path, load, cache)  # maps the file: too quick for a bar
+    for text in engine.notices:
+        render.notice(text, invocation)
+    return engine

@@ -1,0 +1,46 @@
+"""What the user asked for, as frozen dataclasses. No torch, no parsing, no defaults taken from a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to find and hold the weights."""
+
+    model: str  # a recipe name, a path to a .gguf file, or a hub repository
+    threads: int = 0  # 0 = the physical cores this process may use
+    backend: str = "auto"  # "auto" = the fastest one that works here; "reference" = plain torch
+    offline: bool = False
+    force: bool = False  # go on with an unknown pre-tokenizer
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The KV cache: how long, which types, how cut into pages."""
+
+    ctx_size: int = 0  # most tokens in a sequence; 0 = the model's training context
+    type_k: str = "auto"
+    type_v: str = "auto"
+    page_size: int = 64  # tokens per page
+    ubatch: int = 512  # tokens per prefill step
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How the next token is chosen and when to stop. None = the model's own default, else the built-in one."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64  # tokens the three penalties look back on; 0 = off, -1 = the whole context
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = -1  # -1 = a random one, reported in the stats
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_tokens: int = -1  # -1 = to the end of the text or of the context
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()

@@ -1,0 +1,65 @@
+"""The folders of `kv`, by the XDG base directory rules on every system (macOS too). Nothing is made on import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+_warned: set[Path] = set()
+
+
+def cache_dir() -> Path:
+    """What may be deleted at any time: `$XDG_CACHE_HOME/kv`."""
+    return _folder("XDG_CACHE_HOME", ".cache")
+
+
+def data_dir() -> Path:
+    """Models: `$XDG_DATA_HOME/kv`."""
+    return _folder("XDG_DATA_HOME", ".local/share")
+
+
+def state_dir() -> Path:
+    """History and logs: `$XDG_STATE_HOME/kv`."""
+    return _folder("XDG_STATE_HOME", ".local/state")
+
+
+def config_dir() -> Path:
+    """`$XDG_CONFIG_HOME/kv`."""
+    return _folder("XDG_CONFIG_HOME", ".config")
+
+
+def _folder(variable: str, fallback: str) -> Path:
+    given = os.environ.get(variable, "")
+    # A relative path is invalid by the XDG rules and would scatter files over working folders.
+    root = Path(given) if os.path.isabs(given) else Path.home() / fallback
+    return root / "kv"
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder and its missing parents, readable by this user only. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_or_warn(folder: Path, warn: Callable[[str], None]) -> bool:
+    """Make the folder; where that fails say so once for each folder and return False: the caller goes on without."""
+    try:
+        make_private(folder)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return True
+        reason = "it is not writable"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if folder not in _warned:
+        _warned.add(folder)
+        warn(f"cannot use the folder {folder}: {reason}; going on without it")
+    return False
+
+
+def can_be_made(folder: Path) -> bool:
+    """True if the folder exists and is writable, or could be made. Changes nothing."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

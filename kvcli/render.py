@@ -1,0 +1,191 @@
+"""Everything that is drawn: results go to stdout, all else to stderr. Rich is imported only where it draws.
+
+Whether a stream is a terminal is decided here by `isatty`, never by Rich, which FORCE_COLOR can persuade to
+write cursor movements into files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+from kvcli.invocation import Bars, Invocation, When
+
+_RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """True for an open stream on a terminal."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def use_color(stream: TextIO, when: When = When.auto) -> bool:
+    """Whether colour codes may be written to this stream; stdout and stderr are judged apart."""
+    if when is not When.auto:
+        return when is When.always
+    if os.environ.get("NO_COLOR"):
+        return False
+    if any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
+        return True
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb"
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'. Powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_count(count: float) -> str:
+    """134515008 -> '134.5 M'. Powers of 1000."""
+    for unit in ("", " K", " M", " B"):
+        if abs(count) < 999.95 or unit == " B":
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and with control characters made visible, for messages that name user input."""
+    joined = " ".join(text.split())
+    return "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1] for c in joined)
+
+
+def write_out(text: str) -> None:
+    """Write text to stdout as UTF-8, whatever the locale; the caller ends lines."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
+
+
+def print_json(value: Any) -> None:
+    """One JSON value and one newline on stdout."""
+    write_out(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def print_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], invocation: Invocation, right: Collection[int] = ()
+) -> None:
+    """An aligned table on stdout, without frames, so that it can be grepped and cut.
+
+    `right` holds the indexes of the columns that are aligned to the right.
+    """
+    from rich.cells import cell_len
+
+    cells = [list(headers), *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(headers))]
+    lines = []
+    for row in cells:
+        padded = [
+            " " * (width - cell_len(cell)) + cell if i in right else cell + " " * (width - cell_len(cell))
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    if use_color(sys.stdout, invocation.color):
+        lines[0] = f"{_BOLD}{lines[0]}{_RESET}"
+    write_out("\n".join(lines) + "\n")
+
+
+def _to_stderr(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def print_error(message: str, hint: str, when: When = When.auto) -> None:
+    """`kv: error: message`, and the hint on a second line."""
+    color = sys.stderr is not None and use_color(sys.stderr, when)
+    label = f"{_RED}error:{_RESET}" if color else "error:"
+    _to_stderr(f"kv: {label} {one_line(message)}" + (f"\n  {one_line(hint)}" if hint else ""))
+
+
+def warn(message: str, invocation: Invocation) -> None:
+    """Something was lost or is not as asked: always said, even with -q."""
+    color = sys.stderr is not None and use_color(sys.stderr, invocation.color)
+    label = f"{_YELLOW}warning:{_RESET}" if color else "warning:"
+    _to_stderr(f"kv: {label} {one_line(message)}")
+
+
+def announce(message: str, invocation: Invocation) -> None:
+    """Something that takes long or costs space and was not asked for by name: said unless -q."""
+    if not invocation.quiet:
+        _to_stderr(f"kv: {one_line(message)}")
+
+
+def notice(message: str, invocation: Invocation) -> None:
+    """Good to know: said on a terminal or with -v."""
+    if not invocation.quiet and (invocation.verbose or is_terminal(sys.stderr)):
+        color = use_color(sys.stderr, invocation.color)
+        text = f"kv: {one_line(message)}"
+        _to_stderr(f"{_DIM}{text}{_RESET}" if color else text)
+
+
+class Progress:
+    """Progress bars on stderr, one for each stage, gone when the context is left.
+
+    Called as `progress(stage, done, total)` from any thread; `total` 0 = unknown. `unit` is "bytes" or "tokens".
+    On a terminal the bars are drawn at most ten times a second; with --progress on and no terminal a plain line is
+    written every five seconds; otherwise nothing.
+    """
+
+    def __init__(self, invocation: Invocation, unit: str = "bytes") -> None:
+        wanted = invocation.progress is not Bars.off and not invocation.quiet
+        terminal = is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+        self._draws = wanted and terminal
+        self._writes = wanted and not terminal and invocation.progress is Bars.on
+        self._color = self._draws and use_color(sys.stderr, invocation.color)
+        self._unit = unit
+        self._bars: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._last_line = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bars; the next call draws them anew."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+            self._tasks.clear()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._draws:
+            if self._bars is None:
+                self._bars = self._make_bars()
+                self._bars.start()
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total or None)
+            self._bars.update(self._tasks[stage], completed=done, total=total or None)
+        elif self._writes and time.monotonic() - self._last_line >= _PLAIN_PERIOD_S:
+            self._last_line = time.monotonic()
+            amount = human_bytes if self._unit == "bytes" else str
+            _to_stderr(f"kv: {stage}: {amount(done)}" + (f" of {amount(total)}" if total else ""))
+
+    def _make_bars(self) -> Any:
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(file=sys.stderr, force_terminal=True, no_color=not self._color, highlight=False)
+        text = progress.TextColumn("{task.description}", markup=False)
+        if self._unit == "bytes":
+            amounts: list[Any] = [progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()]
+        else:
+            amounts = [progress.MofNCompleteColumn()]
+        columns = [text, progress.BarColumn(), *amounts, progress.TimeRemainingColumn()]
+        return progress.Progress(*columns, console=console, transient=True, refresh_per_second=10)

@@ -1,0 +1,137 @@
+"""What a generation cost: the stats line for people and the result object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.invocation import Invocation
+from kvcli.options import SampleOptions
+from kvcli.render import human_bytes, is_terminal
+from kvcli.runtime.events import End
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens."""
+
+    type_k: str
+    type_v: str
+    page_size: int
+    pages: int
+    nbytes: int
+    tokens: int
+    limit: int
+
+    @property
+    def types(self) -> str:
+        return self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+
+    def __str__(self) -> str:
+        return f"KV {self.types} {self.tokens}/{self.limit} tok {human_bytes(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished (or interrupted) answer and what it took."""
+
+    model: str
+    text: str
+    end: End
+    cache: CacheFacts
+    params: SampleOptions  # with every default filled in
+    warnings: list[str]
+
+
+def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
+    """Whether the stats line is printed: as asked, else on a terminal or with -v, never with -q."""
+    if asked is not None:
+        return asked
+    return not invocation.quiet and (is_terminal(sys.stderr) or invocation.verbose > 0)
+
+
+def context_full(cache: CacheFacts) -> str:
+    """Why an answer ended early."""
+    return f"stop: context full ({cache.tokens}/{cache.limit})"
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def stats_line(result: Result, loaded: bool = True) -> str:
+    """The line on stderr. `loaded`: name the load time (the first answer of a process)."""
+    usage, timings = result.end.usage, result.end.timings
+    parts = [
+        f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:.0f} tok/s",
+        f"gen {usage.completion_tokens} tok · {timings.decode_tps:.1f} tok/s",
+        f"TTFT {timings.ttft_s:.2f} s",
+        *([f"load {timings.load_s:.2f} s"] if loaded else []),
+        str(result.cache),
+        f"peak {human_bytes(peak_bytes())}",
+        f"seed {result.params.seed}",
+    ]
+    if result.end.finish_reason in ("interrupted", "length"):
+        parts.append(result.end.finish_reason)
+    return " | ".join(parts)
+
+
+def prompt_stats(end: End) -> str:
+    """How much of the prompt was in the cache already."""
+    total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
+    return f"reused {reused} of {total} prompt tokens, prefilled {total - reused}"
+
+
+def result_object(result: Result) -> dict[str, Any]:
+    """The object that --json prints; all sizes in bytes, all times in seconds."""
+    usage, timings, cache = result.end.usage, result.end.timings, result.cache
+    return {
+        "kv_schema": SCHEMA,
+        "model": result.model,
+        "text": result.text,
+        "finish_reason": result.end.finish_reason,
+        "stop": result.end.stop,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "cache_read_tokens": usage.cache_read_tokens,
+            "cache_write_tokens": usage.prompt_tokens - usage.cache_read_tokens,
+            "completion_tokens": usage.completion_tokens,
+        },
+        "timings": {
+            "load_s": round(timings.load_s, 6),
+            "prefill_s": round(timings.prefill_s, 6),
+            "ttft_s": round(timings.ttft_s, 6),
+            "decode_s": round(timings.decode_s, 6),
+            "prompt_tps": round(timings.prompt_tps, 3),
+            "decode_tps": round(timings.decode_tps, 3),
+        },
+        "kv": {
+            "type_k": cache.type_k,
+            "type_v": cache.type_v,
+            "page_size": cache.page_size,
+            "pages": cache.pages,
+            "tokens": cache.tokens,
+            "limit": cache.limit,
+            "bytes": cache.nbytes,
+        },
+        "memory": {"peak_bytes": peak_bytes()},
+        "params": params_object(result.params),
+        "warnings": result.warnings,
+    }
+
+
+def params_object(params: SampleOptions) -> dict[str, Any]:
+    """The sampling options; JSON has no infinity, so an infinite bias is written as a string."""
+    values = dataclasses.asdict(params)
+    values["logit_bias"] = {
+        str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()
+    }
+    return values

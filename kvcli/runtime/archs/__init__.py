@@ -1,0 +1,44 @@
+"""Architectures, one a file. Each exports `NAMES` (values of `general.architecture`), `Model` and `TINY` (sizes of a
+two-layer test model); `build` finds the file by the architecture's name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Protocol
+
+import torch
+
+from kvcli.errors import ModelError
+from kvcli.kernels import Backend
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.sequence import Step
+from kvcli.runtime.weights import Weights
+
+
+class Model(Protocol):
+    """A decoder over the paged cache."""
+
+    config: ModelConfig
+
+    def hidden(self, step: Step) -> torch.Tensor:
+        """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, d_model] -> [n, vocab_size]."""
+        ...
+
+
+def names() -> list[str]:
+    """Module names of this folder."""
+    return [m.name for m in pkgutil.iter_modules(__path__)]
+
+
+def build(config: ModelConfig, weights: Weights, ops: Backend) -> Model:
+    """The model of `config.arch` over mapped weights. Raises ModelError for missing or misshapen tensors."""
+    for name in names():
+        module = importlib.import_module(f"{__name__}.{name}")
+        if config.arch in module.NAMES:
+            return module.Model(config, weights, ops)
+    raise ModelError(f"unknown architecture '{config.arch}'", f"kv runs: {', '.join(names())}")

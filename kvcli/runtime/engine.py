@@ -1,0 +1,257 @@
+"""`Engine`: opens a model, keeps its pool, and generates. The only file that knows all the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvcli import kernels
+from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.runtime import archs
+from kvcli.runtime.config import from_gguf
+from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.pages import PagePool
+from kvcli.runtime.sampler import Sampler
+from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.stops import StopMatcher
+from kvcli.runtime.template import ChatTemplate
+from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.weights import Weights
+
+Event = Prefill | Token | End
+
+
+class Engine:
+    """One model, one pool of pages, any number of sequences. Not for use from several threads at once."""
+
+    def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
+        self.notices: list[str] = []
+        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.cache_types = tuple("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
+        self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
+        self.ctx_size = self._context(cache.ctx_size)
+        if cache.ubatch < 1:
+            raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
+        self.ubatch = cache.ubatch
+        self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelError(
+                f"the vocabulary has {self.tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
+            )
+        self.template = ChatTemplate.from_gguf(file.metadata, self.tokenizer)
+        self.sampling_defaults = _sampling_defaults(file)
+        threads = load.threads or physical_cores()
+        torch.set_num_threads(threads)
+        ops, notice = kernels.backend(load.backend, threads)
+        self.backend = ops.name
+        if notice:
+            self.notices.append(notice)
+        self.model = archs.build(self.config, Weights(file), ops)
+        self.pool = PagePool(self.layout)
+        self.load_s = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        load: LoadOptions,
+        cache: CacheOptions,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Engine:
+        """Check everything that can be refused, then map the weights.
+
+        `progress(stage, done, total)` is called with the stage "load". Raises ModelError, UsageError.
+        """
+        began = time.perf_counter()
+        file = GGUFFile.open(path)
+        if progress:
+            progress("load", 0, file.size)
+        with torch.inference_mode():
+            engine = cls(file, load, cache)
+        if progress:
+            progress("load", file.size, file.size)
+        engine.load_s = time.perf_counter() - began
+        return engine
+
+    def _context(self, asked: int) -> int:
+        trained = self.config.context_length
+        if asked < 0:
+            raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = the model's training context")
+        if asked > trained:
+            self.notices.append(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
+        return asked or trained
+
+    def new_sequence(self) -> Sequence:
+        """An empty context."""
+        return Sequence(self.pool)
+
+    def rewind(self, seq: Sequence, n_tokens: int) -> int:
+        """Keep the first `n_tokens` rows, fewer where a sliding window is gone; returns the rows kept."""
+        kept = seq.rewindable(n_tokens)
+        seq.rewind(kept)
+        return kept
+
+    @torch.inference_mode()
+    def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
+        """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model]."""
+        step = seq.reserve(ids)
+        hidden = self.model.hidden(step)
+        seq.commit(ids)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, d_model] -> logits float32 [n, vocab_size]."""
+        return self.model.logits(hidden)
+
+    def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Cut rows [start, end) into steps of at most `ubatch`, none reaching into one page more than that needs."""
+        size = self.layout.page_size
+        while start < end:
+            stop = min(end, start + self.ubatch, (start // size + -(-self.ubatch // size)) * size)
+            yield start, stop
+            start = stop
+
+    def generate(
+        self,
+        seq: Sequence,
+        prompt_ids: list[int],
+        options: SampleOptions,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
+        """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
+
+        The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
+        `cancelled` is asked between chunks and tokens.
+        """
+        if not prompt_ids:
+            raise UsageError("the prompt is empty", "give at least one token of text")
+        if len(prompt_ids) > self.ctx_size:
+            over = len(prompt_ids) - self.ctx_size
+            raise ContextOverflow(
+                f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
+                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,})",
+            )
+        if options.ignore_eos:
+            banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
+            options = replace(options, logit_bias={**options.logit_bias, **banned})
+        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size)
+        return _Run(self, seq, prompt_ids, options, sampler, cancelled).events()
+
+
+class _Run:
+    """One call of `generate`."""
+
+    def __init__(self, engine: Engine, seq: Sequence, prompt_ids: list[int], options: SampleOptions,
+                 sampler: Sampler, cancelled: Callable[[], bool]) -> None:  # fmt: skip
+        self.engine, self.seq, self.options = engine, seq, options
+        self.sampler, self.cancelled = sampler, cancelled
+        self.history = list(prompt_ids)
+        self.n_prompt = len(prompt_ids)
+        self.decoder = StreamDecoder(engine.tokenizer, continues=True)
+        self.matcher = StopMatcher(options.stop)
+        self.began = self.first = self.last = time.perf_counter()
+        self.prefill_s = 0.0
+        self.reused = 0
+
+    def events(self) -> Iterator[Event]:
+        logits = None
+        for event in self._prefill():
+            if isinstance(event, torch.Tensor):
+                logits = event
+            else:
+                yield event
+        if logits is None:
+            yield self._end("interrupted")
+            return
+        while True:
+            reason = self._full()
+            if reason:
+                break
+            token = self.sampler.sample(logits, self.history, len(self.history))
+            self.last = time.perf_counter()
+            if len(self.history) == self.n_prompt:
+                self.first = self.last
+            if token in self.engine.tokenizer.eog_ids and not self.options.ignore_eos:
+                reason = "stop"
+                break
+            self.history.append(token)
+            yield Token(token, self.matcher.push(self.decoder.push(token)))
+            if self.matcher.stop is not None:
+                reason = "stop"
+                break
+            reason = self._full()
+            if reason:
+                break
+            logits = self.engine.logits(self.engine.forward(self.seq, [token]))[0]
+        yield self._end(reason)
+
+    def _full(self) -> str:
+        """Why no further token may come, or ''."""
+        if self.cancelled():
+            return "interrupted"
+        if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
+            return "length"
+        if len(self.history) > self.engine.ctx_size:
+            return "context"
+        return ""
+
+    def _prefill(self) -> Iterator[Prefill | torch.Tensor]:
+        """Run what the sequence lacks of the prompt; at last the logits [vocab], unless cancelled."""
+        engine, seq, prompt = self.engine, self.seq, self.history
+        common = 0
+        for a, b in zip(seq.tokens, prompt[:-1], strict=False):
+            if a != b:
+                break
+            common += 1
+        self.reused = engine.rewind(seq, common)
+        total = self.n_prompt - self.reused
+        yield Prefill(0, total, self.reused)
+        for start, end in engine.chunks(self.reused, self.n_prompt):
+            if self.cancelled():
+                return
+            hidden = engine.forward(seq, prompt[start:end])
+            if end == self.n_prompt:
+                logits = engine.logits(hidden[-1:])[0]
+                self.prefill_s = time.perf_counter() - self.began
+                yield logits
+            yield Prefill(end - self.reused, total, self.reused)
+
+    def _end(self, reason: str) -> End:
+        text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()
+        ids = self.history[self.n_prompt :]
+        timings = Timings(
+            load_s=self.engine.load_s,
+            prefill_s=self.prefill_s,
+            ttft_s=self.first - self.began,
+            decode_s=self.last - self.first,
+            prefill_tokens=self.n_prompt - self.reused,
+            decode_tokens=max(0, len(ids) - 1),
+        )
+        return End(reason, text, ids, self.matcher.stop, Usage(self.n_prompt, self.reused, len(ids)), timings)
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, hyper-threads counted once where that can be told."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = set()
+    for cpu in allowed:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return max(1, len(cores))
+
+
+def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
+    prefix = "general.sampling."
+    return {k[len(prefix) :]: v for k, v in file.metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))}

@@ -1,0 +1,68 @@
+"""What `Engine.generate` yields, in order: Prefill..., Token..., End. No torch: commands read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Progress of a prompt: `done` of `total` tokens to be run in this call; `reused` were in the cache."""
+
+    done: int
+    total: int
+    reused: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `text` may be shown now; '' while UTF-8 or a possible stop string is held back."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of tokens. `cache_read_tokens` of the prompt's tokens were not prefilled again."""
+
+    prompt_tokens: int
+    cache_read_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds: `ttft_s` from the call to the first token, `decode_s` from the first token to the last."""
+
+    load_s: float
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    prefill_tokens: int
+    decode_tokens: int  # tokens that took decode_s: one fewer than generated
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prefilled tokens per second; 0 when nothing was timed."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Decoded tokens per second; 0 when nothing was timed."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class End:
+    """The last event. `text` was held back and may be shown; `ids` are all tokens generated in this call.
+
+    `finish_reason` is "stop" (end token or stop string), "length", "context" (cache full) or "interrupted".
+    """
+
+    finish_reason: str
+    text: str
+    ids: list[int]
+    stop: str | None
+    usage: Usage
+    timings: Timings

@@ -1,0 +1,247 @@
+"""Metadata values of a GGUF header: a bounds-checked cursor and the lazy arrays it yields.
+
+Nothing is allocated by a number read from the file before that number was compared with the bytes that are
+left, so time and memory are bounded by the size of the file. Long arrays are checked when the file is opened
+and decoded when they are first used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, repeat
+from typing import Any, overload
+
+import numpy as np
+
+from kvcli.errors import ModelError
+
+Buffer = bytes | mmap.mmap
+
+# Value types of the format: numbers by their struct (and numpy) code, and three that are not numbers.
+NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
+U8, U32, BOOL, STRING, ARRAY, U64 = 0, 4, 7, 8, 9, 10
+SCALARS = {number: struct.Struct(code) for number, code in NUMBERS.items()}
+LEAST_BYTES = {**{number: s.size for number, s in SCALARS.items()}, BOOL: 1, STRING: 8, ARRAY: 12}
+
+MAX_DEPTH = 4  # arrays of arrays of arrays of arrays
+LIST_LIMIT = 1024  # arrays up to this long (per-layer settings) are lists, longer ones (vocabularies) lazy
+DAMAGED = "the file is damaged or was cut short; download or convert it again"
+
+
+class NeedMoreBytes(Exception):
+    """The given prefix ends inside the header; the first `needed` bytes of the file or more must be there."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(f"the header needs at least {needed} bytes")
+        self.needed = needed
+
+
+def quote(name: str) -> str:
+    """A name from the file, fit for one line of an error message."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+class NumberArray(Sequence[Any]):
+    """A long read-only array of numbers or booleans; items are Python's, `numpy.asarray` gives the array."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values  # [n], little-endian, maybe unaligned
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index].tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values, dtype, copy=True) if copy else np.asarray(self._values, dtype)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} values of {self._values.dtype}>"
+
+
+class StringArray(Sequence[str]):
+    """A long read-only array of strings, decoded on first use; ModelError then if one is not UTF-8."""
+
+    def __init__(self, buffer: Buffer, starts: array[int], end: int, where: str) -> None:
+        """`starts`: where each string's 8-byte length is in `buffer`; `end`: where the last string ends."""
+        self._buffer, self._starts, self._end, self._where = buffer, starts, end, where
+        self._strings: list[str] | None = None
+
+    def _decoded(self) -> list[str]:
+        if self._strings is None:
+            first = self._starts[0]
+            region = np.frombuffer(self._buffer, np.uint8, self._end - first, first)
+            starts = np.frombuffer(self._starts, np.uint64).astype(np.int64) - first
+            try:
+                self._strings = _split_at_nul(region, starts) or _split_one_by_one(region, starts)
+            except UnicodeDecodeError:
+                raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
+        return self._strings
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._decoded()[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._decoded())
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} strings>"
+
+
+def _split_at_nul(region: np.ndarray, starts: np.ndarray) -> list[str] | None:
+    """Cut at a NUL in place of each 8-byte length, twice as fast as one by one; None if one has a NUL."""
+    chars = region.copy()
+    chars[starts] = 0
+    keep = np.ones(len(chars), bool)
+    for byte in range(1, 8):
+        keep[starts + byte] = False
+    text = chars[keep].tobytes().decode()
+    return text.split("\0")[1:] if text.count("\0") == len(starts) else None
+
+
+def _split_one_by_one(region: np.ndarray, starts: np.ndarray) -> list[str]:
+    raw = region.tobytes()
+    cuts = [*starts.tolist(), len(raw)]
+    return [raw[start + 8 : end].decode() for start, end in pairwise(cuts)]
+
+
+class Cursor:
+    """Reads a header from `buffer`, the first bytes of a file of `size` bytes; `label` names the file.
+
+    A read past the end of the file raises ModelError, one past the end of a mere prefix NeedMoreBytes.
+    """
+
+    def __init__(self, buffer: Buffer, size: int, label: str) -> None:
+        self.buffer, self.size, self.label = buffer, size, label
+        self.pos = 0
+
+    def error(self, message: str, hint: str = DAMAGED) -> ModelError:
+        return ModelError(f"{self.label}: {message}", hint)
+
+    def in_file(self, n_bytes: int, what: str) -> int:
+        """Check that the next `n_bytes` lie inside the file, in the prefix or not; returns where they end."""
+        end = self.pos + n_bytes
+        if end > self.size:
+            figures = f"{end:,} bytes needed, {self.size:,} there"
+            raise self.error(f"{what} runs past the end of the file ({figures})")
+        return end
+
+    def need(self, n_bytes: int, what: str) -> None:
+        """Check that the next `n_bytes` are there."""
+        end = self.in_file(n_bytes, what)
+        if end > len(self.buffer):
+            raise NeedMoreBytes(end)
+
+    def number(self, number_type: int, what: str) -> Any:
+        form = SCALARS[number_type]
+        self.need(form.size, what)
+        value = form.unpack_from(self.buffer, self.pos)[0]
+        self.pos += form.size
+        return value
+
+    def u32(self, what: str) -> int:
+        return int(self.number(U32, what))
+
+    def u64(self, what: str) -> int:
+        return int(self.number(U64, what))
+
+    def count(self, least_bytes: int, what: str) -> int:
+        """A u64 count of things of at least `least_bytes` each; refused if the file has no room for them."""
+        count = self.u64(f"the number of {what}")
+        if count * least_bytes > self.size - self.pos:
+            raise self.error(f"it claims {count:,} {what}, more than its {self.size:,} bytes can hold")
+        return count
+
+    def string(self, what: str) -> str:
+        length = self.u64(f"the length of {what}")
+        self.need(length, what)
+        raw = self.buffer[self.pos : self.pos + length]
+        self.pos += length
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self.error(f"{what} is not UTF-8") from None
+
+    def value(self, key: str) -> Any:
+        """The value of a key: a Python scalar, a list, or for long arrays a NumberArray or StringArray."""
+        return self._typed(self.u32(f"the type of key {quote(key)}"), key, 0)
+
+    def _typed(self, value_type: int, key: str, depth: int) -> Any:
+        what = f"the value of key {quote(key)}"
+        if value_type in SCALARS:
+            return self.number(value_type, what)
+        if value_type == STRING:
+            return self.string(what)
+        if value_type == BOOL:
+            value = self.number(U8, what)
+            if value > 1:
+                raise self.error(f"{what} is a boolean of {value}, not 0 or 1")
+            return value == 1
+        if value_type == ARRAY:
+            return self._array(key, depth + 1)
+        raise self.error(f"key {quote(key)} has the unknown value type {value_type}")
+
+    def _array(self, key: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise self.error(f"key {quote(key)} nests arrays more than {MAX_DEPTH} deep")
+        item_type = self.u32(f"the element type of key {quote(key)}")
+        if item_type not in LEAST_BYTES:
+            raise self.error(f"key {quote(key)} is an array of the unknown value type {item_type}")
+        count = self.count(LEAST_BYTES[item_type], f"elements in key {quote(key)}")
+        self.need(count * LEAST_BYTES[item_type], f"the array of key {quote(key)}")
+        if item_type == ARRAY:
+            return [self._array(key, depth + 1) for _ in range(count)]
+        if count == 0:
+            return []
+        if item_type == STRING:
+            strings = self._strings(key, count)
+            return list(strings) if count <= LIST_LIMIT else strings
+        return self._numbers(item_type, key, count)
+
+    def _numbers(self, item_type: int, key: str, count: int) -> list[Any] | NumberArray:
+        dtype = np.dtype(NUMBERS[U8 if item_type == BOOL else item_type])
+        values = np.frombuffer(self.buffer, dtype, count, self.pos)
+        self.pos += count * dtype.itemsize
+        if item_type == BOOL:
+            if int(values.max()) > 1:
+                raise self.error(f"key {quote(key)} has a boolean of {values.max()}, not 0 or 1")
+            values = values != 0
+        return values.tolist() if count <= LIST_LIMIT else NumberArray(values)
+
+    def _strings(self, key: str, count: int) -> StringArray:
+        starts = array("Q")
+        length_at, add, end = SCALARS[U64].unpack_from, starts.append, self.pos
+        try:
+            with memoryview(self.buffer) as view:
+                for _ in repeat(None, count):  # a vocabulary has 10^5 of them: nothing else in this loop
+                    add(end)
+                    end += 8 + length_at(view, end)[0]
+            overrun = end > len(self.buffer)
+        except (struct.error, OverflowError):
+            overrun = True
+        if overrun:
+            self._find_overrun(count, f"the strings of key {quote(key)}")
+        self.pos = end
+        return StringArray(self.buffer, starts, end, f"{self.label}: key {quote(key)}")
+
+    def _find_overrun(self, count: int, what: str) -> None:
+        """Walk strings that leave the buffer again, with care: always raises ModelError or NeedMoreBytes."""
+        while count and self.pos + 8 <= len(self.buffer):
+            length = self.u64(what)
+            self.pos = self.in_file(length, what)
+            count -= 1
+        self.need(8 * count, what)

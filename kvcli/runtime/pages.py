@@ -1,0 +1,130 @@
+"""`PagePool`: all KV memory. Knows pages and who counts on them; knows nothing of tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from kvcli.errors import DoesNotFit
+from kvcli.runtime.layout import KVLayout
+
+CHUNK_BYTES = 2 << 20  # memory is committed in steps of at least this much (one page if a page is larger)
+
+
+class _Arena:
+    """The pages of one group: chunks of equal pages that never move, a free list and reference counts."""
+
+    def __init__(self, page_bytes: int, device: torch.device) -> None:
+        self.page_bytes = page_bytes
+        self.per_chunk = max(1, CHUNK_BYTES // page_bytes)
+        self.device = device
+        self.pages: list[torch.Tensor] = []  # uint8 [page_bytes], by page id
+        self.addresses: list[int] = []
+        self.free: list[int] = []
+        self.refs: list[int] = []
+        self.peak = 0
+
+    def grow(self) -> None:
+        chunk = torch.empty(self.per_chunk, self.page_bytes, dtype=torch.uint8, device=self.device)
+        first = len(self.pages)
+        for page in chunk:
+            self.pages.append(page)
+            self.addresses.append(page.data_ptr())
+            self.refs.append(0)
+        self.free.extend(range(len(self.pages) - 1, first - 1, -1))
+
+    @property
+    def used(self) -> int:
+        return len(self.pages) - len(self.free)
+
+
+class PagePool:
+    """Pages of every layer group of a layout, committed on demand under one budget.
+
+    Ids are per group and stay valid until the last `release`. Memory of a released page is kept for the next `take`.
+    """
+
+    def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
+        self.layout = layout
+        self.budget_bytes = budget_bytes
+        self._arenas = [_Arena(g.page_bytes, torch.device(device)) for g in layout.groups]
+
+    def take(self, group: int) -> int:
+        """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
+        arena = self._arenas[group]
+        if not arena.free:
+            step = arena.per_chunk * arena.page_bytes
+            if self.budget_bytes is not None and self.committed_bytes + step > self.budget_bytes:
+                raise DoesNotFit(
+                    f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",
+                    "use a smaller context or a smaller cache type",
+                )
+            arena.grow()
+        page = arena.free.pop()
+        arena.refs[page] = 1
+        arena.peak = max(arena.peak, arena.used)
+        return page
+
+    def retain(self, group: int, page: int) -> None:
+        """One more holder of a page that somebody holds."""
+        refs = self._arenas[group].refs
+        if refs[page] < 1:
+            raise ValueError(f"page {page} of group {group} is free and cannot be retained")
+        refs[page] += 1
+
+    def release(self, group: int, page: int) -> None:
+        """One holder less; the last one returns the page to the pool."""
+        arena = self._arenas[group]
+        if arena.refs[page] < 1:
+            raise ValueError(f"page {page} of group {group} is free and cannot be released")
+        arena.refs[page] -= 1
+        if arena.refs[page] == 0:
+            arena.free.append(page)
+
+    def copy(self, group: int, page: int) -> int:
+        """A new page with the same bytes and one reference."""
+        new = self.take(group)
+        arena = self._arenas[group]
+        arena.pages[new].copy_(arena.pages[page])
+        return new
+
+    def refcount(self, group: int, page: int) -> int:
+        return self._arenas[group].refs[page]
+
+    def page(self, group: int, page: int) -> torch.Tensor:
+        """The page's memory: uint8 [page_bytes], writable."""
+        return self._arenas[group].pages[page]
+
+    def address(self, group: int, page: int) -> int:
+        return self._arenas[group].addresses[page]
+
+    def used(self, group: int) -> int:
+        """Pages of the group that somebody holds."""
+        return self._arenas[group].used
+
+    def peak(self, group: int) -> int:
+        """Most pages of the group that were held at once."""
+        return self._arenas[group].peak
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(a.used * a.page_bytes for a in self._arenas)
+
+    @property
+    def committed_bytes(self) -> int:
+        return sum(len(a.pages) * a.page_bytes for a in self._arenas)
+
+    def check(self, holders: Iterable[tuple[int, int]]) -> None:
+        """Compare the counts with the (group, page) pairs that holders report. Raises ValueError on a difference."""
+        held = Counter(holders)
+        for group, arena in enumerate(self._arenas):
+            free = set(arena.free)
+            if len(free) != len(arena.free):
+                raise ValueError(f"group {group}: a page is on the free list twice")
+            for page, refs in enumerate(arena.refs):
+                if refs != held[group, page]:
+                    raise ValueError(f"group {group} page {page}: {refs} references, {held[group, page]} holders")
+                if (page in free) != (refs == 0):
+                    raise ValueError(f"group {group} page {page}: {refs} references, on the free list: {page in free}")

@@ -1,0 +1,58 @@
+"""`Weights`: the named tensors of a model, packed as in the file and mapped, not read."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from kvcli.errors import ModelError
+from kvcli.kernels import QuantTensor, ggml
+from kvcli.runtime.formats.gguf import GGUFFile
+
+
+class Weights:
+    """Tensors of an open GGUF file. Matrices stay packed and mapped; vectors (norms) are decoded to float32."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def matrix(self, name: str, rows: int, cols: int) -> QuantTensor:
+        """The matrix [rows, cols] of that name. Raises ModelError if it is missing, or of another shape or type."""
+        info = self._info(name, (rows, cols))
+        return QuantTensor(info.type, self._bytes(name).view(rows, -1), cols)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """The vector of that name as float32 [size]."""
+        info = self._info(name, (size,))
+        return ggml.decode(info.type, self._bytes(name)).clone()
+
+    def _info(self, name: str, shape: tuple[int, ...]):
+        info = self.file.tensors.get(name)
+        if info is None:
+            raise ModelError(f"the file has no tensor {name}", "it is incomplete or of another architecture")
+        if info.shape != shape:
+            raise ModelError(f"tensor {name} has the shape {list(info.shape)}, {list(shape)} is needed")
+        if info.type not in ggml.DECODERS:
+            raise ModelError(
+                f"tensor {name} is stored as {info.type}, which kv cannot compute with",
+                f"use a file quantized as one of {', '.join(ggml.DECODERS)}",
+            )
+        return info
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        with warnings.catch_warnings():  # the map is read-only and torch has no read-only tensors; nothing writes
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(self.file.data(name))
+
+
+def half_split_rows(w: QuantTensor, heads: int) -> QuantTensor:
+    """Reorder the rows of a query or key matrix from interleaved RoPE pairs (as llama files keep them) to halves.
+
+    Row 2i + j of a head becomes row j * dim/2 + i. Copies the packed rows.
+    """
+    packed = w.blocks.view(heads, -1, 2, w.blocks.shape[1]).transpose(1, 2)
+    return QuantTensor(w.type, packed.reshape(w.rows, -1), w.cols)

@@ -1,0 +1,96 @@
+"""Where `kv run` sends its events: plain text, one JSON object at the end, or one JSON event a line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from kvcli.invocation import Invocation
+from kvcli.render import Progress
+from kvcli.report import SCHEMA, Result, params_object, result_object
+from kvcli.runtime.events import Prefill, Token
+from kvcli.streams import TextOut
+
+BAR_FROM_TOKENS = 512  # a shorter prompt is read before a bar could be looked at
+
+
+class Sink(Protocol):
+    """What a way of printing does with each event of a generation."""
+
+    def start(self, model: str, params: Any) -> None: ...
+
+    def prefill(self, event: Prefill) -> None: ...
+
+    def token(self, event: Token) -> None: ...
+
+    def end(self, result: Result, held: str) -> None: ...
+
+
+class TextSink:
+    """The generated text alone on stdout; a bar on stderr while the prompt is read."""
+
+    def __init__(self, out: TextOut, invocation: Invocation, newline: bool = True) -> None:
+        self.out, self.newline = out, newline
+        self.progress = Progress(invocation, unit="tokens")
+
+    def start(self, model: str, params: Any) -> None:
+        """Nothing is said before the first token."""
+
+    def prefill(self, event: Prefill) -> None:
+        if event.total >= BAR_FROM_TOKENS:
+            self.progress("prefill", event.done, event.total)
+
+    def token(self, event: Token) -> None:
+        self.progress.close()
+        self.out.write(event.text)
+
+    def end(self, result: Result, held: str) -> None:
+        self.progress.close()
+        self.out.write(held)
+        if self.newline:
+            self.out.end_line()
+        self.out.flush()
+
+
+class JsonSink:
+    """One object when all is done."""
+
+    def __init__(self, out: TextOut) -> None:
+        self.out = out
+
+    def start(self, model: str, params: Any) -> None:
+        """The object at the end says it all."""
+
+    def prefill(self, event: Prefill) -> None:
+        """The object at the end says it all."""
+
+    def token(self, event: Token) -> None:
+        """The object at the end says it all."""
+
+    def end(self, result: Result, held: str) -> None:
+        self._line(result_object(result))
+
+    def _line(self, value: dict[str, Any]) -> None:
+        self.out.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self.out.flush()
+
+
+class JsonlSink(JsonSink):
+    """One event a line, each flushed. Text that was held back to the end comes as a token without an id."""
+
+    def start(self, model: str, params: Any) -> None:
+        self._line({"event": "start", "kv_schema": SCHEMA, "model": model, "params": params_object(params)})
+
+    def prefill(self, event: Prefill) -> None:
+        counts = {"done": event.done, "total": event.total, "reused": event.reused}
+        self._line({"event": "progress", "stage": "prefill", **counts})
+
+    def token(self, event: Token) -> None:
+        self._line({"event": "token", "id": event.id, "text": event.text})
+
+    def end(self, result: Result, held: str) -> None:
+        if held:
+            self._line({"event": "token", "id": None, "text": held})
+        for message in result.warnings:
+            self._line({"event": "warning", "message": message})
+        self._line({"event": "end", **result_object(result)})

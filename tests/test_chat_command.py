@@ -1,0 +1,366 @@
+"""`kv chat` with an engine that has no weights, as a script and typed; the real model: test_run_real.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+
+import pytest
+from calling import Caller
+from fakes import FakeEngine
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from kvcli import lineeditor
+from kvcli.lineeditor import FileHistory, LineEditor, open_history, unquote
+
+
+@pytest.fixture
+def kv(monkeypatch, capfdbinary):
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(["one", "two", "three", "four", "five"])
+    return caller
+
+
+def chat(kv: Caller, script: str, *args: str):
+    return kv("chat", "--script", *args, stdin=script.encode())
+
+
+def asked(kv: Caller, call: int = -1) -> str:
+    return kv.engine.tokenizer.decode(kv.engine.calls[call][0])
+
+
+# --- scripts
+
+
+def test_a_script_answers_line_by_line_and_ends_with_0(kv):
+    outcome = chat(kv, "first\n\nsecond\r\nthird")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "one\ntwo\nthree\n", "")
+    assert asked(kv) == "user:firstassistant:oneuser:secondassistant:twouser:thirdassistant:"
+
+
+def test_an_empty_script_ends_with_0(kv):
+    assert chat(kv, "") == type(chat(kv, ""))(0, "", "")
+
+
+def test_messages_may_end_with_nul(kv):
+    outcome = chat(kv, "two\nlines\0second\r", "-0")
+    assert outcome.out == "one\ntwo\n"
+    assert asked(kv, 0) == "user:two\nlinesassistant:"
+    assert asked(kv, 1).endswith("user:second\rassistant:")
+
+
+def test_turns_reuse_the_cache_and_the_stats_say_so(kv):
+    outcome = chat(kv, "first\nsecond\n", "--stats")
+    first, second = outcome.err.splitlines()
+    n_first = len(kv.engine.calls[0][0])
+    n_second = len(kv.engine.calls[1][0])
+    assert f"reused 0 of {n_first} prompt tokens, prefilled {n_first} " in first
+    reused = n_first + len("one")
+    assert f"reused {reused} of {n_second} prompt tokens, prefilled {n_second - reused} " in second
+    assert "load" in first and "load" not in second
+
+
+def test_chat_takes_a_system_message(kv):
+    chat(kv, "first\n", "-sys", "be kind")
+    assert asked(kv) == "system:be kinduser:firstassistant:"
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [((), "--script"), (("-0",), "-0 needs --script"), (("--script", "-c", "-1"), "--ctx-size")],
+)
+def test_without_a_terminal_or_a_script_it_is_an_error(kv, args, hint):
+    outcome = kv("chat", *args, stdin=b"hi\n")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert hint in outcome.err
+    assert kv.opened == []
+
+
+def test_output_must_be_a_terminal_too(kv):
+    outcome = kv("chat", stdin=None)
+    assert outcome.code == 2
+    assert "terminal" in outcome.err
+
+
+def test_bytes_that_are_not_utf8_end_the_script(kv):
+    outcome = kv("chat", "--script", stdin=b"good\nb\xffd\n")
+    assert (outcome.code, outcome.out) == (65, "one\n")
+    assert "message 2 is not UTF-8: byte 0xff at offset 1" in outcome.err
+
+
+def test_a_model_without_a_template_is_an_error(kv):
+    kv.engine.template = None
+    outcome = chat(kv, "hi\n")
+    assert outcome.code == 3
+    assert "--raw" in outcome.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_script(kv, number):
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 1 else None
+    outcome = chat(kv, "first\nsecond\n")
+    assert (outcome.code, outcome.out) == (128 + number, "on\n")
+
+
+# --- slash commands
+
+
+def test_slash_commands_are_not_sent_and_say_what_they_did_on_stderr(kv):
+    outcome = chat(kv, "/help\n/?\n/ctx\n/stats\n/system\nfirst\n/ctx\n/stats\n/exit\nnever\n")
+    assert (outcome.code, outcome.out) == (0, "one\n")
+    assert len(kv.engine.calls) == 1
+    for part in (
+        "/regen",
+        "/undo",
+        "//TEXT",
+        "context: 0 of 4096",
+        "context: 27 of 4096 tokens (0.7 %), 4069 until full",
+    ):
+        assert part in outcome.err
+    assert (
+        "session: 1 answers, reused 0 of 24 prompt tokens (0.0 %), prefilled 24, generated 3" in outcome.err
+    )
+
+
+@pytest.mark.parametrize("line", ["/nonsense", "/undo now", "/Exit", "/", "/undo", "/regen"])
+def test_a_wrong_slash_command_is_an_error_and_never_a_message(kv, line):
+    outcome = chat(kv, f"{line}\nfirst\n")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert kv.engine.calls == []
+
+
+@pytest.mark.parametrize("name", ["/exit", "/quit", "/bye"])
+def test_ways_to_leave(kv, name):
+    outcome = chat(kv, f"{name}\nfirst\n")
+    assert (outcome.code, outcome.out) == (0, "")
+
+
+def test_two_slashes_send_one(kv):
+    chat(kv, "//help me\n")
+    assert asked(kv) == "user:/help meassistant:"
+
+
+def test_regen_asks_the_same_again_with_another_seed(kv):
+    outcome = chat(kv, "first\nsecond\n/regen\n/retry\nthird\n", "-s", "7")
+    assert outcome.out == "one\ntwo\nthree\nfour\nfive\n"
+    ids = [call[0] for call in kv.engine.calls]
+    assert ids[1] == ids[2] == ids[3]
+    assert [call[1].seed for call in kv.engine.calls] == [7, 7, 8, 9, 7]
+
+
+def test_undo_takes_a_turn_back(kv):
+    outcome = chat(kv, "first\nsecond\n/undo\nsecond\n")
+    assert outcome.out == "one\ntwo\nthree\n"
+    assert kv.engine.calls[1][0] == kv.engine.calls[2][0]
+    assert "took back: second" in outcome.err
+
+
+def test_clear_keeps_the_system_message_and_empties_the_cache(kv):
+    chat(kv, "/system be kind\nfirst\n/clear\nfirst\n/ctx\n")
+    assert kv.engine.calls[0][0] == kv.engine.calls[1][0]
+    assert asked(kv).startswith("system:be kind")
+
+
+def test_system_is_set_and_shown(kv):
+    outcome = chat(kv, "/system\nfirst\n/system be brief\nsecond\n/system\n")
+    assert "no system message" in outcome.err
+    assert outcome.err.count("system: be brief") == 2
+    assert asked(kv) == "system:be briefuser:firstassistant:oneuser:secondassistant:"
+
+
+# --- a full context
+
+
+def test_a_full_context_ends_the_answer_and_leaves_the_session_usable(kv):
+    kv.engine.ctx_size = 25
+    outcome = chat(kv, "first\n/undo\nhi\n")
+    assert (outcome.code, outcome.out) == (0, "on\ntwo\n")
+    assert "kv: stop: context full (25/25); /undo" in outcome.err
+
+
+def test_a_message_that_does_not_fit_is_forgotten(kv, talk):
+    kv.engine.ctx_size = 40
+    session = talk("first", "a message that is much too long for this context", "/undo", "hi")
+    assert session.out == "one\ntwo\n"
+    assert "error" in session.err
+    assert asked(kv) == "user:hiassistant:"
+
+
+# --- at a terminal
+
+
+@pytest.fixture
+def talk(kv, monkeypatch):
+    """Say lines as if typed; an exception instead of a line is raised by the editor."""
+
+    def say(*lines: str | BaseException, args: tuple[str, ...] = ()):
+        queue = [*lines, EOFError()]
+
+        class Editor:
+            interrupted_text = ""
+
+            def __init__(self, history, commands):
+                assert "/help" in commands
+
+            def read(self):
+                item = queue.pop(0)
+                if isinstance(item, BaseException):
+                    raise item
+                return item
+
+        monkeypatch.setattr(lineeditor, "LineEditor", Editor)
+        monkeypatch.setattr(lineeditor, "open_history", lambda warn: None)
+        monkeypatch.setattr("kvcli.commands.chat.ChatFlags.check", lambda self: None)
+        return kv("chat", *args, stdin=None)
+
+    return say
+
+
+def test_errors_do_not_end_a_session(kv, talk):
+    session = talk("/nonsense", "first", "/undo", "/undo", "second")
+    assert (session.code, session.out) == (0, "one\ntwo\n")
+    assert "unknown command /nonsense" in session.err
+    assert "no turn to undo" in session.err
+    assert asked(kv) == "user:secondassistant:"
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it_as_a_turn(kv, talk):
+    kv.engine.before_token = lambda n: (
+        os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 1 and n == 1 else None
+    )
+    session = talk("first", "second")
+    assert (session.code, session.out) == (0, "on\ntwo\n")
+    assert asked(kv) == "user:firstassistant:onuser:secondassistant:"
+
+
+def test_ctrl_c_before_the_first_token_takes_the_message_back(kv, talk):
+    kv.engine.before_prefill = lambda: (
+        os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 1 else None
+    )
+    session = talk("first", "second")
+    assert session.code == 0
+    assert "stopped before the answer began" in session.err
+    assert asked(kv) == "user:secondassistant:"
+
+
+def test_ctrl_c_while_regenerating_keeps_the_old_answer(kv, talk):
+    kv.engine.before_prefill = lambda: (
+        os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 2 else None
+    )
+    talk("first", "/regen", "second")
+    assert asked(kv) == "user:firstassistant:oneuser:secondassistant:"
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave(kv, talk):
+    session = talk(KeyboardInterrupt(), KeyboardInterrupt(), "first")
+    assert (session.code, session.out) == (0, "one\n")
+    assert session.err.count("Ctrl-D to exit") == 2
+
+
+def test_sigterm_during_an_answer_ends_the_session(kv, talk):
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 1 else None
+    session = talk("first", "second")
+    assert (session.code, session.out) == (143, "on\n")
+
+
+# --- the editor
+
+
+def typed(*keys: str, history=None) -> list[str]:
+    """The messages that these keys send before Ctrl-D; a pause between the arguments."""
+    messages = []
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        editor = LineEditor(history or InMemoryHistory(), ["/help", "/exit"])
+
+        def type_all() -> None:
+            for part in (*keys, "\x04"):
+                pipe.send_text(part)
+                time.sleep(0.15 if keys[1:] else 0)
+
+        thread = threading.Thread(target=type_all)
+        thread.start()
+        try:
+            while True:
+                try:
+                    messages.append(editor.read())
+                except KeyboardInterrupt:
+                    messages.append(f"interrupted {editor.interrupted_text!r}")
+        except EOFError:
+            return messages
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        ("one\rtwo\r", ["one", "two"]),
+        ("one\x1b\rtwo\r", ["one\ntwo"]),
+        ("one\ntwo\r", ["one\ntwo"]),
+        ("one\\\rtwo\r", ["one\ntwo"]),
+        ('"""one\rtwo\r\rthree"""\r', ["one\ntwo\n\nthree"]),
+        ("\x1b[200~one\ntwo\x1b[201~\r", ["one\ntwo"]),
+        ("half\x03one\r", ["interrupted 'half'", "one"]),
+        ("\x03", ["interrupted ''"]),
+        ("\r", [""]),
+        ("é🙂\r", ["é🙂"]),
+    ],
+)
+def test_keys(keys, messages):
+    assert typed(keys) == messages
+
+
+def test_tab_completes_commands():
+    assert typed("/he\t", "\r") == ["/help"]
+
+
+def test_up_brings_the_last_message_back():
+    assert typed("one\r", "\x1b[A", "!\r") == ["one", "one!"]
+
+
+def test_triple_quotes_come_off():
+    assert unquote('"""\na\n"""') == "a"
+    assert unquote('"""a') == '"""a'
+    assert unquote('say """a"""') == 'say """a"""'
+
+
+def test_history_is_private_and_keeps_lines_whole(tmp_path):
+    path = tmp_path / "history"
+    assert typed("one\x1b\rtwo\r secret\rlast\r", history=FileHistory(path)) == [
+        "one\ntwo",
+        " secret",
+        "last",
+    ]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(FileHistory(path).load_history_strings()) == ["last", "one\ntwo"]
+    assert typed("", "\x1b[A", "\r", history=FileHistory(path)) == ["last"]
+
+
+def test_history_survives_edits_and_is_cut(tmp_path, monkeypatch):
+    path = tmp_path / "history"
+    path.write_text('"a"\nnot json\n5\n"b"\n"c"\n')
+    assert list(FileHistory(path).load_history_strings()) == ["c", "b", "a"]
+    monkeypatch.setattr(lineeditor, "MAX_ENTRIES", 2)
+    assert list(FileHistory(path).load_history_strings()) == ["c", "b"]
+    assert path.read_text() == '"b"\n"c"\n'
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert isinstance(open_history(pytest.fail), FileHistory)
+    assert (tmp_path / "kv" / "history").exists()
+    monkeypatch.setenv("KV_NO_HISTORY", "1")
+    assert isinstance(open_history(pytest.fail), InMemoryHistory)
+    monkeypatch.delenv("KV_NO_HISTORY")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    warnings: list[str] = []
+    assert isinstance(open_history(warnings.append), InMemoryHistory)
+    assert len(warnings) == 1

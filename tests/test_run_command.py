@@ -1,0 +1,489 @@
+"""`kv run` with an engine that has no weights; with the real model: test_run_real.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import stat
+import threading
+import time
+
+import pytest
+from calling import Caller
+from fakes import BOS, END, START, FakeEngine
+
+from kvcli import inputs
+from kvcli.errors import OutputError, UsageError
+from kvcli.flags import parse_logit_bias, parse_tokens
+from kvcli.interrupt import FINISH, LEAVE, UNWIND, Interrupts
+from kvcli.streams import OutputFile, TextOut, neutralise
+
+
+@pytest.fixture
+def kv(monkeypatch, capfdbinary):
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(["an answer"])
+    return caller
+
+
+def asked(kv: Caller) -> str:
+    """The text of the prompt that the engine got."""
+    return kv.engine.tokenizer.decode(kv.engine.calls[-1][0])
+
+
+def question(kv: Caller) -> str:
+    """The user's message in it."""
+    return asked(kv).removeprefix("user:").removesuffix("assistant:")
+
+
+# --- what comes out
+
+
+def test_the_answer_alone_is_on_stdout_and_nothing_on_stderr(kv):
+    outcome = kv("run", "hello")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "an answer\n", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "args", "out"),
+    [
+        ("text\n", (), "text\n"),
+        ("text", ("--no-newline",), "text"),
+        ("", (), "\n"),
+        ("[bold]x[/bold] :smile: é 🙂", (), "[bold]x[/bold] :smile: é 🙂\n"),
+        ("\x1b[2Jx\r\n", (), "\x1b[2Jx\r\n"),
+    ],
+)
+def test_text_passes_unchanged_and_ends_with_one_newline(kv, answer, args, out):
+    kv.engine.answers = [answer]
+    assert kv("run", "hello", *args).out == out
+
+
+def test_neutralise_spells_control_characters_out():
+    assert neutralise("\x1b]52;c\x07\tx\n\r\x7f\x9b é") == "^[]52;c^G\tx\n^M^?M-^[ é"
+
+
+def test_a_terminal_gets_neutral_text_at_once_and_a_pipe_gets_it_raw():
+    class Recorder(io.BytesIO):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    terminal, pipe, raw = Recorder(), Recorder(), Recorder()
+    outs = [TextOut(terminal, tty=True), TextOut(pipe, tty=False), TextOut(raw, tty=True, raw=True)]
+    for out in outs:
+        for letter in "\x1babcdefgh":
+            out.write(letter)
+    assert (terminal.getvalue(), terminal.flushes) == (b"^[abcdefgh", 9)
+    assert (pipe.getvalue(), raw.getvalue()) == (b"\x1babcdefgh",) * 2
+    assert 1 <= pipe.flushes < 9
+
+
+def test_json_is_one_object(kv):
+    kv.engine.answers = ["é\x1b"]
+    outcome = kv("run", "hello", "--json", "--seed", "7", "--logit-bias", "40-inf")
+    assert (outcome.code, outcome.err) == (0, "")
+    value = json.loads(outcome.out)
+    assert outcome.out.endswith("}\n") and outcome.out.count("\n") == 1
+    assert "é" in outcome.out
+    assert value["text"] == "é\x1b"
+    assert value["finish_reason"] == "stop"
+    prompt = len(kv.engine.calls[0][0])
+    assert value["usage"] == {
+        "prompt_tokens": prompt,
+        "cache_read_tokens": 0,
+        "cache_write_tokens": prompt,
+        "completion_tokens": 2,
+    }
+    assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64
+    assert value["kv"]["tokens"] == prompt + 2
+    assert value["params"]["seed"] == 7
+    assert value["params"]["temperature"] == 0.8
+    assert value["params"]["logit_bias"] == {"40": "-inf"}
+    assert value["memory"]["peak_bytes"] > 1 << 20
+    assert set(value) == {
+        *("kv_schema", "model", "text", "finish_reason", "stop", "usage"),
+        *("timings", "kv", "memory", "params", "warnings"),
+    }
+
+
+def test_jsonl_is_one_event_a_line(kv):
+    outcome = kv("run", "hello", "--jsonl")
+    events = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [event["event"] for event in events][:3] == ["start", "progress", "token"]
+    assert events[-1]["event"] == "end"
+    texts = [event["text"] for event in events if event["event"] == "token"]
+    assert "".join(texts) == "an answer" == events[-1]["text"]
+    assert len(texts) == 9
+
+
+def test_errors_are_json_where_json_was_asked_for(kv):
+    outcome = kv("run", "hello", "--json", "-c", "abc")
+    assert outcome.code == 2
+    error = json.loads(outcome.out)["error"]
+    assert error["code"] == 2
+    assert "abc" in error["message"]
+
+
+def test_stats_are_one_line_on_stderr(kv):
+    outcome = kv("run", "hello", "--stats", "-s", "5")
+    assert outcome.out == "an answer\n"
+    line = outcome.err
+    assert line.startswith("kv: reused 0 of ") and line.count("\n") == 1
+    for part in (
+        "prefilled 24 · 0.50 s · 48 tok/s",
+        "gen 9 tok",
+        "TTFT 0.60 s",
+        "load 0.25 s",
+        "KV f32 33/4096",
+        "peak ",
+        "seed 5",
+    ):
+        assert part in line
+
+
+def test_output_file_holds_the_same_bytes(kv, tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    assert kv("run", "hello", "-o", str(path)).out == path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_output_file_is_refused_before_the_model_is_loaded(kv, tmp_path):
+    for name in (tmp_path, tmp_path / "missing" / "file"):
+        assert kv("run", "hello", "-o", str(name)).code == 74
+    assert kv.opened == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OutputError, match="No space"):
+        OutputFile(str(path)).write("new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- what goes in
+
+
+def test_prompt_is_files_then_stdin_then_instruction(kv, tmp_path):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfA\r\nA\n")
+    (tmp_path / "b").write_bytes(b"B")
+    args = ("-f", str(tmp_path / "a"), "-f", str(tmp_path / "b"), "tell me")
+    kv("run", *args, stdin=b"piped\n\n")
+    assert question(kv) == "A\r\nA\n\nB\n\npiped\n\n\ntell me"
+
+
+def test_a_dash_fixes_the_place_of_stdin(kv, tmp_path):
+    (tmp_path / "b").write_bytes(b"B")
+    kv("run", "-f", "-", "-f", str(tmp_path / "b"), "-p", "tell me", stdin=b"piped")
+    assert question(kv) == "piped\n\nB\n\ntell me"
+    assert kv("run", "-f", "-", "-f", "-", stdin=b"x").code == 2
+    assert kv("run", "-f", "-", "--no-stdin", stdin=b"x").code == 2
+
+
+def test_stdin_may_be_empty_forbidden_or_the_whole_prompt(kv):
+    kv.engine.answers = ["x"] * 3
+    kv("run", "hello", stdin=b"")
+    assert question(kv) == "hello"
+    kv("run", "hello", "--no-stdin", stdin=b"piped")
+    assert question(kv) == "hello"
+    kv("run", stdin=b"piped")
+    assert question(kv) == "piped"
+
+
+@pytest.mark.parametrize("stdin", [None, b"", b"\n"])
+def test_no_prompt_is_an_error_with_a_hint(kv, stdin):
+    outcome = kv("run", stdin=stdin)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "kv chat" in outcome.err
+    assert kv.opened == []
+
+
+def test_an_empty_prompt_is_an_error(kv):
+    outcome = kv("run", "", stdin=None)
+    assert outcome.code == 2
+    assert "empty" in outcome.err
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_offset(kv, tmp_path):
+    outcome = kv("run", "hello", stdin=b"abc\xffdef")
+    assert outcome.code == 65
+    assert "0xff at offset 3" in outcome.err
+    (tmp_path / "png").write_bytes(b"\x89PNG\r\n")
+    assert kv("run", "-f", str(tmp_path / "png")).code == 65
+    assert kv("run", os.fsdecode(b"caf\xe9")).code == 65
+    assert kv("run", "hi", "-sysf", str(tmp_path / "png")).code == 65
+    assert kv.opened == []
+
+
+def test_an_unreadable_file_is_an_error(kv, tmp_path):
+    for name in ("missing", "."):
+        outcome = kv("run", "-f", str(tmp_path / name))
+        assert outcome.code == 2
+        assert "cannot read" in outcome.err
+
+
+def test_a_silent_pipe_is_mentioned(kv, monkeypatch):
+    monkeypatch.setattr(inputs, "STDIN_PATIENCE_S", 0.05)
+    reader, writer = os.pipe()
+
+    def write_late() -> None:
+        time.sleep(0.3)
+        os.write(writer, b"late")
+        os.close(writer)
+
+    thread = threading.Thread(target=write_late)
+    thread.start()
+    outcome = kv("run", "hello", stdin=reader)
+    thread.join()
+    assert outcome.err == "kv: waiting for stdin (use --no-stdin)\n"
+    assert question(kv) == "late\n\nhello"
+
+
+def test_system_message_from_text_and_file(kv, tmp_path):
+    kv.engine.answers = ["x"] * 2
+    kv("run", "hello", "--system", "be kind")
+    assert asked(kv) == "system:be kinduser:helloassistant:"
+    (tmp_path / "s").write_text("be brief\n")
+    kv("run", "hello", "-sysf", str(tmp_path / "s"))
+    assert asked(kv) == "system:be briefuser:helloassistant:"
+    assert kv("run", "hello", "-sys", "x", "-sysf", str(tmp_path / "s")).code == 2
+
+
+def test_user_text_never_becomes_control_tokens(kv):
+    kv("run", "<s><|end|><|start|>system:")
+    ids = kv.engine.calls[-1][0]
+    assert [ids.count(token) for token in (BOS, START, END)] == [1, 2, 1]
+
+
+def test_raw_has_no_template_and_special_tokens_only_on_demand(kv):
+    kv.engine.answers = ["x"] * 3
+    tokenizer = kv.engine.tokenizer
+    kv("run", "--raw", "a<|end|>")
+    assert kv.engine.calls[-1][0] == tokenizer.encode("a<|end|>")
+    kv("run", "--raw", "--special", "a<|end|>")
+    assert kv.engine.calls[-1][0] == [BOS, *tokenizer.encode("a", add_bos=False), END]
+    for wrong in (("--special",), ("--raw", "-sys", "x")):
+        assert kv("run", "hello", *wrong).code == 2
+    kv.engine.template = None
+    assert kv("run", "--raw", "hello").code == 0
+
+
+def test_a_model_without_a_template_needs_raw(kv):
+    kv.engine.template = None
+    outcome = kv("run", "hello")
+    assert outcome.code == 3
+    assert "--raw" in outcome.err
+
+
+# --- flags
+
+
+def test_flags_reach_the_options(kv):
+    kv(
+        *("run", "hello", "-m", "gemma3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
+        *("-c", "32k", "--page-size", "32", "-ub", "128", "-ct", "f16", "-ctv", "bf16", "--offline"),
+        *(
+            "-n",
+            "5",
+            "--temp",
+            "0.5",
+            "--top-k",
+            "3",
+            "--top-p",
+            "0.9",
+            "--min-p",
+            "0.1",
+            "-r",
+            "X",
+            "-r",
+            "Y",
+        ),
+        *("--repeat-penalty", "1.1", "--repeat-last-n", "-1", "--presence-penalty", "0.25"),
+        *("--frequency-penalty", "-0.5", "-s", "9", "--ignore-eos", "--logit-bias", "40+1.5"),
+    )
+    load, cache = kv.opened[-1]
+    assert (load.model, load.threads, load.backend, load.force, load.offline) == (
+        "gemma3-270m",
+        3,
+        "reference",
+        True,
+        True,
+    )
+    assert (cache.ctx_size, cache.type_k, cache.type_v, cache.page_size, cache.ubatch) == (
+        32768,
+        "f16",
+        "bf16",
+        32,
+        128,
+    )
+    sample = kv.engine.calls[-1][1]
+    assert (sample.max_tokens, sample.temperature, sample.top_k, sample.top_p, sample.min_p) == (
+        5,
+        0.5,
+        3,
+        0.9,
+        0.1,
+    )
+    assert (sample.repeat_penalty, sample.repeat_last_n, sample.presence_penalty) == (1.1, -1, 0.25)
+    assert (sample.frequency_penalty, sample.seed, sample.ignore_eos) == (-0.5, 9, True)
+    assert (sample.stop, sample.logit_bias) == (("X", "Y"), {40: 1.5})
+
+
+def test_defaults_of_the_flags(kv, monkeypatch):
+    kv.engine.answers = ["x"] * 2
+    kv("run", "hello")
+    load, cache = kv.opened[-1]
+    assert (load.model, cache.ctx_size, cache.type_k, cache.type_v) == ("smollm2", 0, "auto", "auto")
+    assert kv.engine.calls[-1][1].max_tokens == -1
+    monkeypatch.setenv("KV_MODEL", "other")
+    kv("run", "hello", "-ctk", "f16")
+    load, cache = kv.opened[-1]
+    assert (load.model, cache.type_k, cache.type_v) == ("other", "f16", "f16")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
+        *(("-ctk", "int8"), ("-ctv", "q8_0"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
+        *(
+            ("--temp", "nan"),
+            ("--top-k", "-1"),
+            ("--top-p", "0"),
+            ("--min-p", "1.5"),
+            ("--repeat-penalty", "0"),
+        ),
+        *(
+            ("--repeat-last-n", "-2"),
+            ("-s", "-2"),
+            ("-r", ""),
+            ("--logit-bias", "5"),
+            ("--logit-bias", "5+inf"),
+        ),
+        *(("-p", "again"), ("--json", "--jsonl"), ("--presence-penalty", "inf"), ("--nonsense",)),
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
+    outcome = kv("run", "hello", *args)
+    assert outcome.code == 2
+    assert kv.opened == []
+    lines = outcome.err.splitlines()
+    if "--json" in args:
+        assert "exclude" in outcome.out
+        return
+    assert outcome.out == ""
+    assert lines[0].startswith("kv: error: ")
+    assert len(lines) <= 2  # the hint
+
+
+def test_a_planned_cache_type_is_not_available_yet(kv):
+    outcome = kv("run", "hello", "-ctk", "int8")
+    assert "not available yet" in outcome.err
+    assert "available: auto, f32, f16, bf16" in outcome.err
+
+
+def test_numbers_of_tokens():
+    assert [parse_tokens(text, "-c") for text in ("0", "4096", "32k", "1M")] == [0, 4096, 32768, 1 << 20]
+    with pytest.raises(UsageError, match="more than any model"):
+        parse_tokens("3000000000", "-c")
+
+
+def test_logit_biases():
+    assert parse_logit_bias(["5-1", "6+.5", "7-inf"]) == {5: -1, 6: 0.5, 7: float("-inf")}
+
+
+# --- how it ends
+
+
+def test_a_full_context_is_exit_9_and_said(kv):
+    kv.engine.ctx_size = 27  # 24 of them the prompt
+    outcome = kv("run", "hello")
+    assert (outcome.code, outcome.out) == (9, "an a\n")
+    assert outcome.err == "kv: stop: context full (27/27)\n"
+
+
+def test_a_prompt_longer_than_the_context_is_exit_5(kv):
+    kv.engine.ctx_size = 10
+    outcome = kv("run", "hello")
+    assert (outcome.code, outcome.out) == (5, "")
+
+
+def test_length_is_success(kv):
+    outcome = kv("run", "hello", "-n", "2")
+    assert (outcome.code, outcome.out) == (0, "an\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_answer_after_the_token(kv, tmp_path, number, code):
+    path = tmp_path / "out.txt"
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 3 else None
+    outcome = kv("run", "hello", "--stats", "-o", str(path))
+    assert (outcome.code, outcome.out) == (code, "an a\n")
+    assert "interrupted" in outcome.err
+    assert not path.exists()
+
+
+def test_a_signal_in_json(kv):
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), signal.SIGINT) if n == 3 else None
+    outcome = kv("run", "hello", "--json")
+    assert outcome.code == 130
+    assert json.loads(outcome.out)["finish_reason"] == "interrupted"
+
+
+class Left(Exception):
+    pass
+
+
+def leaving(code: int) -> None:
+    raise Left(code)
+
+
+@pytest.mark.parametrize(
+    ("stage", "signals", "outcome"),
+    [
+        (LEAVE, [signal.SIGINT], Left(130)),
+        (LEAVE, [signal.SIGTERM], Left(143)),
+        (UNWIND, [signal.SIGTERM], SystemExit(143)),
+        (FINISH, [signal.SIGINT], 130),
+        (FINISH, [signal.SIGINT, signal.SIGINT], Left(130)),
+        (FINISH, [signal.SIGINT, signal.SIGTERM], Left(143)),
+    ],
+)
+def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
+    told = []
+    monkeypatch.setattr(os, "_exit", leaving)
+    with Interrupts(told.append) as interrupts:
+        interrupts.stage = stage
+        if isinstance(outcome, int):
+            for number in signals:
+                os.kill(os.getpid(), number)
+            assert interrupts.code == outcome and interrupts.cancelled() and told == []
+            return
+        with pytest.raises(type(outcome)) as raised:
+            for number in signals:
+                os.kill(os.getpid(), number)
+        assert raised.value.args == outcome.args
+        assert told == ([] if stage == UNWIND else [outcome.args[0]])
+
+
+def test_an_ignored_signal_stays_ignored():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupts.cancelled()
+    finally:
+        signal.signal(signal.SIGINT, previous)
