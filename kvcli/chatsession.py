@@ -89,8 +89,8 @@ class ChatSession:
     def handle(self, line: str) -> bool:
         """Answer a message or obey a slash command; False when the session is to end.
 
-        Raises UsageError (unknown command), ContextOverflow and ModelError (the message is then forgotten), and
-        SystemExit when a SIGTERM came during the answer.
+        Raises UsageError (unknown command), ContextOverflow or ModelError (the message is forgotten then), or
+        SystemExit for a SIGTERM during the answer.
         """
         if line.startswith("//"):
             self.send(line[1:])

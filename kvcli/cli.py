@@ -1,4 +1,4 @@
-"""The entry point: global options, the list of commands, and how every failure becomes one line and an exit code.
+"""The entry point: the list of commands, and how every failure becomes one line and an exit code.
 
 Only the standard library is imported with this module, so that Ctrl-C is caught from the first moment and
 `kv --version` answers at once. Typer comes in `run_command`, torch inside the commands that compute.
@@ -47,15 +47,16 @@ def main() -> NoReturn:
 
 def run_command(args: list[str]) -> int:
     """The exit code of `kv` with these arguments, after everything that went wrong has been told."""
-    if args == ["--version"] and sys.stdout is not None:
-        sys.stdout.write(f"kv {__version__}\n")
-        return _flushed(0)
-    from kvcli.invocation import Invocation
-
-    invocation = Invocation()
+    invocation: Invocation | None = None
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
+        if args == ["--version"]:  # at once: even Typer takes a tenth of a second to import
+            sys.stdout.write(f"kv {__version__}\n")
+            return _flushed(0)
+        from kvcli.invocation import Invocation
+
+        invocation = Invocation()
         return _flushed(_call(args, invocation))
     except BaseException as error:
         return _report(error, args, invocation)
@@ -76,8 +77,8 @@ def _call(args: list[str], invocation: Invocation) -> int:
 
 
 def _command(bare: bool) -> Any:
-    """The click command made of the Typer app, with the global options accepted after each command's name too."""
-    import importlib.util
+    """The click command made of the Typer app; it takes the global options behind a command's name too."""
+    import importlib
 
     import typer
 
@@ -94,8 +95,6 @@ def _command(bare: bool) -> Any:
     )
     globaloptions.register(app)
     for name in COMMANDS:
-        if importlib.util.find_spec(f"kvcli.commands.{name}") is None:
-            continue  # TEMPORARY
         importlib.import_module(f"kvcli.commands.{name}").register(app)
     command = typer.main.get_command(app)
     globaloptions.add_to_commands(command)
@@ -103,12 +102,14 @@ def _command(bare: bool) -> Any:
 
 
 def _prepare_process() -> None:
-    """Signals, missing standard streams, and the environment that libraries read when they are first imported."""
+    """Signals, missing standard streams, and the environment that libraries read when they are imported."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignoring of SIGHUP stays
             signal.signal(number, _exit_on_signal)
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     # Spinning OpenMP threads cost ten times the work itself as soon as another process wants a core.
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
@@ -130,12 +131,12 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _report(error: BaseException, args: list[str], invocation: Invocation) -> int:
+def _report(error: BaseException, args: list[str], invocation: Invocation | None) -> int:
     """Tell what went wrong, on stderr or as JSON on stdout, and return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr.isatty():
             sys.stderr.write("\n")  # the shell's prompt would follow the ^C on its line
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -144,7 +145,7 @@ def _report(error: BaseException, args: list[str], invocation: Invocation) -> in
     if plain_text:
         sys.stderr.write(known.message + "\n")
         return known.exit_code
-    if invocation.verbose >= 2:
+    if invocation and invocation.verbose >= 2:
         import traceback
 
         traceback.print_exception(error)
@@ -152,14 +153,17 @@ def _report(error: BaseException, args: list[str], invocation: Invocation) -> in
 
     if isinstance(known, OutputError):
         _discard_stdout()
-    elif invocation.json or (isinstance(known, UsageError) and _asks_for_json(args)):
+    elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
         details = {"code": known.exit_code, "message": known.message, "hint": known.hint}
         try:
             render.print_json({"error": details})
         except BrokenPipeError:
             return EXIT_BROKEN_PIPE
         return known.exit_code
-    render.print_error(known.message, known.hint, invocation.color)
+    if invocation:
+        render.print_error(known.message, known.hint, invocation.color)
+    else:
+        render.print_error(known.message, known.hint)
     return known.exit_code
 
 

@@ -22,7 +22,6 @@ from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 DEFAULT_MODEL = "smollm2"
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_CTX = 1 << 31
-PLANNED_CACHE_TYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int6", "int4", "q8_0", "q4_0")
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -264,12 +263,13 @@ def parse_tokens(text: str, flag: str) -> int:
 
 def check_cache_type(name: str, flag: str) -> str:
     """The name if `kv` can store the cache so; else UsageError that lists what exists."""
-    from kvcli.runtime.layout import CODEC_SPECS
+    from kvcli.runtime.layout import ALIASES, CODEC_SPECS, RUNNABLE
 
-    available = ["auto", *CODEC_SPECS]
+    available = ["auto", *RUNNABLE]
     if name in available:
         return name
-    what = "is not available yet" if name in PLANNED_CACHE_TYPES else "is not a cache type"
+    planned = name in CODEC_SPECS or name in ALIASES
+    what = "is planned in estimates but not available yet" if planned else "is not a cache type"
     raise UsageError(f"{flag}: '{name}' {what}", f"available: {', '.join(available)}")
 
 

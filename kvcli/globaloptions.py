@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcli import __version__
-from kvcli.invocation import Bars, Invocation, When
+from kvcli.invocation import Bars, When
 
 
 def register(app: typer.Typer) -> None:

@@ -11,7 +11,7 @@ from kvcli.invocation import Invocation
 
 
 def locate_model(name: str, invocation: Invocation) -> Path:
-    """The .gguf file meant by `name`, downloaded first if it is a known model. Raises ModelError, DownloadError."""
+    """The .gguf file meant by `name`, downloaded first if need be. Raises ModelError, DownloadError."""
     from kvcli.runtime import hub
 
     with showing_download(invocation) as (progress, notice):

@@ -1,11 +1,10 @@
-"""From options to an open engine: find the model, say what is downloaded, load it."""
+"""From options to an open engine: find the model, download it where it is missing, load it."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli import render
+from kvcli import locate, render
 from kvcli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
@@ -17,16 +16,12 @@ if TYPE_CHECKING:
 def open_engine(
     load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts
 ) -> Engine:
-    """Load the model, downloading it first where it is a known name. ModelError, DownloadError, DoesNotFit.
+    """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError.
 
     An interrupt unwinds while files are written and leaves at once while weights are read.
     """
-    from kvcli.runtime import hub
-
     interrupts.stage = UNWIND
-    notice = partial(render.announce, invocation=invocation)
-    with render.Progress(invocation) as progress:
-        path = hub.find_model(load.model, offline=load.offline, progress=progress, notice=notice)
+    path = locate.locate_model(load.model, invocation)
     interrupts.stage = LEAVE
     from kvcli.runtime.engine import Engine
 

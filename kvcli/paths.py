@@ -1,4 +1,4 @@
-"""The folders of `kv`, by the XDG base directory rules on every system (macOS too). Nothing is made on import."""
+"""The folders of `kv`, by the XDG base directory rules on every system (macOS too)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_private(folder: Path) -> None:
 
 
 def make_or_warn(folder: Path, warn: Callable[[str], None]) -> bool:
-    """Make the folder; where that fails say so once for each folder and return False: the caller goes on without."""
+    """Make the folder. If that fails, say so once for each and return False: the caller goes on without."""
     try:
         make_private(folder)
         if os.access(folder, os.W_OK | os.X_OK):

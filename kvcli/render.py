@@ -22,7 +22,7 @@ _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """True for an open stream on a terminal."""
+    """True for an open stream on a terminal; None is a stream that the process was started without."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
@@ -56,7 +56,7 @@ def human_count(count: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks and with control characters made visible, for messages that name user input."""
+    """The text on one line with control characters made visible, for messages that name user input."""
     joined = " ".join(text.split())
     return "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1] for c in joined)
 
@@ -97,21 +97,20 @@ def print_table(
 
 
 def _to_stderr(text: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def print_error(message: str, hint: str, when: When = When.auto) -> None:
     """`kv: error: message`, and the hint on a second line."""
-    color = sys.stderr is not None and use_color(sys.stderr, when)
+    color = use_color(sys.stderr, when)
     label = f"{_RED}error:{_RESET}" if color else "error:"
     _to_stderr(f"kv: {label} {one_line(message)}" + (f"\n  {one_line(hint)}" if hint else ""))
 
 
 def warn(message: str, invocation: Invocation) -> None:
     """Something was lost or is not as asked: always said, even with -q."""
-    color = sys.stderr is not None and use_color(sys.stderr, invocation.color)
+    color = use_color(sys.stderr, invocation.color)
     label = f"{_YELLOW}warning:{_RESET}" if color else "warning:"
     _to_stderr(f"kv: {label} {one_line(message)}")
 
@@ -133,9 +132,9 @@ def notice(message: str, invocation: Invocation) -> None:
 class Progress:
     """Progress bars on stderr, one for each stage, gone when the context is left.
 
-    Called as `progress(stage, done, total)` from any thread; `total` 0 = unknown. `unit` is "bytes" or "tokens".
-    On a terminal the bars are drawn at most ten times a second; with --progress on and no terminal a plain line is
-    written every five seconds; otherwise nothing.
+    Called as `progress(stage, done, total)` from any thread; `total` 0 = unknown. `unit` is "bytes" or
+    "tokens". On a terminal the bars are drawn at most ten times a second; with --progress on and no terminal
+    a plain line is written every five seconds; otherwise nothing.
     """
 
     def __init__(self, invocation: Invocation, unit: str = "bytes") -> None:

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def _prefer_installed_package() -> None:
     """Let an installed kvcli be the one under test.
 
-    `python -m pytest` puts the working folder, that is the checkout, first on sys.path. There `import kvcli` would
-    find the sources, which lack the compiled kernels unless the install is editable: the tests would pass or fail on
-    another program than the installed one. So where kvcli is installed and not editable, the checkout is taken off
-    the path. (A kvcli.egg-info left in the checkout by a build does not count as installed.)
+    `python -m pytest` puts the working folder, that is the checkout, first on sys.path. There `import kvcli`
+    would find the sources, which lack the compiled kernels unless the install is editable: the tests would
+    pass or fail on another program than the installed one. So where kvcli is installed and not editable, the
+    checkout is taken off the path. (A kvcli.egg-info left in the checkout by a build does not count.)
     """
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
     for distribution in importlib.metadata.distributions(name="kvcli", path=elsewhere):
@@ -32,6 +32,8 @@ def _prefer_installed_package() -> None:
 
 
 _prefer_installed_package()
+
+from toyworld import site, start, world  # noqa: E402, F401  # fixtures
 
 import kvcli  # noqa: E402
 
@@ -91,7 +93,7 @@ def kv_here(capfd: pytest.CaptureFixture[str]) -> KvHere:
 
 
 def _real_model(name: str, short: str) -> Path:
-    """A real model: from the folder that KV_TEST_MODELS names, else as `kv pull` gets it, into the user's store."""
+    """A real model: from the folder KV_TEST_MODELS, else as `kv pull` gets it, into the user's store."""
     given = os.environ.get("KV_TEST_MODELS")
     if given:
         path = Path(given) / f"{short}.gguf"

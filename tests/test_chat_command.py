@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
-import threading
-import time
 
 import pytest
 from calling import Caller
 from fakes import FakeEngine
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.history import InMemoryHistory
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
 from kvcli import lineeditor
-from kvcli.lineeditor import FileHistory, LineEditor, open_history, unquote
 
 
 @pytest.fixture
@@ -267,100 +259,3 @@ def test_sigterm_during_an_answer_ends_the_session(kv, talk):
     kv.engine.before_token = lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 1 else None
     session = talk("first", "second")
     assert (session.code, session.out) == (143, "on\n")
-
-
-# --- the editor
-
-
-def typed(*keys: str, history=None) -> list[str]:
-    """The messages that these keys send before Ctrl-D; a pause between the arguments."""
-    messages = []
-    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        editor = LineEditor(history or InMemoryHistory(), ["/help", "/exit"])
-
-        def type_all() -> None:
-            for part in (*keys, "\x04"):
-                pipe.send_text(part)
-                time.sleep(0.15 if keys[1:] else 0)
-
-        thread = threading.Thread(target=type_all)
-        thread.start()
-        try:
-            while True:
-                try:
-                    messages.append(editor.read())
-                except KeyboardInterrupt:
-                    messages.append(f"interrupted {editor.interrupted_text!r}")
-        except EOFError:
-            return messages
-        finally:
-            thread.join()
-
-
-@pytest.mark.parametrize(
-    ("keys", "messages"),
-    [
-        ("one\rtwo\r", ["one", "two"]),
-        ("one\x1b\rtwo\r", ["one\ntwo"]),
-        ("one\ntwo\r", ["one\ntwo"]),
-        ("one\\\rtwo\r", ["one\ntwo"]),
-        ('"""one\rtwo\r\rthree"""\r', ["one\ntwo\n\nthree"]),
-        ("\x1b[200~one\ntwo\x1b[201~\r", ["one\ntwo"]),
-        ("half\x03one\r", ["interrupted 'half'", "one"]),
-        ("\x03", ["interrupted ''"]),
-        ("\r", [""]),
-        ("é🙂\r", ["é🙂"]),
-    ],
-)
-def test_keys(keys, messages):
-    assert typed(keys) == messages
-
-
-def test_tab_completes_commands():
-    assert typed("/he\t", "\r") == ["/help"]
-
-
-def test_up_brings_the_last_message_back():
-    assert typed("one\r", "\x1b[A", "!\r") == ["one", "one!"]
-
-
-def test_triple_quotes_come_off():
-    assert unquote('"""\na\n"""') == "a"
-    assert unquote('"""a') == '"""a'
-    assert unquote('say """a"""') == 'say """a"""'
-
-
-def test_history_is_private_and_keeps_lines_whole(tmp_path):
-    path = tmp_path / "history"
-    assert typed("one\x1b\rtwo\r secret\rlast\r", history=FileHistory(path)) == [
-        "one\ntwo",
-        " secret",
-        "last",
-    ]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert list(FileHistory(path).load_history_strings()) == ["last", "one\ntwo"]
-    assert typed("", "\x1b[A", "\r", history=FileHistory(path)) == ["last"]
-
-
-def test_history_survives_edits_and_is_cut(tmp_path, monkeypatch):
-    path = tmp_path / "history"
-    path.write_text('"a"\nnot json\n5\n"b"\n"c"\n')
-    assert list(FileHistory(path).load_history_strings()) == ["c", "b", "a"]
-    monkeypatch.setattr(lineeditor, "MAX_ENTRIES", 2)
-    assert list(FileHistory(path).load_history_strings()) == ["c", "b"]
-    assert path.read_text() == '"b"\n"c"\n'
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert isinstance(open_history(pytest.fail), FileHistory)
-    assert (tmp_path / "kv" / "history").exists()
-    monkeypatch.setenv("KV_NO_HISTORY", "1")
-    assert isinstance(open_history(pytest.fail), InMemoryHistory)
-    monkeypatch.delenv("KV_NO_HISTORY")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    warnings: list[str] = []
-    assert isinstance(open_history(warnings.append), InMemoryHistory)
-    assert len(warnings) == 1

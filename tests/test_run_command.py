@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -15,10 +14,6 @@ from calling import Caller
 from fakes import BOS, END, START, FakeEngine
 
 from kvcli import inputs
-from kvcli.errors import OutputError, UsageError
-from kvcli.flags import parse_logit_bias, parse_tokens
-from kvcli.interrupt import FINISH, LEAVE, UNWIND, Interrupts
-from kvcli.streams import OutputFile, TextOut, neutralise
 
 
 @pytest.fixture
@@ -59,27 +54,6 @@ def test_the_answer_alone_is_on_stdout_and_nothing_on_stderr(kv):
 def test_text_passes_unchanged_and_ends_with_one_newline(kv, answer, args, out):
     kv.engine.answers = [answer]
     assert kv("run", "hello", *args).out == out
-
-
-def test_neutralise_spells_control_characters_out():
-    assert neutralise("\x1b]52;c\x07\tx\n\r\x7f\x9b é") == "^[]52;c^G\tx\n^M^?M-^[ é"
-
-
-def test_a_terminal_gets_neutral_text_at_once_and_a_pipe_gets_it_raw():
-    class Recorder(io.BytesIO):
-        flushes = 0
-
-        def flush(self):
-            self.flushes += 1
-
-    terminal, pipe, raw = Recorder(), Recorder(), Recorder()
-    outs = [TextOut(terminal, tty=True), TextOut(pipe, tty=False), TextOut(raw, tty=True, raw=True)]
-    for out in outs:
-        for letter in "\x1babcdefgh":
-            out.write(letter)
-    assert (terminal.getvalue(), terminal.flushes) == (b"^[abcdefgh", 9)
-    assert (pipe.getvalue(), raw.getvalue()) == (b"\x1babcdefgh",) * 2
-    assert 1 <= pipe.flushes < 9
 
 
 def test_json_is_one_object(kv):
@@ -158,18 +132,6 @@ def test_output_file_is_refused_before_the_model_is_loaded(kv, tmp_path):
     for name in (tmp_path, tmp_path / "missing" / "file"):
         assert kv("run", "hello", "-o", str(name)).code == 74
     assert kv.opened == []
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "out.txt"
-    path.write_text("old")
-    monkeypatch.setattr(
-        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
-    with pytest.raises(OutputError, match="No space"):
-        OutputFile(str(path)).write("new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # --- what goes in
@@ -286,125 +248,6 @@ def test_a_model_without_a_template_needs_raw(kv):
     assert "--raw" in outcome.err
 
 
-# --- flags
-
-
-def test_flags_reach_the_options(kv):
-    kv(
-        *("run", "hello", "-m", "gemma3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
-        *("-c", "32k", "--page-size", "32", "-ub", "128", "-ct", "f16", "-ctv", "bf16", "--offline"),
-        *(
-            "-n",
-            "5",
-            "--temp",
-            "0.5",
-            "--top-k",
-            "3",
-            "--top-p",
-            "0.9",
-            "--min-p",
-            "0.1",
-            "-r",
-            "X",
-            "-r",
-            "Y",
-        ),
-        *("--repeat-penalty", "1.1", "--repeat-last-n", "-1", "--presence-penalty", "0.25"),
-        *("--frequency-penalty", "-0.5", "-s", "9", "--ignore-eos", "--logit-bias", "40+1.5"),
-    )
-    load, cache = kv.opened[-1]
-    assert (load.model, load.threads, load.backend, load.force, load.offline) == (
-        "gemma3-270m",
-        3,
-        "reference",
-        True,
-        True,
-    )
-    assert (cache.ctx_size, cache.type_k, cache.type_v, cache.page_size, cache.ubatch) == (
-        32768,
-        "f16",
-        "bf16",
-        32,
-        128,
-    )
-    sample = kv.engine.calls[-1][1]
-    assert (sample.max_tokens, sample.temperature, sample.top_k, sample.top_p, sample.min_p) == (
-        5,
-        0.5,
-        3,
-        0.9,
-        0.1,
-    )
-    assert (sample.repeat_penalty, sample.repeat_last_n, sample.presence_penalty) == (1.1, -1, 0.25)
-    assert (sample.frequency_penalty, sample.seed, sample.ignore_eos) == (-0.5, 9, True)
-    assert (sample.stop, sample.logit_bias) == (("X", "Y"), {40: 1.5})
-
-
-def test_defaults_of_the_flags(kv, monkeypatch):
-    kv.engine.answers = ["x"] * 2
-    kv("run", "hello")
-    load, cache = kv.opened[-1]
-    assert (load.model, cache.ctx_size, cache.type_k, cache.type_v) == ("smollm2", 0, "auto", "auto")
-    assert kv.engine.calls[-1][1].max_tokens == -1
-    monkeypatch.setenv("KV_MODEL", "other")
-    kv("run", "hello", "-ctk", "f16")
-    load, cache = kv.opened[-1]
-    assert (load.model, cache.type_k, cache.type_v) == ("other", "f16", "f16")
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
-        *(("-ctk", "int8"), ("-ctv", "q8_0"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
-        *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
-        *(
-            ("--temp", "nan"),
-            ("--top-k", "-1"),
-            ("--top-p", "0"),
-            ("--min-p", "1.5"),
-            ("--repeat-penalty", "0"),
-        ),
-        *(
-            ("--repeat-last-n", "-2"),
-            ("-s", "-2"),
-            ("-r", ""),
-            ("--logit-bias", "5"),
-            ("--logit-bias", "5+inf"),
-        ),
-        *(("-p", "again"), ("--json", "--jsonl"), ("--presence-penalty", "inf"), ("--nonsense",)),
-    ],
-    ids=" ".join,
-)
-def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
-    outcome = kv("run", "hello", *args)
-    assert outcome.code == 2
-    assert kv.opened == []
-    lines = outcome.err.splitlines()
-    if "--json" in args:
-        assert "exclude" in outcome.out
-        return
-    assert outcome.out == ""
-    assert lines[0].startswith("kv: error: ")
-    assert len(lines) <= 2  # the hint
-
-
-def test_a_planned_cache_type_is_not_available_yet(kv):
-    outcome = kv("run", "hello", "-ctk", "int8")
-    assert "not available yet" in outcome.err
-    assert "available: auto, f32, f16, bf16" in outcome.err
-
-
-def test_numbers_of_tokens():
-    assert [parse_tokens(text, "-c") for text in ("0", "4096", "32k", "1M")] == [0, 4096, 32768, 1 << 20]
-    with pytest.raises(UsageError, match="more than any model"):
-        parse_tokens("3000000000", "-c")
-
-
-def test_logit_biases():
-    assert parse_logit_bias(["5-1", "6+.5", "7-inf"]) == {5: -1, 6: 0.5, 7: float("-inf")}
-
-
 # --- how it ends
 
 
@@ -441,49 +284,3 @@ def test_a_signal_in_json(kv):
     outcome = kv("run", "hello", "--json")
     assert outcome.code == 130
     assert json.loads(outcome.out)["finish_reason"] == "interrupted"
-
-
-class Left(Exception):
-    pass
-
-
-def leaving(code: int) -> None:
-    raise Left(code)
-
-
-@pytest.mark.parametrize(
-    ("stage", "signals", "outcome"),
-    [
-        (LEAVE, [signal.SIGINT], Left(130)),
-        (LEAVE, [signal.SIGTERM], Left(143)),
-        (UNWIND, [signal.SIGTERM], SystemExit(143)),
-        (FINISH, [signal.SIGINT], 130),
-        (FINISH, [signal.SIGINT, signal.SIGINT], Left(130)),
-        (FINISH, [signal.SIGINT, signal.SIGTERM], Left(143)),
-    ],
-)
-def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
-    told = []
-    monkeypatch.setattr(os, "_exit", leaving)
-    with Interrupts(told.append) as interrupts:
-        interrupts.stage = stage
-        if isinstance(outcome, int):
-            for number in signals:
-                os.kill(os.getpid(), number)
-            assert interrupts.code == outcome and interrupts.cancelled() and told == []
-            return
-        with pytest.raises(type(outcome)) as raised:
-            for number in signals:
-                os.kill(os.getpid(), number)
-        assert raised.value.args == outcome.args
-        assert told == ([] if stage == UNWIND else [outcome.args[0]])
-
-
-def test_an_ignored_signal_stays_ignored():
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Interrupts() as interrupts:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert not interrupts.cancelled()
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -14,6 +14,7 @@ from kvcli.locate import locate_model
 if TYPE_CHECKING:
     from kvcli.runtime.facts import LayerGroup, ModelFacts, TokenizerFacts
     from kvcli.runtime.formats.gguf import TensorInfo
+    from kvcli.runtime.template import ChatTemplate
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +45,7 @@ def inspect(
     if template:
         if facts.template is None:
             raise ModelError(f"{model} has no chat template", "kv run --raw continues plain text")
-        render.write_out(facts.template.removesuffix("\n") + "\n")
+        render.write_out(facts.template.source.strip("\n") + "\n")
     elif json:
         render.print_json(_as_json(facts, listed if tensors else None))
     else:
@@ -72,12 +73,7 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
         bits = 8 * facts.weight_bytes / facts.parameters
         lines.append(("weights", f"{' · '.join(mix)} · {bits:.2f} bits per weight"))
     lines.append(("tokenizer", _tokenizer_line(facts.tokenizer) if facts.tokenizer else "none"))
-    length = (
-        f"in the file, {len(facts.template):,} characters (--template prints it)"
-        if facts.template
-        else "none"
-    )
-    lines.append(("template", length))
+    lines.append(("template", _template_line(facts.template) if facts.template else "none"))
     if facts.sampling:
         lines.append(("sampling", " · ".join(f"{key} {value}" for key, value in facts.sampling.items())))
     return lines
@@ -102,7 +98,8 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 def _group_text(group: LayerGroup) -> str:
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
     window = f" (window {group.window:,})" if group.window else ""
-    return f"{group.layers} {group.kind}{window} · {group.kv_heads} KV heads · {dims}"
+    heads = f"{group.kv_heads} KV head" + ("s" if group.kv_heads > 1 else "")
+    return f"{group.layers} {group.kind}{window} · {heads} · {dims}"
 
 
 def _tokenizer_line(tokenizer: TokenizerFacts) -> str:
@@ -114,6 +111,11 @@ def _tokenizer_line(tokenizer: TokenizerFacts) -> str:
     if tokenizer.adds_bos is not None:
         parts.append("adds bos" if tokenizer.adds_bos else "adds no bos")
     return " · ".join(render.one_line(part) for part in parts)
+
+
+def _template_line(template: ChatTemplate) -> str:
+    where = "in the file" if template.origin == "file" else f"{template.origin}; the file has none"
+    return f"{where}, {len(template.source):,} characters (--template prints it)"
 
 
 def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, Any]:
@@ -131,7 +133,10 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
         "problem": facts.config_problem or None,
         "quantization": [dataclasses.asdict(share) for share in facts.quants],
         "tokenizer": dataclasses.asdict(facts.tokenizer) if facts.tokenizer else None,
-        "template": {"source": "file" if facts.template else "none", "text": facts.template},
+        "template": {
+            "source": facts.template.origin if facts.template else "none",
+            "text": facts.template.source if facts.template else None,
+        },
         "sampling": dict(facts.sampling),
     }
     if config is not None:

@@ -40,7 +40,7 @@ enum { CODEC_F32 = 0, CODEC_F16 = 1, CODEC_BF16 = 2 };
 typedef void (*task_fn)(void *arg, int64_t task, int thread);
 
 static struct {
-    int threads;
+    int threads, started; /* threads that share a call's tasks; threads that exist, the caller's included */
     pthread_mutex_t lock;
     pthread_cond_t wake;
     task_fn fn;
@@ -48,9 +48,10 @@ static struct {
     int64_t n_tasks;
     atomic_long next, generation;
     atomic_int busy, sleeping;
+    long born[64]; /* generation in which a worker was started: it takes part from the next one on */
     float *scratch[64];
     size_t scratch_floats[64];
-} pool = {1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+} pool = {1, 1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 #if defined(__x86_64__)
 #define RELAX() _mm_pause()
@@ -65,7 +66,7 @@ static void run_tasks(int thread) {
 
 static void *worker(void *arg) {
     int thread = (int)(intptr_t)arg;
-    long seen = 0;
+    long seen = pool.born[thread];
     for (;;) {
         for (int spin = 0; spin < 4000 && atomic_load(&pool.generation) == seen; spin++) RELAX();
         if (atomic_load(&pool.generation) == seen) {
@@ -76,7 +77,7 @@ static void *worker(void *arg) {
             pthread_mutex_unlock(&pool.lock);
         }
         seen = atomic_load(&pool.generation);
-        run_tasks(thread);
+        if (thread < pool.threads) run_tasks(thread);
         atomic_fetch_sub(&pool.busy, 1);
     }
     return NULL;
@@ -89,7 +90,7 @@ static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
     }
     pool.fn = fn, pool.arg = arg, pool.n_tasks = n_tasks;
     atomic_store(&pool.next, 0);
-    atomic_store(&pool.busy, pool.threads - 1);
+    atomic_store(&pool.busy, pool.started - 1);
     atomic_fetch_add(&pool.generation, 1);
     if (atomic_load(&pool.sleeping) > 0) {
         pthread_mutex_lock(&pool.lock);
@@ -220,11 +221,14 @@ const char *kv_init(int threads, const char *isa) {
     if (!choice) return NULL;
     active = choice;
     if (threads > 64) threads = 64;
-    for (; pool.threads < threads; pool.threads++) {
+    if (threads < 1) threads = 1;
+    for (; pool.started < threads; pool.started++) {
         pthread_t id;
-        if (pthread_create(&id, NULL, worker, (void *)(intptr_t)pool.threads)) break;
+        pool.born[pool.started] = atomic_load(&pool.generation);
+        if (pthread_create(&id, NULL, worker, (void *)(intptr_t)pool.started)) break;
         pthread_detach(id);
     }
+    pool.threads = threads < pool.started ? threads : pool.started;
     return active->name;
 }
 

@@ -138,25 +138,30 @@ class NativeBackend:
         self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
         return out
 
-    def _paged(self, kv: PagedKV) -> _Paged:
-        r = kv.record
-        return _Paged(
-            kv.addresses.ctypes.data, kv.first_page, r.page_size, r.kv_heads, r.record_bytes, r.v_offset,
-            r.dim_k, r.dim_v, CODECS[r.codec_k], CODECS[r.codec_v],
-        )  # fmt: skip
+    def _paged(self, kv: PagedKV) -> object:
+        """The C view of a layer's pages, by reference."""
+        view = kv.descriptors.get(self.name)
+        if view is None:
+            r = kv.record
+            view = kv.descriptors[self.name] = ctypes.byref(
+                _Paged(
+                    kv.addresses.ctypes.data, kv.first_page, r.page_size, r.kv_heads, r.record_bytes, r.v_offset,
+                    r.dim_k, r.dim_v, CODECS[r.codec_k], CODECS[r.codec_v],
+                )
+            )  # fmt: skip
+        return view
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
-        paged = self._paged(kv)
         self._lib.kv_store(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, ctypes.byref(paged)
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv)
         )
 
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
-        out, paged = torch.empty(t, heads * kv.record.dim_v), self._paged(kv)
+        out = torch.empty(t, heads * kv.record.dim_v)
         self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, ctypes.byref(paged), out.data_ptr()
+            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, self._paged(kv), out.data_ptr()
         )
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -41,6 +41,7 @@ class PagedKV:
     pages: tuple[torch.Tensor, ...]
     offset: int
     first_page: int
+    descriptors: dict[str, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
     def records(self, page: int) -> torch.Tensor:
         """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""

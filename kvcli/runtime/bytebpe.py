@@ -15,7 +15,7 @@ from kvcli.runtime.vocabulary import Vocabulary
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's spelling of bytes: the printable ones stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -25,8 +25,11 @@ _BYTE_OF = _byte_characters()
 
 
 class ByteLevelBPE:
-    """Text -> ids, without special tokens. Bytes whose token the vocabulary lacks are dropped, as the reference
-    implementations do (SmolLM2 lacks eight, all of them bytes of unassigned characters or of no character)."""
+    """Text -> ids, without special tokens.
+
+    Bytes whose token the vocabulary lacks are dropped, as by other implementations (SmolLM2 lacks eight, all
+    of them bytes of unassigned characters or of no character).
+    """
 
     def __init__(self, vocabulary: Vocabulary, merges: Iterable[str], rule: PreTokenizer) -> None:
         """`merges`: "left right" each, the first merges first. Raises ModelError for an unusable list."""
@@ -50,8 +53,10 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _build(ids: dict[str, int], pairs: list[tuple[str, str]], ignore_merges: bool) -> models.BPE:
-    """The library refuses merges into tokens that are not in `ids`. A sound list has none, or leads to control
-    tokens, which text must not become: then, and only then, those merges are sought and left out."""
+    """The library refuses merges into tokens that are not in `ids`.
+
+    A sound list has none, or some into control tokens, which text must not become: only then are they sought.
+    """
     try:
         return models.BPE(vocab=ids, merges=pairs, ignore_merges=ignore_merges)
     except Exception:  # the library raises nothing narrower
@@ -60,7 +65,7 @@ def _build(ids: dict[str, int], pairs: list[tuple[str, str]], ignore_merges: boo
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes that a normal token's spelling stands for; characters of no byte stand for their own UTF-8."""
+    """The bytes that a normal token's spelling stands for; other characters stand for their own UTF-8."""
     try:
         return bytes([_BYTE_OF[character] for character in piece])
     except KeyError:

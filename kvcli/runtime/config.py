@@ -6,7 +6,7 @@ metadata are those of the `gguf` package's constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,16 +198,17 @@ def _gemma3(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     rope = _rope(keys, shapes, dim_k)
     # Files may lack both keys: the published models use five local layers to one global, and base 10,000 locally.
     local_rope = RopeConfig(float(keys.number("rope.freq_base_swa", 10000.0)), rope.dim)
-    pattern = keys.get("attention.sliding_window_pattern", 6)
+    pattern = keys.get("attention.sliding_window_pattern")
     n_layers = _n_layers(keys)
-    if isinstance(pattern, (list, tuple)):
+    if isinstance(pattern, Sequence) and not isinstance(pattern, str):
         local = [bool(x) for x in pattern]
         if len(local) != n_layers:
             raise ModelError(
                 f"gemma3.attention.sliding_window_pattern names {len(local)} layers of {n_layers}"
             )
     else:
-        local = [(i + 1) % int(pattern) != 0 for i in range(n_layers)]
+        every = keys.integer("attention.sliding_window_pattern", 6, limit=4096)
+        local = [(i + 1) % every != 0 for i in range(n_layers)]
     full = LayerConfig(FULL, kv_heads, dim_k, dim_v, 0, rope)
     sliding = LayerConfig(SLIDING, kv_heads, dim_k, dim_v, window, local_rope)
     # The 27B model scales queries by d_model / n_heads instead of the head dim.

@@ -46,7 +46,10 @@ class Engine:
             raise ModelError(
                 f"the vocabulary has {self.tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
             )
-        self.template = ChatTemplate.from_gguf(file.metadata, self.tokenizer)
+        bos, eos = (
+            "" if i is None else self.tokenizer.piece(i) for i in (self.tokenizer.bos_id, self.tokenizer.eos_id)
+        )
+        self.template = ChatTemplate.from_gguf(file.metadata, bos, eos)
         self.sampling_defaults = _sampling_defaults(file)
         threads = load.threads or physical_cores()
         torch.set_num_threads(threads)
@@ -134,6 +137,8 @@ class Engine:
         """
         if not prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token of text")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.config.vocab_size:
+            raise UsageError(f"the prompt has token ids outside the vocabulary of {self.config.vocab_size:,}")
         if len(prompt_ids) > self.ctx_size:
             over = len(prompt_ids) - self.ctx_size
             raise ContextOverflow(

@@ -11,6 +11,7 @@ from typing import Any
 from kvcli.errors import ModelError
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig, from_gguf
 from kvcli.runtime.formats.gguf import GGML_TYPES, GGUFFile
+from kvcli.runtime.template import ChatTemplate
 
 _F16_BYTES = 2
 
@@ -53,7 +54,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Everything that `kv inspect` prints. `config` is None, with the reason, for a file that kv cannot run."""
+    """All that `kv inspect` prints. `config` is None for a file that kv cannot run, and why is beside it."""
 
     path: Path
     file_bytes: int
@@ -67,7 +68,7 @@ class ModelFacts:
     config_problem: str
     groups: tuple[LayerGroup, ...]
     tokenizer: TokenizerFacts | None
-    template: str | None
+    template: ChatTemplate | None
     sampling: Mapping[str, Any]  # general.sampling.*: the model's own defaults
 
     @property
@@ -82,7 +83,10 @@ class ModelFacts:
 
 
 def read_facts(file: GGUFFile) -> ModelFacts:
-    """The facts of an open file; vocabulary-only files and unknown architectures are fine."""
+    """The facts of an open file; vocabulary-only files and unknown architectures are fine.
+
+    Raises ModelError for a chat template that is not text.
+    """
     metadata = file.metadata
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     config, problem = None, "the file holds a vocabulary and no weights"
@@ -104,7 +108,7 @@ def read_facts(file: GGUFFile) -> ModelFacts:
         config_problem=problem,
         groups=layer_groups(config) if config else (),
         tokenizer=_tokenizer(metadata),
-        template=_template(metadata),
+        template=ChatTemplate.from_gguf(metadata, "", ""),
         sampling=_sampling(metadata),
     )
 
@@ -130,7 +134,7 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
 
 
 def f16_row_bytes(layer: LayerConfig) -> int:
-    """Bytes that one layer keeps for one token in 16 bit: keys and values of every KV head, or the latent once."""
+    """Bytes a layer keeps for one token in 16 bit: keys and values of each KV head, or the latent once."""
     if layer.kind == RECURRENT or layer.shares_kv_with is not None:
         return 0
     heads = 1 if layer.kind == LATENT else layer.kv_heads
@@ -159,11 +163,6 @@ def _special(metadata: Mapping[str, Any], role: str, tokens: Any) -> tuple[int, 
         return None
     text = tokens[number]
     return number, text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-
-
-def _template(metadata: Mapping[str, Any]) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
-    return template if isinstance(template, str) and template else None
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Model names -> files: a path, a recipe of `models/`, or a repository of the hub; downloads what is missing.
 
-`find_model` is what commands call. It tries, in this order: the name or alias of a recipe, a path, `org/repo[:quant]`.
+`find_model` tries, in this order: the name or alias of a recipe, a path, `org/repo[:quant]`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def find_model(
 ) -> Path:
     """The .gguf file meant by `name`; a known model that is missing is downloaded after `notice` said so.
 
-    `progress(stage, done, total)` counts bytes. Raises ModelError (no such model or file) or DownloadError. That the
-    file is a GGUF file is checked by whoever opens it.
+    `progress(stage, done, total)` counts bytes. Raises ModelError (no such model or file) or DownloadError.
+    That the file is a GGUF file is checked by whoever opens it.
     """
     recipe = find_recipe(name)
     reference = hubrepo.parse_reference(name)

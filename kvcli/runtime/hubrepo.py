@@ -1,7 +1,7 @@
 """GGUF files in repositories of the Hugging Face hub: choosing one by its quantization, and downloading it.
 
-Files land in the hub's own cache, which transformers and other programs share. `huggingface_hub` is imported only
-when the network is needed; HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_CACHE mean what they mean there.
+Files land in the hub's own cache, which transformers and other programs share. `huggingface_hub` is imported
+only when the network is needed; HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_CACHE mean what they mean there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.growth import watching
@@ -66,7 +67,7 @@ def quant_of(name: str) -> str:
 
 
 def choose_file(names: Iterable[str], quant: str) -> str | None:
-    """The file meant by a quantization or a file name; without one Q4_K_M or else the only file. None if unclear."""
+    """The file that a quantization or a file name means; without one Q4_K_M, else the only file; or None."""
     usable = [name for name in names if _is_model(name)]
     if quant:
         exact = [name for name in usable if quant in (name, name.rsplit("/", 1)[-1])]
@@ -109,7 +110,7 @@ def cached_files(repo: str = "*/*") -> list[CachedFile]:
 
 
 def cached_path(reference: Reference, any_quant: bool) -> Path | None:
-    """A file in the cache that the reference means. `any_quant`: without a quantization any single file will do."""
+    """The cached file that the reference means. `any_quant`: if it names none, any single file will do."""
     files = {file.name: file.path for file in cached_files(reference.repo)}
     name = choose_file(files, reference.quant)
     unclear = not reference.quant and name is not None and quant_of(name) != DEFAULT_QUANT
@@ -117,11 +118,12 @@ def cached_path(reference: Reference, any_quant: bool) -> Path | None:
 
 
 def list_files(repo: str, revision: str | None = None) -> list[RemoteFile]:
-    """The GGUF files that the hub has in a repository, by default in its main branch. Raises DownloadError."""
-    from huggingface_hub import HfApi
-
+    """The GGUF files of a repository, by default of its main branch. Raises DownloadError."""
+    library = _library()
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+        info = library.HfApi(endpoint=_endpoint()).model_info(
+            repo, revision=revision, files_metadata=True, timeout=_ANSWER_S
+        )
     except Exception as error:  # the library's own, its HTTP client's and the system's
         raise explain(error, repo) from error
     files = []
@@ -157,14 +159,14 @@ def choose_remote(reference: Reference) -> RemoteFile:
 
 
 def download_to_cache(repo: str, file: RemoteFile, force: bool, progress: Progress) -> Path:
-    """Download one file into the hub's cache and check it. Raises DownloadError; a wrong file does not stay."""
+    """Download a file into the hub's cache and check it. Raises DownloadError; a wrong file does not stay."""
     check_disk(cache_folder(), file.size)
     folder = cache_folder() / ("models--" + repo.replace("/", "--"))
     with watching(folder, lambda grown: progress("download", min(grown, file.size), file.size)):
         path = _download(repo, file.name, None, force=force)
     size = path.stat().st_size
-    wrong = file.size and size != file.size or file.sha256 and sha256_of(path, progress) != file.sha256
-    if wrong:
+    whole = file.size in (0, size) and (not file.sha256 or sha256_of(path, progress) == file.sha256)
+    if not whole:
         remove_cached(path)
         raise DownloadError(
             f"{file.name} of {repo} arrived damaged ({size} bytes) and was removed", "try again"
@@ -174,7 +176,7 @@ def download_to_cache(repo: str, file: RemoteFile, force: bool, progress: Progre
 
 def download_to_folder(repo: str, name: str, revision: str, folder: Path) -> Path:
     """Download one file into a folder of ours. Raises DownloadError."""
-    # Asked first because the library's download, unlike this question, retries for half a minute without a network.
+    # Asked first: the download, unlike this question, retries for half a minute where there is no network.
     if name not in {file.name for file in list_files(repo, revision)}:
         raise DownloadError(f"the repository {repo} lacks {name}", "it may have been changed")
     return _download(repo, name, revision, local_dir=folder)
@@ -183,15 +185,27 @@ def download_to_folder(repo: str, name: str, revision: str, folder: Path) -> Pat
 def _download(
     repo: str, name: str, revision: str | None, local_dir: Path | None = None, force: bool = False
 ) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()  # ours are drawn by the caller
+    library = _library()
+    options = {"cache_dir": cache_folder(), "local_dir": local_dir, "force_download": force}
     try:
-        path = hf_hub_download(repo, name, revision=revision, local_dir=local_dir, force_download=force)
+        path = library.hf_hub_download(repo, name, revision=revision, endpoint=_endpoint(), **options)
     except Exception as error:  # the library's own, its HTTP client's, hf_xet's and the system's
         raise explain(error, repo) from error
     return Path(path)
+
+
+def _library() -> Any:
+    """huggingface_hub, which takes half a second to import, told to leave stderr to us."""
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity_error()
+    return huggingface_hub
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
 
 
 def remove_cached(path: Path) -> None:

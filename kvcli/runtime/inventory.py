@@ -9,13 +9,13 @@ from pathlib import Path
 
 from kvcli.errors import CheckFailed, ModelError
 from kvcli.runtime import hub, hubrepo, store
-from kvcli.runtime.recipes import ModelFile, Recipe, find_recipe, load_recipes
+from kvcli.runtime.recipes import Recipe, find_recipe, load_recipes
 from kvcli.runtime.store import Progress
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model. `size` in bytes; 0 for a recipe without a file. `path` is None where nothing is downloaded."""
+    """One model. `size` in bytes, 0 for a recipe without a file. `path` is None if it is not downloaded."""
 
     name: str
     title: str

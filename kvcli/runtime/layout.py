@@ -1,29 +1,53 @@
 """`KVLayout`: the bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
 
 Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a *record* is
-the part of a page that belongs to one layer and one KV head: K rows, V rows, then scales where a codec has them.
+the part of a page that belongs to one layer and one KV head: K rows, V rows, then K scales, V scales and the mean row
+of the keys where a codec has them.
+
+Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
+sequence also holds OPEN_PAGES pages of a 16-bit class in such a group: the tail (the page being filled) and the sinks.
+Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvcli.errors import UsageError
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 128  # bytes a record is rounded up to
+CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
+OPEN_PAGES = 2  # 16-bit pages of a sequence in a sealed group: tail and sinks
+SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
+MEAN_BYTES = 2  # an element of a mean row is a float16
+ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """Storage of one cache type: bits per element, bytes of scale per (token, head), elements per packing unit."""
+    """Storage of one cache type, for keys or for values.
+
+    `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows are padded
+    to whole multiples of `packing` elements. With `mean_row` each (page, head) of keys has one more row in float16:
+    the mean that was subtracted. `runs`: this version's engine can use it; the others are planned with only.
+    """
 
     name: str
     bits: int
     scale_bytes: int = 0
     packing: int = 1
+    mean_row: bool = False
+    static_bytes: int = 0
+    runs: bool = False
+
+    @property
+    def sealed(self) -> bool:
+        """Whether full pages are encoded, which leaves an open tail and the sinks in 16 bits."""
+        return self.bits < 16
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of one (token, head) row of `dim` elements without its scale; padding counts."""
@@ -32,10 +56,20 @@ class CodecSpec:
 
 
 CODEC_SPECS: dict[str, CodecSpec] = {
-    "f32": CodecSpec("f32", 32),
-    "f16": CodecSpec("f16", 16),
-    "bf16": CodecSpec("bf16", 16),
+    spec.name: spec
+    for spec in (
+        CodecSpec("f32", 32, runs=True),
+        CodecSpec("f16", 16, runs=True),
+        CodecSpec("bf16", 16, runs=True),
+        CodecSpec("fp8", 8, static_bytes=4),
+        CodecSpec("fp8_e5m2", 8, static_bytes=4),
+        CodecSpec("int8", 8, scale_bytes=2, packing=2, mean_row=True),
+        CodecSpec("int6", 6, scale_bytes=2, packing=8, mean_row=True),
+        CodecSpec("int4", 4, scale_bytes=2, packing=4, mean_row=True),
+    )
 }
+RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
+ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings of the same size class
 
 
 @dataclass(frozen=True)
@@ -66,9 +100,19 @@ class GroupLayout:
         return self.page_size * self.k_row_bytes
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales of one (token, head), keys and values."""
+        return self.codec_k.scale_bytes + (self.codec_v.scale_bytes if self.dim_v else 0)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of the mean row of the keys in a record; 0 if the keys' type has none."""
+        return self.dim_k * MEAN_BYTES if self.codec_k.mean_row else 0
+
+    @property
     def record_bytes(self) -> int:
-        scales = self.page_size * (self.codec_k.scale_bytes + (self.codec_v.scale_bytes if self.dim_v else 0))
-        return -(-(self.v_offset + self.page_size * self.v_row_bytes + scales) // ALIGN) * ALIGN
+        row = self.k_row_bytes + self.v_row_bytes + self.scale_bytes
+        return -(-(self.page_size * row + self.mean_bytes) // ALIGN) * ALIGN
 
     @property
     def layer_bytes(self) -> int:
@@ -82,8 +126,28 @@ class GroupLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's rows and scales in all layers of the group, without page rounding."""
-        scales = self.codec_k.scale_bytes + (self.codec_v.scale_bytes if self.dim_v else 0)
-        return len(self.layers) * self.kv_heads * (self.k_row_bytes + self.v_row_bytes + scales)
+        return len(self.layers) * self.kv_heads * (self.k_row_bytes + self.v_row_bytes + self.scale_bytes)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes per sequence that stand outside the pages (the scales of fp8)."""
+        each = self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
+        return len(self.layers) * self.kv_heads * each
+
+    @property
+    def pages_per_chunk(self) -> int:
+        """Pages that the pool commits at a time."""
+        return max(1, CHUNK_BYTES // self.page_bytes)
+
+    def committed_bytes(self, pages: int) -> int:
+        """Bytes that the pool has committed once `pages` pages were in use at a time."""
+        return -(-pages // self.pages_per_chunk) * self.pages_per_chunk * self.page_bytes
+
+    def open_class(self) -> GroupLayout | None:
+        """The same layers in 16 bits, for tails and sinks; None if neither type is sealed."""
+        if not (self.codec_k.sealed or self.codec_v.sealed):
+            return None
+        return replace(self, codec_k=_at_least_16(self.codec_k), codec_v=_at_least_16(self.codec_v))
 
     def pages(self, tokens: int, chunk: int) -> int:
         """Most pages that a sequence of `tokens` holds at once when it is fed in chunks of at most `chunk` tokens.
@@ -112,14 +176,17 @@ class KVLayout:
     slots: tuple[tuple[int, int] | None, ...]  # model layer -> (group, index in the group); None = no rows
 
     @classmethod
-    def build(cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64) -> KVLayout:
+    def build(
+        cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64, planned: bool = False
+    ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        Raises UsageError for an unknown type or page size.
+        `planned` also allows the types that the engine cannot run yet. Raises UsageError for any other type, and
+        for an unknown page size.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
-        k, v = _codec(type_k), _codec(type_v)
+        k, v = codec(type_k, planned), codec(type_v, planned)
         keys: list[tuple[str, int, int, int, int]] = []
         members: list[list[int]] = []
         slots: list[tuple[int, int] | None] = []
@@ -137,22 +204,74 @@ class KVLayout:
                 slots.append((group, len(members[group])))
                 members[group].append(i)
         groups = tuple(
-            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, k, v, page_size)
+            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size)
             for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))
+
+    @cached_property
+    def arenas(self) -> tuple[GroupLayout, ...]:
+        """What the pool keeps apart: every group, then the 16-bit classes of the sealed ones in the same order."""
+        return self.groups + tuple(opened for g in self.groups if (opened := g.open_class()))
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes per sequence that do not grow and stand outside the pool: recurrent state, scales of fp8."""
+        return self.state_bytes + sum(g.static_bytes for g in self.groups)
 
     def pages(self, tokens: int, chunk: int) -> tuple[int, ...]:
         """Pages per group for one sequence of `tokens`."""
         return tuple(g.pages(tokens, chunk) for g in self.groups)
 
+    def arena_pages(self, tokens: int, chunk: int, sequences: int = 1, shared: int = 0) -> tuple[int, ...]:
+        """Most pages per arena for `sequences` of `tokens` that have their first `shared` tokens in common.
+
+        Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not counted.
+        """
+        common = min(shared, tokens) // self.page_size
+        counts = []
+        for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
+            kept = 0 if g.kind == SLIDING else common
+            counts.append(kept + sequences * (n - kept))
+        counts += [OPEN_PAGES * sequences if tokens else 0] * (len(self.arenas) - len(self.groups))
+        return tuple(counts)
+
     def bytes(self, tokens: int, chunk: int) -> int:
-        """Bytes of the pages of one sequence of `tokens`, and of its constant state."""
-        return self.state_bytes + sum(n * g.page_bytes for n, g in zip(self.pages(tokens, chunk), self.groups, strict=True))
+        """Bytes of the pages of one sequence of `tokens`, and of its constants."""
+        counts = self.arena_pages(tokens, chunk)
+        return self.constant_bytes + sum(n * a.page_bytes for n, a in zip(counts, self.arenas, strict=True))
+
+    def pool_bytes(self, tokens: int, chunk: int, sequences: int = 1, shared: int = 0) -> int:
+        """Bytes that a `PagePool` commits for them: whole steps of pages, constants not included."""
+        counts = self.arena_pages(tokens, chunk, sequences, shared)
+        return sum(a.committed_bytes(n) for n, a in zip(counts, self.arenas, strict=True))
+
+    def table_bytes(self, tokens: int, chunk: int, sequences: int = 1) -> int:
+        """Bytes of the block tables: one address per layer and page."""
+        counts = self.arena_pages(tokens, chunk)
+        entries = sum(n * len(a.layers) for n, a in zip(counts, self.arenas, strict=True))
+        return sequences * entries * ADDRESS_BYTES
 
     def token_bytes(self) -> int:
         """Bytes one more token costs in every group while no window is full."""
         return sum(g.token_bytes for g in self.groups)
+
+    def read_bytes(self, tokens: int) -> int:
+        """Bytes of rows and scales that attention reads for one query at the end of `tokens`."""
+        return sum(g.token_bytes * (min(tokens, g.window) if g.window else tokens) for g in self.groups)
+
+
+def codec(name: str, planned: bool = False) -> CodecSpec:
+    """The cache type of that name. Raises UsageError if there is none or, unless `planned`, the engine lacks it."""
+    spec = CODEC_SPECS.get(ALIASES.get(name, name))
+    if spec is None:
+        raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {_listed(CODEC_SPECS)}")
+    if not spec.runs and not planned:
+        raise UsageError(
+            f"{spec.name} is planned in estimates but this version's engine runs {_listed(RUNNABLE)}",
+            "choose one of those, or auto",
+        )
+    return spec
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:
@@ -160,11 +279,13 @@ def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:
     return kind, layer.kv_heads, layer.dim_k, layer.dim_v, layer.window
 
 
-def _codec(name: str) -> CodecSpec:
-    spec = CODEC_SPECS.get(name)
-    if spec is None:
-        raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {_listed(CODEC_SPECS)}")
-    return spec
+def _types(k: CodecSpec, v: CodecSpec, kind: str, window: int) -> tuple[CodecSpec, CodecSpec]:
+    """The types of a group: as chosen, but at least 16 bits where a sliding window is small."""
+    return (_at_least_16(k), _at_least_16(v)) if kind == SLIDING and window <= SMALL_WINDOW else (k, v)
+
+
+def _at_least_16(spec: CodecSpec) -> CodecSpec:
+    return CODEC_SPECS["f16"] if spec.sealed else spec
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -8,17 +8,15 @@ from collections.abc import Iterable
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.layout import KVLayout
-
-CHUNK_BYTES = 2 << 20  # memory is committed in steps of at least this much (one page if a page is larger)
+from kvcli.runtime.layout import GroupLayout, KVLayout
 
 
 class _Arena:
     """The pages of one group: chunks of equal pages that never move, a free list and reference counts."""
 
-    def __init__(self, page_bytes: int, device: torch.device) -> None:
-        self.page_bytes = page_bytes
-        self.per_chunk = max(1, CHUNK_BYTES // page_bytes)
+    def __init__(self, layout: GroupLayout, device: torch.device) -> None:
+        self.page_bytes = layout.page_bytes
+        self.per_chunk = layout.pages_per_chunk
         self.device = device
         self.pages: list[torch.Tensor] = []  # uint8 [page_bytes], by page id
         self.addresses: list[int] = []
@@ -26,8 +24,8 @@ class _Arena:
         self.refs: list[int] = []
         self.peak = 0
 
-    def grow(self) -> None:
-        chunk = torch.empty(self.per_chunk, self.page_bytes, dtype=torch.uint8, device=self.device)
+    def grow(self, pages: int) -> None:
+        chunk = torch.empty(pages, self.page_bytes, dtype=torch.uint8, device=self.device)
         first = len(self.pages)
         for page in chunk:
             self.pages.append(page)
@@ -41,7 +39,7 @@ class _Arena:
 
 
 class PagePool:
-    """Pages of every layer group of a layout, committed on demand under one budget.
+    """Pages of every arena of a layout (its groups, then the 16-bit classes), committed on demand under one budget.
 
     Ids are per group and stay valid until the last `release`. Memory of a released page is kept for the next `take`.
     """
@@ -49,19 +47,21 @@ class PagePool:
     def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
         self.layout = layout
         self.budget_bytes = budget_bytes
-        self._arenas = [_Arena(g.page_bytes, torch.device(device)) for g in layout.groups]
+        self._arenas = [_Arena(a, torch.device(device)) for a in layout.arenas]
 
     def take(self, group: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
         arena = self._arenas[group]
         if not arena.free:
-            step = arena.per_chunk * arena.page_bytes
-            if self.budget_bytes is not None and self.committed_bytes + step > self.budget_bytes:
+            pages = arena.per_chunk
+            if self.budget_bytes is not None:
+                pages = min(pages, (self.budget_bytes - self.committed_bytes) // arena.page_bytes)
+            if pages < 1:
                 raise DoesNotFit(
                     f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",
                     "use a smaller context or a smaller cache type",
                 )
-            arena.grow()
+            arena.grow(pages)
         page = arena.free.pop()
         arena.refs[page] = 1
         arena.peak = max(arena.peak, arena.used)

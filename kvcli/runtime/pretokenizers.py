@@ -1,9 +1,9 @@
 """How text is cut into words before byte-level BPE, by the names that `tokenizer.ggml.pre` uses.
 
-The wrong rule raises no error, it only makes answers worse, so an unknown name is refused. The expressions are those
-of the models' own tokenizer.json; where a file's name stands for several models, those that llama.cpp documents for
-it. Left out: names whose rule is more than a list of expressions (kimi-k2, afmoe, gemma4, chameleon), and embedding
-models. No Unicode normalisation is applied: text comes back as it was given.
+The wrong rule raises no error, it only makes answers worse, so an unknown name is refused. The expressions
+are those of the models' own tokenizer.json; where a name stands for several models, those llama.cpp documents
+for it. Left out: names whose rule is more than a list of expressions (kimi-k2, afmoe, gemma4, chameleon), and
+embedding models. No Unicode normalisation is applied: text comes back as it was given.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _ASCII_SIGN = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _STOPS = "[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-
-# Cased letters as DeepSeek's first tokenizer lists them.
-_DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
-    "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎ"
-    "ↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
 
 
 def _any(*alternatives: str) -> str:
@@ -123,19 +116,6 @@ _GROUPS: list[tuple[PreTokenizer, str]] = [
     ),
     (
         PreTokenizer(
-            (
-                r"[\r\n]",
-                rf"\s?[{_DEEPSEEK_LETTERS}]+",
-                "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-                r"\s+$",
-                "[一-龥\u0800-一가-\ud7ff]+",
-                r"\p{N}+",
-            )
-        ),
-        "deepseek-llm",
-    ),
-    (
-        PreTokenizer(
             (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"),
         ),
         "deepseek-coder",
@@ -149,7 +129,10 @@ PRETOKENIZERS = {name: rule for rule, names in _GROUPS for name in names.split()
 
 
 def find_pretokenizer(name: str | None, force: bool = False) -> PreTokenizer:
-    """The rule called `name`. A missing, 'default' or unknown name is a ModelError, or GPT-2's rule with `force`."""
+    """The rule called `name`. With `force` GPT-2's stands in for a missing, 'default' or unknown name.
+
+    Raises ModelError that names it otherwise.
+    """
     if name in PRETOKENIZERS:
         return PRETOKENIZERS[name]
     if force:

@@ -1,8 +1,8 @@
 """Strings that remember which of their characters a chat template wrote itself.
 
-`Marked` is a str for everything but its origin. Concatenation, slicing, stripping, splitting, joining and replacing
-keep the marks; whatever else is done to a Marked string yields a plain one, which counts as untrusted. So a mark can
-be lost, never gained.
+`Marked` is a str for everything but its origin. Concatenation, slicing, stripping, splitting, joining and
+replacing keep the marks; whatever else is done to a Marked string yields a plain one, which counts as
+untrusted. So a mark can be lost, never gained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Part = tuple[str, bool]  # text, trusted
 
 
 class Marked(str):
-    """A string in parts, neighbours of equal trust merged. `Marked(text)` is untrusted, as is any other str."""
+    """A string in parts, neighbours of equal trust merged. `Marked(text)` is untrusted, as other str are."""
 
     __slots__ = ("_parts",)
     _parts: tuple[Part, ...]
@@ -81,7 +81,7 @@ class Marked(str):
             pieces += (self, item) if pieces else (item,)
         return concat(pieces)
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override]
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         return Marked(new).join(self.split(old, count)) if old else super().replace(old, new, count)
 
 
@@ -135,8 +135,11 @@ def _cut(text: Marked, start: int, stop: int) -> Marked:
 
 
 def _locate(text: Marked, pieces: list[str], separator: int) -> list[str]:
-    """The pieces of a split as cuts of `text`. With a separator its length says where each piece starts; without,
-    the gaps consist of characters that no piece starts with."""
+    """The pieces of a split as cuts of `text`.
+
+    The length of the separator says where each starts; without one the gaps consist of characters that no
+    piece starts with.
+    """
     result: list[str] = []
     at = 0
     for piece in pieces:

@@ -109,7 +109,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A known model. Without `sources` it is a shape only, for planning; `origin` is its hub repository or ""."""
+    """A known model. Without `sources` it is a shape for planning. `origin` is a hub repository or ""."""
 
     name: str
     title: str
@@ -168,7 +168,7 @@ def default_recipe() -> Recipe:
 
 
 def parse_recipe(data: Mapping[str, Any]) -> Recipe:
-    """A recipe from parsed TOML. Raises ValueError, KeyError or TypeError for what the schema does not allow."""
+    """A recipe from parsed TOML. Raises ValueError, KeyError or TypeError where it breaks the schema."""
     allowed = ("name", "title", "aliases", "license", "default", "file", "source", "shape")
     _check_keys(data, allowed, "the recipe")
     file = _model_file(data["file"]) if "file" in data else None

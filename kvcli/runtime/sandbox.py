@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: sandboxed, with transformers' conventions, and marking its own text.
+"""The Jinja environment of chat templates: sandboxed, transformers' conventions, origins marked.
 
-Every string that stands in a template is replaced, before compilation, by a variable that holds it as trusted text
-(see provenance.py); messages are plain strings. So each character of the result says where it came from, whatever
-tests and filters the template applied on the way. Import this module lazily: jinja2 takes 0.1 s.
+Every string that stands in a template is replaced, before compilation, by a variable that holds it as trusted
+text (see provenance.py); messages are plain strings. So each character of the result says where it came from,
+whatever tests and filters the template applied on the way. Import this module lazily: jinja2 takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def compile_template(source: str) -> Template:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    concat = staticmethod(concat)  # type: ignore[assignment]  # joins the output of templates, macros and blocks
+    concat = staticmethod(concat)  # joins the output of templates, macros and blocks
 
     def __init__(self) -> None:
         super().__init__(

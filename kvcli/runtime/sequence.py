@@ -15,23 +15,12 @@ from kvcli.runtime.pages import PagePool
 
 
 @dataclass(frozen=True)
-class GroupPages:
-    """One group's pages in a step: memory, and addresses int64 [layers of the group, pages]."""
-
-    record: RecordLayout
-    pages: tuple[torch.Tensor, ...]
-    addresses: np.ndarray
-    layer_bytes: int
-    first_page: int
-
-
-@dataclass(frozen=True)
 class Step:
-    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T] and every group's pages."""
+    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T] and every layer's cache."""
 
     ids: torch.Tensor
     start: int
-    groups: tuple[GroupPages, ...]
+    groups: tuple[tuple[PagedKV, ...], ...]  # by group, by layer of the group
     slots: tuple[tuple[int, int] | None, ...]
 
     def kv(self, layer: int) -> PagedKV:
@@ -39,8 +28,7 @@ class Step:
         slot = self.slots[layer]
         if slot is None:
             raise ValueError(f"layer {layer} keeps no rows")
-        group, index = self.groups[slot[0]], slot[1]
-        return PagedKV(group.record, group.addresses[index], group.pages, index * group.layer_bytes, group.first_page)
+        return self.groups[slot[0]][slot[1]]
 
 
 class _PageList:
@@ -63,7 +51,7 @@ class Sequence:
         self.tokens: list[int] = []
         self._lists = [_PageList() for _ in pool.layout.groups]
         self._records = tuple(_record(g) for g in pool.layout.groups)
-        self._views: dict[int, tuple[tuple[int, ...], GroupPages]] = {}
+        self._views: dict[int, tuple[tuple[int, ...], tuple[PagedKV, ...]]] = {}
 
     @property
     def length(self) -> int:
@@ -76,14 +64,15 @@ class Sequence:
         Pages that fell out of a window are released first. Raises DoesNotFit, with nothing changed but that.
         """
         self.drop()
+        self._trim(self.length)  # pages of a step that was never committed: a fork may hold them too
         start, end, size = self.length, self.length + len(ids), self.pool.layout.page_size
         for g, held in enumerate(self._lists):
             index = start // size - held.first
-            if start % size and index < len(held.pages) and self.pool.refcount(g, held.pages[index]) > 1:
-                shared = held.pages[index]
-                held.pages[index] = self.pool.copy(g, shared)
-                self.pool.release(g, shared)
             try:
+                if start % size and self.pool.refcount(g, held.pages[index]) > 1:
+                    shared = held.pages[index]
+                    held.pages[index] = self.pool.copy(g, shared)
+                    self.pool.release(g, shared)
                 while (held.first + len(held.pages)) * size < end:
                     held.pages.append(self.pool.take(g))
             except DoesNotFit:
@@ -163,16 +152,17 @@ class Sequence:
         """Pages of the group that this sequence holds."""
         return len(self._lists[group].pages)
 
-    def _view(self, group: int) -> GroupPages:
+    def _view(self, group: int) -> tuple[PagedKV, ...]:
+        """The group's layers as the kernels see them; made again only when the pages change."""
         held, layout = self._lists[group], self.pool.layout.groups[group]
         key = (held.first, *held.pages)
         cached = self._views.get(group)
         if cached and cached[0] == key:
             return cached[1]
         base = np.array([self.pool.address(group, p) for p in held.pages], dtype=np.int64)
-        offsets = np.arange(len(layout.layers), dtype=np.int64) * layout.layer_bytes
         pages = tuple(self.pool.page(group, p) for p in held.pages)
-        view = GroupPages(self._records[group], pages, base[None, :] + offsets[:, None], layout.layer_bytes, held.first)
+        offsets = [i * layout.layer_bytes for i in range(len(layout.layers))]
+        view = tuple(PagedKV(self._records[group], base + x, pages, x, held.first) for x in offsets)
         self._views[group] = key, view
         return view
 

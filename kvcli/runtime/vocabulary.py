@@ -36,7 +36,7 @@ END_TEXTS = frozenset(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id. `control` also holds the unknown token: ids that text reaches only where markup is trusted."""
+    """Tokens by id. `control` (the unknown token too) is what text becomes only where it is trusted."""
 
     tokens: list[str]
     kinds: np.ndarray  # [n] int32, values as above
@@ -74,7 +74,7 @@ class Vocabulary:
         )
 
     def ids_by_text(self) -> dict[str, int]:
-        """Text -> id for every token that ordinary text may become: all but `control`. The first of equals wins."""
+        """Text -> id of all tokens that any text may become: all but `control`. The first of equals wins."""
         last = len(self.tokens) - 1
         ids = dict(zip(reversed(self.tokens), range(last, -1, -1), strict=True))
         for i in self.control:
@@ -84,11 +84,11 @@ class Vocabulary:
 
 
 def numbers(metadata: Mapping[str, Any], key: str, count: int, dtype: type) -> np.ndarray | None:
-    """The array of `key` cut to `count` values, None where the file lacks it. Raises ModelError if it is shorter."""
+    """The array of `key` cut to `count` values, None if the file lacks it. ModelError if it is shorter."""
     if key not in metadata:
         return None
     try:
-        values = np.asarray(metadata[key], dtype)
+        values: np.ndarray = np.asarray(metadata[key], dtype)
     except (TypeError, ValueError):
         raise ModelError(f"{key} is not an array of numbers", "the file is damaged") from None
     if values.ndim != 1 or len(values) < count:

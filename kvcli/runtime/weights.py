@@ -49,10 +49,11 @@ class Weights:
             return torch.from_numpy(self.file.data(name))
 
 
-def half_split_rows(w: QuantTensor, heads: int) -> QuantTensor:
+def half_split_rows(w: QuantTensor, heads: int, rope_dim: int) -> QuantTensor:
     """Reorder the rows of a query or key matrix from interleaved RoPE pairs (as llama files keep them) to halves.
 
-    Row 2i + j of a head becomes row j * dim/2 + i. Copies the packed rows.
+    Row 2i + j of a head becomes row j * rope_dim / 2 + i; rows from `rope_dim` on stay. Copies the packed rows.
     """
-    packed = w.blocks.view(heads, -1, 2, w.blocks.shape[1]).transpose(1, 2)
-    return QuantTensor(w.type, packed.reshape(w.rows, -1), w.cols)
+    packed = w.blocks.view(heads, -1, w.blocks.shape[1])
+    pairs = packed[:, :rope_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return QuantTensor(w.type, torch.cat([pairs, packed[:, rope_dim:]], 1).flatten(0, 1), w.cols)

@@ -19,8 +19,9 @@ class _Layer:
         d, shape, p = config.d_model, config.layers[i], f"blk.{i}."
         n_q, n_k = config.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k
         self.attn_norm = w.vector(p + "attn_norm.weight", d)
-        q = half_split_rows(w.matrix(p + "attn_q.weight", n_q, d), config.n_heads)
-        k = half_split_rows(w.matrix(p + "attn_k.weight", n_k, d), shape.kv_heads)
+        rope_dim = shape.rope.dim if shape.rope else 0
+        q = half_split_rows(w.matrix(p + "attn_q.weight", n_q, d), config.n_heads, rope_dim)
+        k = half_split_rows(w.matrix(p + "attn_k.weight", n_k, d), shape.kv_heads, rope_dim)
         v = w.matrix(p + "attn_v.weight", shape.kv_heads * shape.dim_v, d)
         self.attn = AttentionWeights((q, k, v), (w.matrix(p + "attn_output.weight", d, config.n_heads * shape.dim_v),))
         self.ffn_norm = w.vector(p + "ffn_norm.weight", d)

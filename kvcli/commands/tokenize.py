@@ -1,0 +1,119 @@
+"""`kv tokenize`: text to token ids, pieces and a count."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli import inputs, render
+from kvcli.errors import UsageError
+from kvcli.flags import DEFAULT_MODEL
+from kvcli.invocation import JsonFlag
+from kvcli.locate import locate_model
+
+if TYPE_CHECKING:
+    from kvcli.runtime.tokenizer import Tokenizer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("tokenize")(tokenize)
+
+
+def tokenize(
+    ctx: typer.Context,
+    text: Annotated[str | None, typer.Argument(help="The text; without it stdin is read.")] = None,
+    model: Annotated[
+        str, typer.Option("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")
+    ] = DEFAULT_MODEL,
+    file: Annotated[str | None, typer.Option("-f", "--file", help="Read this file; - is stdin.")] = None,
+    json: JsonFlag = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the ids alone, on one line.")] = False,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Put no BOS in front.")] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="Let <|im_end|> and its like in the text be those tokens.")
+    ] = False,
+    null: Annotated[
+        bool, typer.Option("-0", "--null", help="Read texts that end with NUL; print a JSON line for each.")
+    ] = False,
+    force_pretokenizer: Annotated[
+        bool, typer.Option("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
+    ] = False,
+) -> None:
+    """Show how a model cuts text into tokens.
+
+    Files and stdin are taken exactly as they are, a newline at the end included.
+    """
+    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.tokenizer import Tokenizer
+
+    if json and ids:
+        raise UsageError("--json and --ids exclude each other", "--json has the ids too")
+    texts = _texts(text, file, null)
+    with GGUFFile.open(locate_model(model, ctx.obj)) as opened:
+        tokenizer = Tokenizer.from_gguf(opened.metadata, force_pretokenizer)
+    for each in texts:
+        found = tokenizer.encode(each, add_bos=not no_bos, parse_special=special)
+        if ids:
+            render.write_out(" ".join(map(str, found)) + "\n")
+        elif json or null:
+            render.print_json(_as_json(tokenizer, model, found))
+        else:
+            render.write_out(_as_lines(tokenizer, found))
+
+
+def _texts(text: str | None, file: str | None, null: bool) -> list[str]:
+    """What to tokenize: one text, or with `null` those that NULs end (the last one may lack its NUL)."""
+    if text is not None:
+        if file is not None or null:
+            raise UsageError(f"TEXT and {'-0' if null else '--file'} exclude each other", "leave one out")
+        return [inputs.check_argument(text, "the text")]
+    if file is None or file == "-":
+        content = inputs.decode_utf8(_read_stdin(asked=file is not None), "stdin")
+    else:
+        content = inputs.decode_utf8(_read_file(file), file)
+    if not null:
+        return [content]
+    texts = content.split("\0")
+    return texts if texts[-1] else texts[:-1]
+
+
+def _read_stdin(asked: bool) -> bytes:
+    if not asked and sys.stdin.isatty():
+        raise UsageError("no text", 'give one (kv tokenize "Hello"), -f FILE, or pipe something in')
+    return sys.stdin.buffer.read()
+
+
+def _read_file(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _as_json(tokenizer: Tokenizer, model: str, ids: list[int]) -> dict[str, Any]:
+    pieces = [tokenizer.piece(token) for token in ids]
+    return {"kv_schema": 1, "model": model, "count": len(ids), "ids": ids, "pieces": pieces}
+
+
+def _as_lines(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """A line for each token, then the count."""
+    width = max(map(len, map(str, ids)), default=0)
+    lines = [f"{token:>{width}}  {_shown(tokenizer, token)}\n" for token in ids]
+    return "".join(lines) + f"{len(ids)} token{'' if len(ids) == 1 else 's'}\n"
+
+
+def _shown(tokenizer: Tokenizer, token: int) -> str:
+    """Text in quotes; a control token's name and the bytes of an incomplete character without."""
+    data = tokenizer.token_bytes(token)
+    if not data:
+        return render.one_line(tokenizer.piece(token))
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in data)
+    safe = (c if c.isprintable() and c not in '"\\' else jsonlib.dumps(c)[1:-1] for c in text)
+    return '"' + "".join(safe) + '"'

@@ -1,0 +1,51 @@
+"""JSON from strangers: an object, parsed in time and memory that its sender does not choose."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvcli.errors import KVError, ModelError
+
+# Far above any real document; a value costs up to a hundred bytes of memory, its text as little as two.
+MAX_BRACKETS = 1 << 20
+MAX_COMMAS = 1 << 22
+_MAX_DIGITS = 20  # 2^64 - 1 has twenty
+
+
+def load_object(raw: bytes, label: str, error: type[KVError] = ModelError) -> dict[str, Any]:
+    """The JSON object in `raw`, of which `label` is the name in messages.
+
+    Raises `error` for anything but one well-formed UTF-8 object without repeated keys, with fewer than
+    MAX_BRACKETS arrays and objects and MAX_COMMAS values, and integers of at most twenty digits.
+    """
+
+    def refuse(what: str) -> KVError:
+        return error(f"{label} {what}", "the file is damaged, or is not what its name says")
+
+    # Brackets and commas inside strings count, too: that errs on the safe side, far from real documents.
+    if raw.count(b"{") + raw.count(b"[") > MAX_BRACKETS or raw.count(b",") > MAX_COMMAS:
+        raise refuse(f"holds more values than kv accepts ({len(raw):,} bytes of JSON)")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise refuse("repeats a key inside one JSON object")
+        return found
+
+    def integer(digits: str) -> int:
+        if len(digits) > _MAX_DIGITS + 1:
+            raise refuse(f"holds an integer of {len(digits):,} digits")
+        return int(digits)
+
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_int=integer)
+    except UnicodeDecodeError:
+        raise refuse("is not UTF-8 text") from None
+    except RecursionError:
+        raise refuse("nests too deeply") from None
+    except ValueError as problem:
+        raise refuse(f"is not valid JSON ({str(problem)[:80]})") from None
+    if not isinstance(value, dict):
+        raise refuse("is JSON, but not an object")
+    return value

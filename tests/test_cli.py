@@ -1,0 +1,327 @@
+"""The entry point: help, exit codes, errors as lines and as JSON, signals and broken streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PACKAGE_ROOT, Kv, KvHere
+
+import kvcli
+from kvcli import cli, errors, invocation
+
+# A command that fails as its argument says. It takes the place of the real ones.
+FAULTY = """
+import errno, sys, time
+import typer
+from kvcli import errors, render
+from kvcli.invocation import Invocation, JsonFlag
+
+def register(app):
+    app.command("fail")(fail)
+
+def fail(ctx: typer.Context, how: str, json: JsonFlag = False) -> None:
+    "Fail."
+    if how == "show":
+        inv = ctx.obj
+        told = [inv.verbose, inv.quiet, inv.color.value, inv.progress.value]
+        render.print_json([*told, inv.offline, inv.json])
+    elif how == "wait":
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            print("cleaned", flush=True)
+    elif how == "flood":
+        try:
+            while True:
+                print("x" * 1000)
+        finally:
+            sys.stderr.write("cleaned\\n")
+    elif how == "print":
+        print("text")
+    elif how == "exit":
+        raise typer.Exit(9)
+    else:
+        raise {
+            "usage": errors.UsageError("wrong", "right"),
+            "model": errors.ModelError("two\\nlines \\x1b[31mred", "and\\na hint"),
+            "bug": ValueError("first\\nsecond"),
+            "memory": MemoryError(),
+            "abort": typer.Abort(),
+            "disk": OSError(errno.ENOSPC, "No space left on device"),
+            "file": FileNotFoundError(errno.ENOENT, "No such file", "name"),
+        }[how]
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words that start `kv` with the command `fail` alone; the same holds for `kv_here`."""
+    folder = tmp_path / "faulty"
+    folder.mkdir()
+    (folder / "faulty.py").write_text(FAULTY)
+    code = (
+        f"import sys; sys.path[:0] = [{str(PACKAGE_ROOT)!r}, {str(folder)!r}]\n"
+        "import faulty; sys.modules['kvcli.commands.faulty'] = faulty\n"
+        "from kvcli import cli; cli.COMMANDS = ('faulty', 'pull'); cli.main()"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    import faulty
+
+    monkeypatch.setitem(sys.modules, "kvcli.commands.faulty", faulty)
+    monkeypatch.setattr(cli, "COMMANDS", ("faulty", "pull"))
+    return [sys.executable, "-c", code]
+
+
+def test_version(kv: Kv) -> None:
+    for spelling in (["--version"], ["-v", "--version"]):
+        result = kv(*spelling)
+        assert (result.returncode, result.stdout, result.stderr) == (0, f"kv {kvcli.__version__}\n", "")
+
+
+def test_version_is_quick(kv_command: list[str]) -> None:
+    """Under 150 ms; the best of several, since the machine may be busy."""
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        subprocess.run([*kv_command, "--version"], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.15, seconds
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",)])
+def test_help_is_plain_text_in_a_pipe(kv: Kv, arguments: tuple[str, ...]) -> None:
+    result = kv(*arguments, env={"FORCE_COLOR": "1"})
+    assert result.returncode == 0 and result.stderr == "" and result.stdout.isascii()
+    for name in ("run", "chat", "pull", "models", "inspect", "tokenize"):
+        assert f"\n  {name} " in result.stdout, name
+
+
+def test_kv_alone_is_help_on_stderr(kv: Kv) -> None:
+    result = kv()
+    assert result.returncode == 2 and result.stdout == "" and "Commands:" in result.stderr
+    result = kv("models")
+    assert result.returncode == 2 and result.stdout == "" and "verify" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "how, code, message, hint",
+    [
+        ("usage", 2, "wrong", "right"),
+        ("model", 3, "two lines \\x1b[31mred", "and a hint"),
+        ("memory", 4, "out of memory", "use a smaller context (-c) or a smaller model"),
+        ("abort", 130, "aborted", ""),
+        ("bug", 1, "ValueError: first", "this is a bug; run with -vv for the traceback"),
+    ],
+)
+def test_errors_as_a_line_and_as_json(
+    how: str, code: int, message: str, hint: str, faulty: list[str], kv_here: KvHere
+) -> None:
+    told = f"kv: error: {message}\n" + (f"  {hint}\n" if hint else "")
+    assert kv_here("fail", how) == (code, "", told)
+    raw_message = "two\nlines \x1b[31mred" if how == "model" else message
+    raw_hint = "and\na hint" if how == "model" else hint
+    got, out, err = kv_here("fail", how, "--json")
+    assert (got, err) == (code, "")
+    assert json.loads(out) == {"error": {"code": code, "message": raw_message, "hint": raw_hint}}
+
+
+def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
+    for arguments in (
+        ("-vv", "fail", "bug"),
+        ("fail", "bug", "-v", "--verbose"),
+        ("-v", "fail", "-v", "bug"),
+    ):
+        code, out, err = kv_here(*arguments)
+        assert (
+            code == 1 and out == "" and "Traceback" in err and err.count("kv: error: ValueError: first") == 1
+        )
+    assert "Traceback" not in kv_here("-v", "fail", "bug")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("nonsense",), "No such command 'nonsense'"),
+        (("fail", "--nonsense"), "No such option: --nonsense"),
+        (("fail",), "Missing argument"),
+        (("fail", "show", "--color", "pink"), "Invalid value for '--color'"),
+        (("--nonsense",), "No such option: --nonsense"),
+    ],
+)
+def test_usage_errors(arguments: tuple[str, ...], message: str, faulty: list[str], kv_here: KvHere) -> None:
+    code, out, err = kv_here(*arguments)
+    assert code == 2 and out == "" and err.startswith("kv: error: ") and message in err
+    assert "--help" in err.splitlines()[1] and len(err.splitlines()) == 2
+    code, out, err = kv_here(*arguments, "--json")
+    assert code == 2 and err == "" and message in json.loads(out)["error"]["message"]
+
+
+def test_the_exit_code_of_a_command(faulty: list[str], kv_here: KvHere) -> None:
+    assert kv_here("fail", "exit") == (9, "", "")
+
+
+def test_global_options_on_both_sides(
+    faulty: list[str], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("KV_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    plain = [0, False, "auto", "auto", False, False]
+    assert json.loads(kv_here("fail", "show")[1]) == plain
+    options = ("-v", "-q", "--color", "never", "--progress", "off", "--offline")
+    told = [1, True, "never", "off", True, False]
+    assert json.loads(kv_here(*options, "fail", "show")[1]) == told
+    assert json.loads(kv_here("fail", *options, "show")[1]) == told
+    assert json.loads(kv_here("fail", "show", *options, "--json")[1]) == [*told[:5], True]
+    assert json.loads(kv_here("-v", "--color", "always", "fail", "show", "-v")[1])[:3] == [2, False, "always"]
+
+
+@pytest.mark.parametrize("name", ["KV_OFFLINE", "HF_HUB_OFFLINE"])
+def test_offline_by_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert invocation.Invocation().offline
+    monkeypatch.setenv(name, "0")
+    assert not invocation.Invocation().offline
+
+
+def test_every_error_has_its_exit_code() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in errors.KVError.__subclasses__()}
+    assert codes == {
+        "UsageError": 2,
+        "ModelError": 3,
+        "DoesNotFit": 4,
+        "ContextOverflow": 5,
+        "CacheFileError": 6,
+        "DownloadError": 7,
+        "CheckFailed": 8,
+        "InputBytesError": 65,
+        "OutputError": 74,
+    }
+
+
+# --- signals and streams ---
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, faulty: list[str]) -> None:
+    with subprocess.Popen(
+        [*faulty, "fail", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait(20) == code
+        assert process.stdout.read() == b"cleaned\n" and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("module", ["typer", "kvcli.invocation", "kvcli.commands.pull"])
+def test_interrupt_while_importing(module: str) -> None:
+    """Ctrl-C while `kv` imports its parts: no traceback, 130."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(PACKAGE_ROOT)!r})
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from kvcli.cli import main
+sys.argv = ["kv", "models", "ls"]
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_reader_that_goes_away(faulty: list[str]) -> None:
+    with subprocess.Popen(
+        [*faulty, "fail", "flood"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"xxx")
+        process.stdout.close()
+        assert process.wait(20) == -signal.SIGPIPE
+        assert process.stderr.read() == b"cleaned\n"
+
+
+def test_broken_pipe_is_141_in_a_shell(faulty: list[str]) -> None:
+    for arguments in (["fail", "flood"], ["--help"]):
+        script = 'sleep 1 | "$@" 2>/dev/null | true; echo "${PIPESTATUS[1]}"'
+        if arguments == ["--help"]:  # short enough to be written before the reader is gone, so wait for that
+            script = 'exec 3> >(exec <&-); sleep 0.5; "$@" >&3; echo $?'
+        result = subprocess.run(
+            ["bash", "-c", script, "bash", *faulty, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert result.stdout == "141\n", result
+        assert "Traceback" not in result.stderr and "Exception" not in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("fail", "print"), ("--version",), ("--help",), ("fail", "show")])
+def test_full_disk(arguments: tuple[str, ...], faulty: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*faulty, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 74
+    assert result.stderr == "kv: error: could not write the output: No space left on device\n"
+
+
+def test_a_full_disk_elsewhere_is_not_the_outputs_fault(faulty: list[str], kv_here: KvHere) -> None:
+    assert kv_here("fail", "file")[0] == 1
+    assert kv_here("fail", "file")[2].startswith(
+        "kv: error: FileNotFoundError: [Errno 2] No such file: 'name'"
+    )
+
+
+def test_closed_streams(faulty: list[str]) -> None:
+    command = '"$@" >&-'
+    result = subprocess.run(
+        ["bash", "-c", command, "bash", *faulty, "fail", "print"], stderr=subprocess.PIPE, text=True
+    )
+    assert result.returncode == 74 and result.stderr.startswith("kv: error: standard output is closed\n")
+    for closing in ("<&-", "2>&-"):
+        result = subprocess.run(
+            ["bash", "-c", f'"$@" {closing}', "bash", *faulty, "fail", "print"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert (result.returncode, result.stdout) == (0, "text\n")
+    result = subprocess.run(["bash", "-c", '"$@" 2>&-', "bash", *faulty, "fail", "usage"], text=True)
+    assert result.returncode == 2
+
+
+# --- the environment of libraries ---
+
+
+def _environment(tmp_path: Path, names: list[str], given: dict[str, str]) -> list[str | None]:
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
+        "from kvcli import cli; cli._prepare_process()\n"
+        f"import os, json; print(json.dumps([os.environ.get(name) for name in {names!r}]))"
+    )
+    kept = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    result = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True)
+    return list(json.loads(result.stdout))
+
+
+def test_openmp_does_not_spin_unless_told(tmp_path: Path) -> None:
+    names = ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"]
+    assert _environment(tmp_path, names, {}) == ["PASSIVE", "1000"]
+    assert _environment(tmp_path, names, {"OMP_WAIT_POLICY": "ACTIVE"}) == ["ACTIVE", None]
+    assert _environment(tmp_path, names, {"GOMP_SPINCOUNT": "5"}) == [None, "5"]
+
+
+def test_triton_cache_folder(tmp_path: Path) -> None:
+    names = ["TRITON_CACHE_DIR"]
+    assert _environment(tmp_path, names, {}) == [str(tmp_path / "cache" / "kv" / "triton")]
+    assert _environment(tmp_path, names, {"TRITON_CACHE_DIR": "/elsewhere"}) == ["/elsewhere"]
+    (tmp_path / "file").write_text("")
+    assert _environment(tmp_path, names, {"XDG_CACHE_HOME": str(tmp_path / "file")}) == [None]

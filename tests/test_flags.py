@@ -1,0 +1,133 @@
+"""The flags that `run` and `chat` share, through `kv run`."""
+
+from __future__ import annotations
+
+import pytest
+from calling import Caller
+from fakes import FakeEngine
+
+from kvcli.errors import UsageError
+from kvcli.flags import parse_logit_bias, parse_tokens
+
+
+@pytest.fixture
+def kv(monkeypatch, capfdbinary):
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(["an answer"])
+    return caller
+
+
+def test_flags_reach_the_options(kv):
+    kv(
+        *("run", "hello", "-m", "gemma3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
+        *("-c", "32k", "--page-size", "32", "-ub", "128", "-ct", "f16", "-ctv", "bf16", "--offline"),
+        *(
+            "-n",
+            "5",
+            "--temp",
+            "0.5",
+            "--top-k",
+            "3",
+            "--top-p",
+            "0.9",
+            "--min-p",
+            "0.1",
+            "-r",
+            "X",
+            "-r",
+            "Y",
+        ),
+        *("--repeat-penalty", "1.1", "--repeat-last-n", "-1", "--presence-penalty", "0.25"),
+        *("--frequency-penalty", "-0.5", "-s", "9", "--ignore-eos", "--logit-bias", "40+1.5"),
+    )
+    load, cache = kv.opened[-1]
+    assert (load.model, load.threads, load.backend, load.force, load.offline) == (
+        "gemma3-270m",
+        3,
+        "reference",
+        True,
+        True,
+    )
+    assert (cache.ctx_size, cache.type_k, cache.type_v, cache.page_size, cache.ubatch) == (
+        32768,
+        "f16",
+        "bf16",
+        32,
+        128,
+    )
+    sample = kv.engine.calls[-1][1]
+    assert (sample.max_tokens, sample.temperature, sample.top_k, sample.top_p, sample.min_p) == (
+        5,
+        0.5,
+        3,
+        0.9,
+        0.1,
+    )
+    assert (sample.repeat_penalty, sample.repeat_last_n, sample.presence_penalty) == (1.1, -1, 0.25)
+    assert (sample.frequency_penalty, sample.seed, sample.ignore_eos) == (-0.5, 9, True)
+    assert (sample.stop, sample.logit_bias) == (("X", "Y"), {40: 1.5})
+
+
+def test_defaults_of_the_flags(kv, monkeypatch):
+    kv.engine.answers = ["x"] * 2
+    kv("run", "hello")
+    load, cache = kv.opened[-1]
+    assert (load.model, cache.ctx_size, cache.type_k, cache.type_v) == ("smollm2", 0, "auto", "auto")
+    assert kv.engine.calls[-1][1].max_tokens == -1
+    monkeypatch.setenv("KV_MODEL", "other")
+    kv("run", "hello", "-ctk", "f16")
+    load, cache = kv.opened[-1]
+    assert (load.model, cache.type_k, cache.type_v) == ("other", "f16", "f16")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
+        *(("-ctk", "int8"), ("-ctv", "q8_0"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
+        *(
+            ("--temp", "nan"),
+            ("--top-k", "-1"),
+            ("--top-p", "0"),
+            ("--min-p", "1.5"),
+            ("--repeat-penalty", "0"),
+        ),
+        *(
+            ("--repeat-last-n", "-2"),
+            ("-s", "-2"),
+            ("-r", ""),
+            ("--logit-bias", "5"),
+            ("--logit-bias", "5+inf"),
+        ),
+        *(("-p", "again"), ("--json", "--jsonl"), ("--presence-penalty", "inf"), ("--nonsense",)),
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
+    outcome = kv("run", "hello", *args)
+    assert outcome.code == 2
+    assert kv.opened == []
+    lines = outcome.err.splitlines()
+    if "--json" in args:
+        assert "exclude" in outcome.out
+        return
+    assert outcome.out == ""
+    assert lines[0].startswith("kv: error: ")
+    assert len(lines) <= 2  # the hint
+
+
+def test_a_planned_cache_type_is_not_available_yet(kv):
+    outcome = kv("run", "hello", "-ctk", "int8")
+    assert "not available yet" in outcome.err
+    assert "available: auto, f32, f16, bf16" in outcome.err
+
+
+def test_numbers_of_tokens():
+    assert [parse_tokens(text, "-c") for text in ("0", "4096", "32k", "1M")] == [0, 4096, 32768, 1 << 20]
+    with pytest.raises(UsageError, match="more than any model"):
+        parse_tokens("3000000000", "-c")
+
+
+def test_logit_biases():
+    assert parse_logit_bias(["5-1", "6+.5", "7-inf"]) == {5: -1, 6: 0.5, 7: float("-inf")}

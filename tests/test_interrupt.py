@@ -1,0 +1,56 @@
+"""What signals do at each stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from kvcli.interrupt import FINISH, LEAVE, UNWIND, Interrupts
+
+
+class Left(Exception):
+    pass
+
+
+def leaving(code: int) -> None:
+    raise Left(code)
+
+
+@pytest.mark.parametrize(
+    ("stage", "signals", "outcome"),
+    [
+        (LEAVE, [signal.SIGINT], Left(130)),
+        (LEAVE, [signal.SIGTERM], Left(143)),
+        (UNWIND, [signal.SIGTERM], SystemExit(143)),
+        (FINISH, [signal.SIGINT], 130),
+        (FINISH, [signal.SIGINT, signal.SIGINT], Left(130)),
+        (FINISH, [signal.SIGINT, signal.SIGTERM], Left(143)),
+    ],
+)
+def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
+    told = []
+    monkeypatch.setattr(os, "_exit", leaving)
+    with Interrupts(told.append) as interrupts:
+        interrupts.stage = stage
+        if isinstance(outcome, int):
+            for number in signals:
+                os.kill(os.getpid(), number)
+            assert interrupts.code == outcome and interrupts.cancelled() and told == []
+            return
+        with pytest.raises(type(outcome)) as raised:
+            for number in signals:
+                os.kill(os.getpid(), number)
+        assert raised.value.args == outcome.args
+        assert told == ([] if stage == UNWIND else [outcome.args[0]])
+
+
+def test_an_ignored_signal_stays_ignored():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupts.cancelled()
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,44 @@
+"""Text on a terminal, in a pipe and in a file."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from kvcli.errors import OutputError
+from kvcli.streams import OutputFile, TextOut, neutralise
+
+
+def test_neutralise_spells_control_characters_out():
+    assert neutralise("\x1b]52;c\x07\tx\n\r\x7f\x9b é") == "^[]52;c^G\tx\n^M^?M-^[ é"
+
+
+def test_a_terminal_gets_neutral_text_at_once_and_a_pipe_gets_it_raw():
+    class Recorder(io.BytesIO):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    terminal, pipe, raw = Recorder(), Recorder(), Recorder()
+    outs = [TextOut(terminal, tty=True), TextOut(pipe, tty=False), TextOut(raw, tty=True, raw=True)]
+    for out in outs:
+        for letter in "\x1babcdefgh":
+            out.write(letter)
+    assert (terminal.getvalue(), terminal.flushes) == (b"^[abcdefgh", 9)
+    assert (pipe.getvalue(), raw.getvalue()) == (b"\x1babcdefgh",) * 2
+    assert 1 <= pipe.flushes < 9
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OutputError, match="No space"):
+        OutputFile(str(path)).write("new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
