@@ -1,6 +1,6 @@
 """The entry point: the list of commands, and how every failure becomes one line and an exit code.
 
-Only the standard library is imported with this module, so that Ctrl-C is caught from the first moment and
+Only what costs nothing is imported with this module, so that Ctrl-C is caught from the first moment and
 `kv --version` answers at once. Typer comes in `run_command`, torch inside the commands that compute.
 """
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcli import __version__
 from kvcli.errors import (
@@ -22,10 +20,13 @@ from kvcli.errors import (
     UsageError,
 )
 
+TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would show a traceback
 if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
     from kvcli.invocation import Invocation
 
-COMMANDS = ("run", "chat", "pull", "models", "inspect", "tokenize")  # modules of kvcli.commands
+COMMANDS = ("run", "chat", "estimate", "pull", "models", "inspect", "tokenize")  # modules of kvcli.commands
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -38,10 +39,12 @@ def main() -> NoReturn:
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:  # while something was being imported
         code = EXIT_INTERRUPTED
-    # From here on nothing is left to clean up: a further Ctrl-C ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if code == EXIT_BROKEN_PIPE:
         _die_of_broken_pipe()
+    if code == EXIT_INTERRUPTED:
+        # Python remembers a KeyboardInterrupt that passed through an exec(), such as those of dataclasses,
+        # and would in the end kill itself by SIGINT, whatever was made of it. One more exec() makes it forget.
+        exec("")
     sys.exit(code)
 
 
@@ -103,6 +106,8 @@ def _command(bare: bool) -> Any:
 
 def _prepare_process() -> None:
     """Signals, missing standard streams, and the environment that libraries read when they are imported."""
+    import signal
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignoring of SIGHUP stays
             signal.signal(number, _exit_on_signal)
@@ -208,6 +213,8 @@ def _discard_stdout() -> None:
 
 def _die_of_broken_pipe() -> NoReturn:
     """End as programs do whose reader went away: by SIGPIPE, which a shell reports as 141."""
+    import signal
+
     _discard_stdout()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGPIPE)

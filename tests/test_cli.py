@@ -151,10 +151,10 @@ def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
     "arguments, message",
     [
         (("nonsense",), "No such command 'nonsense'"),
-        (("fail", "--nonsense"), "No such option: --nonsense"),
-        (("fail",), "Missing argument"),
+        (("fail", "--nonsense"), "No such option"),
+        (("fail",), "Missing "),
         (("fail", "show", "--color", "pink"), "Invalid value for '--color'"),
-        (("--nonsense",), "No such option: --nonsense"),
+        (("--nonsense",), "No such option"),
     ],
 )
 def test_usage_errors(arguments: tuple[str, ...], message: str, faulty: list[str], kv_here: KvHere) -> None:

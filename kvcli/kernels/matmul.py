@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from kvcli.kernels import ggml
 
-PAD_ROWS = 16  # BLAS rounds differently at 1, 2 or 7 rows; whole multiples of this give row-independent results
+PAD_ROWS = 16  # BLAS rounds differently at 1, 2 or 7 rows; short products do not at whole multiples of this
+BLOCK_ROWS = 64  # long ones do, so rows are multiplied in blocks of exactly this many
 SLICE_ELEMENTS = 1 << 22  # weights expanded at a time: 16 MiB of float32
 
 
@@ -35,9 +36,9 @@ class QuantTensor:
         return ggml.decode(self.type, self.blocks[start:end])
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...] with zero rows appended up to a multiple of PAD_ROWS."""
-    missing = -x.shape[0] % PAD_ROWS
+def pad_rows(x: torch.Tensor, multiple: int = PAD_ROWS) -> torch.Tensor:
+    """x [T, ...] with zero rows appended up to a whole multiple."""
+    missing = -x.shape[0] % multiple
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
@@ -47,12 +48,13 @@ def matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor
     With `add_to` [T, rows] the product is added to it in place and it is returned. Weights are expanded a slice at a
     time, never whole.
     """
-    padded = pad_rows(x)
+    blocks = pad_rows(x, BLOCK_ROWS).split(BLOCK_ROWS)
     parts = []
     for w in weights:
         step = max(1, SLICE_ELEMENTS // w.cols)
         for start in range(0, w.rows, step):
-            parts.append(F.linear(padded, w.decode(start, start + step))[: x.shape[0]])
+            expanded = w.decode(start, start + step)
+            parts.append(torch.cat([F.linear(block, expanded) for block in blocks])[: x.shape[0]])
     out = torch.cat(parts, dim=1)
     return out if add_to is None else add_to.add_(out)
 

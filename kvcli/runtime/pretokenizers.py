@@ -1,9 +1,9 @@
 """How text is cut into words before byte-level BPE, by the names that `tokenizer.ggml.pre` uses.
 
 The wrong rule raises no error, it only makes answers worse, so an unknown name is refused. The expressions
-are those of the models' own tokenizer.json; where a name stands for several models, those llama.cpp documents
-for it. Left out: names whose rule is more than a list of expressions (kimi-k2, afmoe, gemma4, chameleon), and
-embedding models. No Unicode normalisation is applied: text comes back as it was given.
+are those of the models' own tokenizer.json, as transformers and llama.cpp document them for each name. Left
+out: rules that are more than expressions (kimi-k2, afmoe, gemma4, chameleon), deepseek-llm, and embedding
+models. No Unicode normalisation is applied: text comes back as it was given.
 """
 
 from __future__ import annotations

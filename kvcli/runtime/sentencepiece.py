@@ -1,10 +1,10 @@
 """SentencePiece's BPE ("tokenizer.ggml.model" = "llama"): pieces with scores, the best pair merges first.
 
 Why this is not a `tokenizers` object: that library wants a list of merges, which must first be derived from
-the scores. For Gemma's 262,144 pieces (515,000 merges) deriving them took 4.8 s and building the object 1.6
-s, and reading it back from a cached tokenizer.json 2.7 s, at every start. This module needs one dictionary:
-0.2 s on the same machine, encodes a megabyte of English in 0.5 s, and breaks ties as SentencePiece does,
-which merges cannot.
+the scores. For Gemma's 262,144 pieces (515,000 merges) that took 4.8 s and building the object 1.6 s; reading
+it back from a cached tokenizer.json took 2.7 s, at every start. This module needs one dictionary: 0.2 s on
+the same machine. It encodes a megabyte of English in 0.5 s and breaks ties as SentencePiece does, which
+merges cannot: 20,000 random strings and three texts gave the same ids as the sentencepiece package.
 """
 
 from __future__ import annotations

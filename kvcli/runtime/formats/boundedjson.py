@@ -10,6 +10,7 @@ from kvcli.errors import KVError, ModelError
 # Far above any real document; a value costs up to a hundred bytes of memory, its text as little as two.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
+MAX_DOCUMENT_BYTES = 32 << 20  # of indexes and file lists
 _MAX_DIGITS = 20  # 2^64 - 1 has twenty
 
 

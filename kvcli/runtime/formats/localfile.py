@@ -16,7 +16,9 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError: missing, unreadable, empty, a folder or a device."""
         self.label = str(path)
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO must not block
+        flags = (
+            os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        )  # a FIFO must not block
         try:
             descriptor = os.open(path, flags)
         except (OSError, ValueError) as error:
@@ -41,13 +43,3 @@ class LocalFile:
 
     def keep(self, n_bytes: int) -> None:
         """Nothing to keep: the file is here."""
-
-
-def read_small(path: Path, limit_bytes: int) -> bytes | None:
-    """The content of a small regular file, None where there is none. Raises ModelError if it is larger."""
-    if not path.exists():
-        return None
-    file = LocalFile(path)
-    if file.size > limit_bytes:
-        raise ModelError(f"{path} has {file.size:,} bytes, {limit_bytes:,} at most are expected")
-    return bytes(file.prefix(file.size)[:])

@@ -30,14 +30,14 @@ DTYPES = {
 }
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS, MAX_DIMS, MAX_DIM = 1 << 18, 8, 1 << 48  # far above any real file
+MAX_TENSORS, MAX_DIMS, MAX_DIM = 1 << 17, 8, 1 << 48  # far above any real file
 MAX_SHARDS = 1024
 LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. `shape` is row-major, () for a scalar; `offset` counts from the start of the file."""
+    """One tensor. `shape` is row-major, () for a scalar; `offset` counts bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,6 +99,8 @@ def _metadata(value: Any, label: str) -> dict[str, str]:
 
 def _tensor(name: str, entry: Any, data_offset: int, label: str) -> TensorInfo:
     what = f"{label}: tensor {quote(name)}"
+    if not name.isprintable():
+        raise ModelError(f"{what}: its name holds unprintable characters", DAMAGED)
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ModelError(f"{what} lacks dtype, shape or data_offsets", DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -156,7 +158,7 @@ def merge_shards(headers: dict[str, Header], weight_map: dict[str, str], label: 
     Raises ModelError if a tensor is missing where the index sees it, or is there twice.
     """
     merged: dict[str, TensorInfo] = {}
-    for file, header in headers.items():
+    for header in headers.values():
         for name, tensor in header.tensors.items():
             if name in merged:
                 raise ModelError(f"{label}: tensor {quote(name)} is in several files", DAMAGED)

@@ -1,0 +1,220 @@
+"""What `kv estimate` compares: cache types at each context on one device, and which of them to take. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcli.errors import UsageError
+from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
+from kvcli.options import CacheOptions
+from kvcli.runtime import overheads
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.footprint import WeightBytes
+from kvcli.runtime.layout import KVLayout, codec
+from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
+from kvcli.runtime.plannedmodel import PlannedModel
+
+Pair = tuple[str, str]  # cache types of keys and values
+ALL_PAIRS: tuple[Pair, ...] = (
+    ("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("fp8", "fp8"), ("int6", "int6"), ("int8", "int4"), ("int4", "int4"),
+)  # fmt: skip
+# From the best quality down; fp8 takes as much as int8 and is worse, f32 is for checking.
+LADDER: tuple[Pair, ...] = (("f16", "f16"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+NO_LIMIT = 1 << 31  # tokens: where the training context is not known
+_FILE_HEADER = 4096  # of a prompt-cache file; behind it the pages, and 4 bytes for each token id
+_NO_WEIGHTS = WeightBytes(0, 0, 0, "assumed", "not counted")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device planned for: `memory.free` bytes of it, read at `bandwidth` GB/s (None = not known)."""
+
+    memory: Memory
+    margin: int = DEFAULT_MARGIN
+    bandwidth: float | None = None
+    bandwidth_source: str = ""
+    runtime_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked about: contexts, pairs of cache types, and how the run would be cut."""
+
+    contexts: tuple[int, ...]
+    pairs: tuple[Pair, ...]
+    page_size: int = CacheOptions.page_size
+    chunk: int = CacheOptions.ubatch
+    sequences: int = 1
+    shared: int = 0
+    ranks: int = 1
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pair of cache types at one context."""
+
+    pair: Pair
+    layout: KVLayout
+    plan: Plan
+    pages: int  # in all arenas
+    fits: bool
+    left: int  # bytes free after the total; the margin is to be taken from them
+    max_context: int  # at most the training context
+    memory_context: int  # what memory alone would allow
+    tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
+    file_bytes: int  # of a prompt-cache file that holds the whole context
+
+    @property
+    def label(self) -> str:
+        return label(self.pair)
+
+    @property
+    def runs(self) -> bool:
+        """Whether this version's engine can use these types."""
+        return all(codec(name, planned=True).runs for name in self.pair)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The flags to use, what they lead to, and why."""
+
+    outcome: Outcome
+    context: int
+    reason: str
+
+    @property
+    def args(self) -> list[str]:
+        k, v = self.outcome.pair
+        return ["--cache-type-k", k, "--cache-type-v", v, "-c", str(self.context)]
+
+
+def label(pair: Pair) -> str:
+    """'int8', or 'int8/int4' where keys and values differ."""
+    return pair[0] if pair[0] == pair[1] else "/".join(pair)
+
+
+def find_target(
+    card: str | None, vram: str | None, device: str | None, margin: str | None, bandwidth: float | None
+) -> tuple[Target, list[str]]:
+    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. Raises UsageError."""
+    memory, rate, source = _memory(card, vram, device)
+    measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
+    if measured.bandwidth is not None and card is None:
+        rate, source = measured.bandwidth, "measured"
+    if bandwidth is not None:
+        rate, source = bandwidth, "--bandwidth"
+    left = DEFAULT_MARGIN if margin is None else parse_size(margin, "--margin", memory.total)
+    return Target(memory, left, rate, source, measured.runtime_bytes), [warning] if warning else []
+
+
+def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Memory, float | None, str]:
+    """The memory, and its bandwidth with the source of that."""
+    from kvcli.runtime.cards import bandwidth_of, find_card
+
+    if card is not None:
+        if device is not None:
+            raise UsageError("--gpu and --device exclude each other", "--gpu plans for a card that need not be here")
+        known = find_card(card)
+        memory, rate = known.memory(), known.bandwidth
+        free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
+        return Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"), rate, "table"
+    if device is None and vram is not None:
+        size = parse_size(vram, "--vram", max((g.total for g in gpus()), default=None))
+        return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
+    memory = _device(device)
+    known_rate = bandwidth_of(memory.name, memory.total) if memory.kind == CUDA else None
+    if vram is not None:
+        free = parse_size(vram, "--vram", memory.total)
+        memory = Memory(memory.kind, memory.name, memory.total, free, "--vram")
+    return memory, known_rate, "table" if known_rate else ""
+
+
+def _device(device: str | None) -> Memory:
+    if device == CPU:
+        return main_memory()
+    found = gpus()
+    if device is None:
+        return found[0] if found else main_memory()
+    number = device.removeprefix("cuda:")
+    if not number.isdigit() or int(number) >= len(found):
+        known = ", ".join(["cpu", *(f"cuda:{i}" for i in range(len(found)))])
+        raise UsageError(f"--device: there is no '{device}'", f"devices: {known}")
+    return found[int(number)]
+
+
+def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
+    """The parts of the plan that do not depend on types and context. Raises UsageError for an odd --tp."""
+    weights = (model.weights or _NO_WEIGHTS).part(wish.ranks)
+    return Setting(
+        per_rank(model.config, wish.ranks),
+        weights,
+        target.memory.kind,
+        wish.chunk,
+        wish.threads,
+        wish.sequences,
+        wish.shared,
+        target.runtime_bytes,
+        target.margin,
+    )
+
+
+def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
+    """For each context, every pair. Raises UsageError."""
+    base = setting(model, target, wish)
+    layouts = {pair: _layout(base.config, pair, wish.page_size) for pair in wish.pairs}
+    trained = model.config.context_length or NO_LIMIT
+    longest = {pair: _largest(base, layout, target, trained) for pair, layout in layouts.items()}
+    return [
+        [_outcome(base, pair, layout, target, context, longest[pair]) for pair, layout in layouts.items()]
+        for context in wish.contexts
+    ]
+
+
+def _layout(config: ModelConfig, pair: Pair, page_size: int) -> KVLayout:
+    return KVLayout.build(config, *pair, page_size=page_size, planned=True)
+
+
+def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:
+    """The largest context that fits, within training and by memory alone."""
+    by_memory = base.largest_context(layout, target.memory.free, NO_LIMIT)
+    return min(by_memory, trained), by_memory
+
+
+def _outcome(
+    base: Setting, pair: Pair, layout: KVLayout, target: Target, context: int, longest: tuple[int, int]
+) -> Outcome:
+    plan = base.plan(layout, context)
+    read = base.weights.read + base.sequences * (layout.read_bytes(context) + layout.state_bytes)
+    rate = None
+    if target.bandwidth is not None and base.weights.read:
+        rate = target.bandwidth * 1e9 / read
+    return Outcome(
+        pair,
+        layout,
+        plan,
+        sum(layout.arena_pages(context, base.chunk, base.sequences, min(base.shared, context))),
+        plan.needed <= target.memory.free,
+        target.memory.free - plan.total,
+        *longest,
+        rate,
+        _FILE_HEADER + layout.bytes(context, base.chunk) + 4 * context,
+    )
+
+
+def recommend(outcomes: Sequence[Outcome], runnable: bool) -> Recommendation | None:
+    """The best types of LADDER (of those compared, if they are others) that hold the context; else a shorter one.
+
+    `runnable`: only types that this version's engine has. None where nothing fits at all.
+    """
+    allowed = [o for o in outcomes if o.runs or not runnable]
+    ladder = [o for pair in LADDER for o in allowed if o.pair == pair] or allowed
+    for outcome in ladder:
+        if outcome.fits:
+            why = "highest precision that fits" if len(ladder) > 1 else "it fits"
+            return Recommendation(outcome, outcome.plan.tokens, why)
+    best = max(ladder, key=lambda o: o.max_context, default=None)
+    if best is None or best.max_context == 0:
+        return None
+    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with any type")

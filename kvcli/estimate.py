@@ -1,0 +1,255 @@
+"""The memory plan as numbers: ideal cache formulas, what a run needs byte by byte, and the largest context that fits.
+
+No torch. Cache bytes come from `KVLayout`, the class that the allocator itself uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.options import CacheOptions
+from kvcli.runtime import footprint
+from kvcli.runtime.config import LATENT, ModelConfig
+from kvcli.runtime.footprint import ASSUMED, CHOSEN, COMPUTED, EXACT, WeightBytes
+from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.memory import CPU, process_bytes
+from kvcli.runtime.overheads import ASSUMED_BYTES
+
+DEFAULT_MARGIN = 512 << 20
+
+# Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
+IDEAL_BYTES = {
+    "f32": Fraction(4), "f16": Fraction(2), "bf16": Fraction(2),
+    "fp8-bare": Fraction(1), "int8-bare": Fraction(1), "int4-bare": Fraction(1, 2),
+    "q8_0": Fraction(34, 32), "q5_1": Fraction(24, 32), "q5_0": Fraction(22, 32), "q4_1": Fraction(20, 32),
+    "q4_0": Fraction(18, 32), "iq4_nl": Fraction(18, 32),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IdealGroup:
+    """`layers` alike: KV heads, elements per head of K and of V, tokens seen (0 = all). MLA: one head, dim_v 0."""
+
+    layers: int
+    kv_heads: int
+    dim_k: int
+    dim_v: int
+    window: int = 0
+
+    def token_bytes(self, type_k: str, type_v: str) -> Fraction:
+        """Bytes of one token in all layers of the group."""
+        return self.layers * self.kv_heads * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
+
+    def per_rank(self, ranks: int) -> IdealGroup:
+        """The group on one of `ranks` tensor-parallel devices: heads are divided while they last, then repeated."""
+        return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks))
+
+
+def ideal_token_bytes(groups: Iterable[IdealGroup], type_k: str, type_v: str | None = None) -> Fraction:
+    """Σ layers x KV heads x (dim_k x bytes_k + dim_v x bytes_v): a token's cost while no window is full."""
+    return sum((g.token_bytes(type_k, type_v or type_k) for g in groups), Fraction(0))
+
+
+def ideal_bytes(
+    groups: Iterable[IdealGroup], tokens: int, type_k: str, type_v: str | None = None, sequences: int = 1
+) -> Fraction:
+    """The same over the tokens that each layer keeps, min(tokens, window), without pages, chunks or tails."""
+    total = Fraction(0)
+    for g in groups:
+        total += g.token_bytes(type_k, type_v or type_k) * (min(tokens, g.window) if g.window else tokens)
+    return sequences * total
+
+
+def token_slots(sequences: int, tokens: int, shared: int = 0) -> int:
+    """Rows of `sequences` x `tokens` with the first `shared` in common: P + N (S - P)."""
+    if not 0 <= shared <= tokens:
+        raise UsageError(f"a shared prefix of {shared:,} tokens does not fit into {tokens:,}")
+    return shared + sequences * (tokens - shared)
+
+
+def heads_per_rank(kv_heads: int, ranks: int) -> int:
+    """KV heads on each of `ranks` devices; more devices than heads repeat heads."""
+    return -(-kv_heads // ranks)
+
+
+def per_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """What one of `ranks` tensor-parallel devices holds: its share of heads and MLP; a latent cache is repeated.
+
+    Raises UsageError if the query heads cannot be divided evenly.
+    """
+    if ranks == 1:
+        return config
+    if ranks < 1 or config.n_heads % ranks:
+        raise UsageError(f"--tp {ranks} does not divide the {config.n_heads} query heads")
+    layers = tuple(
+        replace(
+            layer,
+            kv_heads=layer.kv_heads if layer.kind == LATENT else heads_per_rank(layer.kv_heads, ranks),
+            state_bytes=-(-layer.state_bytes // ranks),
+        )
+        for layer in config.layers
+    )
+    return replace(config, n_heads=config.n_heads // ranks, d_ff=-(-config.d_ff // ranks), layers=layers)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a plan. `source` is one of footprint's marks."""
+
+    name: str
+    bytes: int
+    source: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All memory of one run. `kv_bytes` is the pool, committed in full; constants and tables are rows of their own."""
+
+    rows: tuple[Row, ...]
+    tokens: int
+    kv_bytes: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def needed(self) -> int:
+        """What must be free: the total and the margin."""
+        return self.total + self.margin
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a plan depends on but cache types and context."""
+
+    config: ModelConfig  # of one rank
+    weights: WeightBytes  # of one rank
+    kind: str = CPU
+    chunk: int = CacheOptions.ubatch
+    threads: int = 1
+    sequences: int = 1
+    shared: int = 0
+    runtime_bytes: int | None = None  # None = not measured: the default of the device's kind
+    margin: int = DEFAULT_MARGIN
+    runtime_source: str = footprint.MEASURED
+
+    def plan(self, layout: KVLayout, tokens: int) -> Plan:
+        """What `sequences` of `tokens` need under `layout`."""
+        kv = layout.pool_bytes(tokens, self.chunk, self.sequences, min(self.shared, tokens))
+        rows = [*self._fixed(layout, tokens), Row("KV pool", kv, EXACT), *self._per_sequence(layout, tokens)]
+        return Plan(tuple(rows), tokens, kv, self.margin)
+
+    def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
+        config, weights = self.config, self.weights
+        rows_at_once = min(self.chunk, tokens)
+        work = footprint.activation_bytes(config, rows_at_once, self.kind) + footprint.logit_bytes(config)
+        if self.kind == CPU:
+            work += footprint.scratch_bytes(config, layout.page_size, self.threads)
+        rows = [Row("weights", weights.packed, weights.source, weights.detail)]
+        if weights.copies:
+            rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
+        rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
+        if self.kind == CPU:
+            rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
+        measured = self.runtime_bytes is not None
+        runtime = ASSUMED_BYTES[self.kind] if self.runtime_bytes is None else self.runtime_bytes
+        name = "runtime and libraries" if self.kind == CPU else "CUDA context + libraries"
+        rows.append(Row(name, runtime, self.runtime_source if measured else ASSUMED))
+        return rows
+
+    def _per_sequence(self, layout: KVLayout, tokens: int) -> list[Row]:
+        rows = []
+        constant = layout.constant_bytes * self.sequences
+        if constant:
+            rows.append(Row("per-sequence state", constant, EXACT))
+        tables = layout.table_bytes(tokens, self.chunk, self.sequences)
+        if self.kind == CPU:
+            pages = sum(layout.arena_pages(tokens, self.chunk, self.sequences, self.shared))
+            tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
+        rows.append(Row("tables and token ids", tables, COMPUTED))
+        return rows
+
+    def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:
+        """The most tokens up to `limit` that need no more than `budget` bytes: whole pages, or `limit`; 0 = none.
+
+        Every row grows with the context, so a search over pages finds the end of the line whatever its slope.
+        """
+        if self.plan(layout, limit).needed <= budget:
+            return limit
+        low, high = 0, -(-limit // layout.page_size)  # in pages: `low` fits or is 0, `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.plan(layout, middle * layout.page_size).needed <= budget:
+                low = middle
+            else:
+                high = middle
+        return low * layout.page_size
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a process may use in all, in words what they are, and what to leave of them."""
+
+    bytes: int
+    label: str
+    margin: int = DEFAULT_MARGIN
+
+
+def plan_for_engine(
+    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
+) -> tuple[int, Plan, str]:
+    """(context size, its plan, notice) for an engine on a CPU; "" = nothing to say.
+
+    `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a reduction; any
+    other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits, UsageError for types.
+    """
+    type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
+    layout = KVLayout.build(config, type_k, type_v, cache.page_size)
+    setting = Setting(config, weights, CPU, cache.ubatch, threads, margin=budget.margin if budget else 0)
+    trained = config.context_length
+    wanted = cache.ctx_size or trained
+    plan = setting.plan(layout, wanted)
+    if budget is None or plan.needed <= budget.bytes:
+        return wanted, plan, ""
+    fits = setting.largest_context(layout, budget.bytes, wanted)
+    if fits == 0:
+        least = setting.plan(layout, layout.page_size).needed
+        raise DoesNotFit(
+            f"the model needs {_mib(least)} without any context to speak of, {_mib(budget.bytes)} are {budget.label}",
+            "use a smaller model or free memory; kv estimate shows what takes how much",
+        )
+    if cache.ctx_size:
+        raise DoesNotFit(
+            f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
+            f"the largest that fits is -c {fits}; kv estimate compares cache types",
+        )
+    chosen = setting.plan(layout, fits)
+    return fits, chosen, f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
+
+
+def engine_budget(limit: str | None) -> Budget:
+    """What an engine on a CPU may use: `limit` (--vram-limit) as it is, else what is free and what we hold already."""
+    from kvcli.runtime.memory import main_memory, parse_size
+
+    memory = main_memory()
+    if limit is not None:
+        return Budget(parse_size(limit, "--vram-limit", memory.total), "allowed by --vram-limit", 0)
+    return Budget(memory.free + process_bytes(), f"available ({memory.source})")
+
+
+def chosen_row(margin: int) -> Row:
+    """The margin as a row."""
+    return Row("margin", margin, CHOSEN)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

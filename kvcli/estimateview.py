@@ -1,0 +1,274 @@
+"""How `kv estimate` shows its numbers: the screen (80 columns), CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
+from kvcli.estimate import per_rank
+from kvcli.render import human_count, one_line
+from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
+from kvcli.runtime.layout import RUNNABLE, GroupLayout, KVLayout
+from kvcli.runtime.plannedmodel import PlannedModel
+
+MIB, GIB = 1 << 20, 1 << 30
+SCHEMA = 1
+_KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT: "recurrent"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found out; `outcomes` by context, each with its recommendation (best, and best that runs)."""
+
+    model: PlannedModel
+    target: Target
+    wish: Wish
+    outcomes: Sequence[Sequence[Outcome]]
+    best: Sequence[Recommendation | None]
+    usable: Sequence[Recommendation | None]
+    warnings: Sequence[str] = ()
+
+    @property
+    def config(self) -> ModelConfig:
+        """What one device holds."""
+        return per_rank(self.model.config, self.wish.ranks)
+
+
+def size(count: int, units: str) -> str:
+    """Bytes as '8.000 GiB', '8.590 GB' or '8,589,934,592 B'."""
+    if units == "B":
+        return f"{count:,} B"
+    unit = GIB if units == "GiB" else 10**9
+    return f"{count / unit:.3f} {units}" if count < 1000 * unit else f"{count / unit:,.1f} {units}"
+
+
+# --- the screen ---
+
+
+def screen(report: Report, units: str) -> str:
+    """The whole answer as text that fits into 80 columns unless numbers are enormous."""
+    lines = [f"{name:<11}{text}".rstrip() for name, text in _model_lines(report)]
+    lines += ["", *_device_lines(report)]
+    for outcomes, best, usable in zip(report.outcomes, report.best, report.usable, strict=True):
+        lines += ["", *_table(report, outcomes, units), "", *_advice(report, outcomes, best, usable, units)]
+    return "\n".join(lines) + "\n"
+
+
+def cache_only(report: Report, units: str) -> str:
+    """For a shape without weights: the cache alone, one line for each pair of types and context."""
+    lines = [f"{name:<11}{text}" for name, text in _model_lines(report)]
+    for outcomes in report.outcomes:
+        times = f" x {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
+        lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
+        for o in outcomes:
+            figures = f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
+            lines.append(f"{o.label:<11}{figures}")
+    return "\n".join([*lines, "", "weights are not counted: --params N gives their number"]) + "\n"
+
+
+def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
+    model, config = report.model, report.config
+    parts = [one_line(os.path.basename(model.name) or model.name), config.arch if config.arch != model.name else "", model.quantization]
+    if model.params:
+        parts.append(f"{human_count(model.params)} parameters")
+    if model.params and model.weights and model.weights.packed:
+        parts.append(f"{8 * model.weights.packed / model.params:.2f} bits/weight")
+    yield "model", " · ".join(part for part in parts if part)
+    if config.context_length:
+        yield "", f"trained context {config.context_length:,}"
+    if model.bytes_read:
+        yield "", f"read {model.bytes_read / MIB:.1f} MiB of {model.file_bytes / 1e9:.1f} GB"
+    if model.alternatives:
+        named = [f"{one_line(name)} {nbytes / 1e9:.1f} GB" for name, nbytes in model.alternatives]
+        more = f", and {len(named) - 3} more" if len(named) > 3 else ""
+        yield "others", ", ".join(named[:3]) + more
+    yield "attention", _attention(config)
+    name = "KV/token"
+    for group in KVLayout.build(config, "f16", "f16").groups:
+        yield name, formula(group)
+        name = ""
+    constant = sum(layer.state_bytes for layer in config.layers)
+    if constant:
+        yield "state", f"{constant:,} B per sequence in recurrent layers, whatever the context"
+
+
+def _attention(config: ModelConfig) -> str:
+    groups = KVLayout.build(config, "f16", "f16").groups
+    counts = [f"{len(g.layers)} {_KIND_NAMES[g.kind]}" for g in groups]
+    silent = sum(1 for layer in config.layers if layer.kind == RECURRENT)
+    if silent:
+        counts.append(f"{silent} recurrent")
+    shared = sum(1 for layer in config.layers if layer.shares_kv_with is not None)
+    if shared:
+        counts.append(f"{shared} sharing")
+    parts = [f"{config.attention_kind} · {' + '.join(counts)} layers", f"{config.n_heads} query heads"]
+    heads = {g.kv_heads for g in groups if g.kind != LATENT}
+    if len(heads) == 1:
+        n = heads.pop()
+        parts.append(f"{n} KV head{'s' if n > 1 else ''} ({config.n_heads // n}:1)")
+    return " · ".join(parts)
+
+
+def formula(group: GroupLayout) -> str:
+    """'32 x 8 x (128 K + 128 V) x 2 B = 131,072 B' for one group in its own types."""
+    head = f"{len(group.layers)} × {group.kv_heads} × " if group.kind != LATENT else f"{len(group.layers)} × "
+    widths = f"({group.dim_k} K + {group.dim_v} V)" if group.dim_v else f"{group.dim_k}"
+    end = f" up to {group.window:,} tokens" if group.window else ""
+    note = " (latent: K and V share it)" if group.kind == LATENT else ""
+    return f"{head}{widths} × 2 B = {group.token_bytes:,} B{end}{note} (f16)"
+
+
+def _device_lines(report: Report) -> list[str]:
+    memory, target = report.target.memory, report.target
+    free = f"{memory.free / MIB:,.0f} of {memory.total / MIB:,.0f} MiB free"
+    if memory.free == memory.total:
+        free = f"{memory.free / MIB:,.0f} MiB"
+    each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
+    lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
+    plan = report.outcomes[0][0].plan
+    rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
+    rows.append(("margin", target.margin, "--margin"))
+    lines.append(f"{'':<28}{'MiB':>9}  source")
+    return lines + [f"{name:<28}{count / MIB:>9,.0f}  {source}" for name, count, source in rows]
+
+
+def _source(source: str, detail: str) -> str:
+    if source == "assumed" and not detail:
+        detail = "kv doctor measures it"
+    return f"{source}: {detail}" if detail else source
+
+
+def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]:
+    wish, context = report.wish, outcomes[0].plan.tokens
+    times = f" x {wish.sequences:,} sequences" if wish.sequences > 1 else ""
+    common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
+    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max context", "≤ tok/s"]]
+    for o in outcomes:
+        star = "*" if o.memory_context > o.max_context else ""
+        rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
+        total = f"{o.plan.total / GIB:.2f} GiB"
+        rows.append([o.label, f"{o.layout.token_bytes() / 1024:.1f}", size(o.plan.kv_bytes, units),
+                     total if units == "GiB" else size(o.plan.total, units), f"{o.left / MIB:,.0f}",
+                     "yes" if o.fits else "no", f"{o.max_context:,}" + star, rate])  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f"At a context of {context:,} tokens{times}{common}:"]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    if any(o.memory_context > o.max_context for o in outcomes):
+        lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
+    planned = [o.label for o in outcomes if not o.runs]
+    if planned:
+        lines.append(f"This version's engine runs {', '.join(RUNNABLE)}; the other types are planned.")
+    return lines
+
+
+def _beyond(outcomes: Sequence[Outcome]) -> str:
+    most = max(o.memory_context for o in outcomes)
+    return "any length" if most >= NO_LIMIT else f"{most:,} at most (needs RoPE scaling)"
+
+
+def _advice(
+    report: Report, outcomes: Sequence[Outcome], best: Recommendation | None, usable: Recommendation | None, units: str
+) -> list[str]:
+    if best is None:
+        return ["recommend  a smaller model: not even one page of cache fits"]
+    lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
+    if usable is None:
+        lines.append(f"{'':<11}(planned; with the types of this version nothing fits)")
+    elif usable.outcome is not best.outcome:
+        lines.append(f"{'today':<11}{' '.join(usable.args)}")
+    sixteen = next((o for o in outcomes if o.pair == ("f16", "f16")), None)
+    told = usable is not None and usable.outcome is sixteen
+    if sixteen and not sixteen.fits and sixteen.max_context and not told:
+        lines.append(f"{'or':<11}-c {sixteen.max_context} to stay at f16")
+    if report.wish.sequences == 1:
+        held = best.outcome
+        each = size(held.file_bytes, units)
+        lines.append(f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}")
+    return lines
+
+
+# --- for programs ---
+
+
+def as_csv(report: Report) -> str:
+    """One line for each context and pair; all sizes in bytes."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = ("ctx", "type_k", "type_v", "bytes_per_token", "kv_bytes", "total_bytes", "left_bytes", "fits",
+             "max_ctx", "tps_ceiling", "runs")  # fmt: skip
+    writer.writerow(names)
+    for outcomes in report.outcomes:
+        for o in outcomes:
+            entry = _type_object(o)
+            writer.writerow([entry[n] for n in ("ctx", "k", "v", *names[3:])])
+    return out.getvalue()
+
+
+def _type_object(o: Outcome) -> dict[str, Any]:
+    return {
+        "k": o.pair[0],
+        "v": o.pair[1],
+        "bytes_per_token": o.layout.token_bytes(),
+        "ctx": o.plan.tokens,
+        "pages": o.pages,
+        "kv_bytes": o.plan.kv_bytes,
+        "total_bytes": o.plan.total,
+        "left_bytes": o.left,
+        "fits": o.fits,
+        "max_ctx": o.max_context,
+        "max_ctx_memory": o.memory_context,
+        "tps_ceiling": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
+        "prompt_cache_bytes": o.file_bytes,
+        "runs": o.runs,
+    }
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The object of --json; bytes are integers, `null` is what is not known."""
+    model, config, memory = report.model, report.config, report.target.memory
+    plan = report.outcomes[0][0].plan
+    varying = ("KV pool", "tables and token ids", "per-sequence state")
+    fixed = [{"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying]
+    return {
+        "kv_schema": SCHEMA,
+        "model": {
+            "name": model.name, "arch": config.arch, "origin": model.origin, "params": model.params,
+            "weight_type": model.quantization or None, "context_length": config.context_length or None,
+            "layers": config.n_layers, "file_bytes": model.file_bytes or None, "bytes_read": model.bytes_read,
+            "alternatives": [{"name": name, "bytes": nbytes} for name, nbytes in model.alternatives],
+        },
+        "attention": {"kind": config.attention_kind.lower(), "groups": _group_objects(config),
+                      "state_bytes": sum(layer.state_bytes for layer in config.layers)},
+        "device": {"kind": memory.kind, "name": memory.name, "total": memory.total, "free": memory.free,
+                   "source": memory.source, "bandwidth": report.target.bandwidth,
+                   "bandwidth_source": report.target.bandwidth_source or None},
+        "page_size": report.wish.page_size,
+        "ubatch_size": report.wish.chunk,
+        "batch_size": report.wish.sequences,
+        "shared_prefix": report.wish.shared,
+        "tp": report.wish.ranks,
+        "fixed": [*fixed, {"name": "margin", "bytes": report.target.margin, "source": "chosen"}],
+        "types": [_type_object(o) for outcomes in report.outcomes for o in outcomes],
+        "recommend": _recommend_object(report.usable[0]),
+        "recommend_planned": _recommend_object(report.best[0]),
+        "warnings": [*model.notices, *report.warnings],
+    }  # fmt: skip
+
+
+def _group_objects(config: ModelConfig) -> list[dict[str, Any]]:
+    return [
+        {"kind": g.kind, "layers": len(g.layers), "kv_heads": g.kv_heads, "dim_k": g.dim_k, "dim_v": g.dim_v,
+         "window": g.window or None}
+        for g in KVLayout.build(config, "f16", "f16").groups
+    ]  # fmt: skip
+
+
+def _recommend_object(choice: Recommendation | None) -> dict[str, Any] | None:
+    return None if choice is None else {"args": choice.args, "reason": choice.reason}

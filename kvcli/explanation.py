@@ -1,0 +1,85 @@
+"""`kv estimate --explain`: every multiplication behind one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcli.comparison import Outcome
+from kvcli.estimateview import Report
+from kvcli.runtime.config import SLIDING
+from kvcli.runtime.layout import ALIGN, OPEN_PAGES, GroupLayout
+
+
+def explain(report: Report) -> str:
+    """Text that derives each number of the tables, pair by pair and context by context."""
+    lines: list[str] = []
+    for outcomes in report.outcomes:
+        for outcome in outcomes:
+            lines += [*_outcome(report, outcome), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _outcome(report: Report, o: Outcome) -> Iterator[str]:
+    wish, tokens = report.wish, o.plan.tokens
+    yield f"{o.label} at {tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
+    counts = o.layout.arena_pages(tokens, wish.chunk, wish.sequences, min(wish.shared, tokens))
+    for arena, count in zip(o.layout.arenas, counts, strict=True):
+        opened = arena not in o.layout.groups
+        yield from _arena(report, arena, count, tokens, opened)
+    yield f"  KV pool  {o.plan.kv_bytes:,} B"
+    for row in o.plan.rows:
+        if row.name != "KV pool":
+            detail = f": {row.detail}" if row.detail else ""
+            yield f"  {row.name}  {row.bytes:,} B ({row.source}{detail})"
+    yield f"  total = {' + '.join(f'{row.bytes:,}' for row in o.plan.rows)}"
+    yield f"        = {o.plan.total:,} B"
+    free = report.target.memory.free
+    yield f"  left = {free:,} - {o.plan.total:,} = {o.left:,} B; margin {o.plan.margin:,} B: fits {_yes(o.fits)}"
+    yield f"  largest context: {o.max_context:,} (by memory alone {o.memory_context:,})"
+    if o.tokens_per_s is not None and report.target.bandwidth is not None:
+        weights = report.model.weights
+        assert weights is not None
+        read = weights.part(wish.ranks).read
+        cache = wish.sequences * (o.layout.read_bytes(tokens) + o.layout.state_bytes)
+        rate = f"{report.target.bandwidth:g}e9 / ({read:,} weights + {cache:,} cache) = {o.tokens_per_s:.1f}"
+        yield f"  tokens/s <= {rate}"
+
+
+def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> Iterator[str]:
+    wish, size = report.wish, g.page_size
+    title = "16-bit tail and sinks" if opened else f"{g.kind} layers" + (f", window {g.window:,}" if g.window else "")
+    yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {g.codec_k.name} keys, {g.codec_v.name} values"
+    row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
+    if g.dim_v:
+        row += f", V {g.dim_v} x {g.codec_v.bits}/8 = {g.v_row_bytes} B"
+    if g.scale_bytes:
+        row += f", scales {g.scale_bytes} B"
+    yield f"    a row: {row}"
+    each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
+    yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
+    mean = f" + mean row {g.mean_bytes}" if g.mean_bytes else ""
+    yield f"    a record: {size} x {each}{mean}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
+    yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
+    yield f"    pages: {_pages(report, g, count, tokens, opened)}"
+    chunks = -(-count // g.pages_per_chunk)
+    figures = f"{chunks:,} x {g.pages_per_chunk} pages x {g.page_bytes:,} = {g.committed_bytes(count):,} B"
+    yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
+    if wish.ranks > 1:
+        yield f"    (one of {wish.ranks} devices)"
+
+
+def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> str:
+    wish, size = report.wish, g.page_size
+    if opened:
+        return f"{OPEN_PAGES} x {wish.sequences:,} sequences = {count:,}"
+    text = f"ceil({tokens:,} / {size})"
+    if g.kind == SLIDING:
+        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
+    if wish.sequences > 1:
+        common = 0 if g.kind == SLIDING else min(wish.shared, tokens) // size
+        text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
+    return f"{text} = {count:,}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,32 @@
+"""8-bit floating point, e4m3 without infinities (arXiv 2209.05433): one float32 scale per (sequence, layer, head).
+
+The scale comes from the sequence's first page and leaves room above it: the format keeps its relative precision over
+nine octaves, so headroom costs nothing, and larger elements are clamped instead of becoming NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Float8:
+    """`dtype`'s largest value is `largest`; rows are divided by a scale and clamped to +-largest."""
+
+    def __init__(self, dtype: torch.dtype, largest: float) -> None:
+        self.dtype, self.largest = dtype, largest
+
+    def static_scale(self, first_page: torch.Tensor) -> torch.Tensor:
+        """float32 [kv_heads, P, D] -> scales float32 [kv_heads]: the largest element lands at a quarter of the range."""
+        return (first_page.abs().amax((-1, -2)) * (4 / self.largest)).clamp(min=1e-12)
+
+    def encode(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """rows float32 [kv_heads, n, D], scales [kv_heads] -> uint8 [kv_heads, n, D]."""
+        scaled = (rows / scales[:, None, None]).clamp(-self.largest, self.largest)
+        return scaled.to(self.dtype).view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, scales: torch.Tensor, dim: int) -> torch.Tensor:
+        """uint8 [kv_heads, n, D] -> float32."""
+        return data[..., :dim].contiguous().view(self.dtype).float() * scales[:, None, None]
+
+
+CODEC = Float8(torch.float8_e4m3fn, 448.0)

@@ -1,0 +1,141 @@
+"""The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch, tables.
+
+Formulas over `ModelConfig`, no torch. They follow the code: `weights.py` and `archs/*` for what is kept and alive,
+`kernels/cpu_body.h` for scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
+from kvcli.runtime.memory import CPU
+
+EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "assumed", "chosen"
+
+_HEADS = frozenset(("output.weight", "lm_head.weight"))
+_EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
+_LANES = 16  # floats of the widest vectors; rows are padded to whole ones
+_PANEL = 16  # weight rows that a thread decodes at a time
+_QUERY_BLOCK = 16  # queries that share a decoded page
+_LOGIT_COPIES = 4  # logits, and what the sampler makes of them
+TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
+PAGE_BYTES = 1024  # host: the objects that stand for a page
+_TOKENIZER_BYTES = (16 << 20, 220)  # host: fixed, and per token of the vocabulary
+
+
+class Tensor(Protocol):
+    """A tensor in a file's table: `formats.gguf.TensorInfo` or `headers.HeaderTensor`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Weights in memory. `packed`: as the file stores them; `copies`: what the engine keeps besides (reordered rows,
+    norms in float32); `read`: what one token reads (no input embedding, only the experts that are used)."""
+
+    packed: int
+    copies: int
+    read: int
+    source: str
+    detail: str = ""
+
+    @property
+    def resident(self) -> int:
+        return self.packed + self.copies
+
+    def part(self, ranks: int) -> WeightBytes:
+        """What each of `ranks` devices keeps of them."""
+        if ranks == 1:
+            return self
+        packed, copies, read = (-(-x // ranks) for x in (self.packed, self.copies, self.read))
+        return WeightBytes(packed, copies, read, COMPUTED, f"1/{ranks} of all")
+
+
+def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind: str) -> WeightBytes:
+    """The weights of a file. On a CPU its pages stay mapped, so copies come on top; a GPU gets one form of each."""
+    packed = copies = read = 0
+    own_head = not _HEADS.isdisjoint(tensors)
+    for name, tensor in tensors.items():
+        packed += tensor.nbytes
+        if len(tensor.shape) == 1:
+            copies += 4 * prod(tensor.shape) - (0 if kind == CPU else tensor.nbytes)
+        elif kind == CPU and config.arch == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            copies += tensor.nbytes  # rows reordered for half-split RoPE
+        read += 0 if own_head and name in _EMBEDDINGS else _bytes_read(name, tensor, config)
+    return WeightBytes(packed, max(0, copies), read, EXACT, "header")
+
+
+def _bytes_read(name: str, tensor: Tensor, config: ModelConfig) -> int:
+    if config.n_experts and ("_exps." in name or ".experts." in name):
+        return tensor.nbytes * config.n_experts_used // config.n_experts
+    return tensor.nbytes
+
+
+def weights_of_params(params: int, active: int, bits: float, detail: str) -> WeightBytes:
+    """Weights known by their number only, at `bits` per weight; `active` of them are read for a token."""
+    return WeightBytes(round(params * bits / 8), 0, round(active * bits / 8), COMPUTED, detail)
+
+
+def activation_bytes(config: ModelConfig, rows: int, kind: str) -> int:
+    """The most that is alive at once while `rows` tokens pass through one layer: float32 on a CPU, else 16 bit."""
+    width = max((_widest(config, layer) for layer in set(config.layers)), default=0)
+    element = 4 if kind == CPU else 2
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    angles = sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0)  # tables; float64 to make them
+    return rows * (width * element + angles)
+
+
+def _widest(config: ModelConfig, layer: LayerConfig) -> int:
+    """Elements alive per row: residual, normed input, projections and their copies, attention output; or the MLP."""
+    d, f = config.d_model, config.d_ff
+    q, kv, out = _projections(config, layer)
+    normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+    attention = 2 * d + q + kv + normed_heads + out
+    mlp = d + max(out, d) + max(d + 2 * f, 3 * f)
+    padded = max((x for x in (d, f, out) if x % _LANES), default=0)
+    return max(attention, mlp) + padded
+
+
+def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
+    """Elements of a token's queries, of its keys and values, and of the attention output."""
+    if layer.kind == RECURRENT:
+        return config.d_model, 2 * config.d_model, config.d_model
+    q = config.n_heads * layer.dim_k
+    out = config.n_heads * (layer.dim_k if layer.kind == LATENT else layer.dim_v)
+    return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
+
+
+def scratch_bytes(config: ModelConfig, page_size: int, threads: int) -> int:
+    """Kernel scratch on a CPU: for each thread a panel of decoded weight rows, or a page and a block of queries."""
+    most = _PANEL * _whole(max(config.d_model, config.d_ff))
+    for layer in set(config.layers):
+        if layer.kind != RECURRENT:
+            dim_k, dim_v = _whole(layer.dim_k), _whole(layer.dim_v, 4 * _LANES)
+            rows = _QUERY_BLOCK * max(1, config.n_heads // layer.kv_heads)
+            page = page_size * (dim_k + dim_v + 1)
+            most = max(most, page + rows * (dim_k + 3 * dim_v + 6))
+    return 4 * threads * most
+
+
+def _whole(elements: int, step: int = _LANES) -> int:
+    return -(-elements // step) * step
+
+
+def logit_bytes(config: ModelConfig) -> int:
+    """One row of logits (the last token's only) and the sampler's copies."""
+    return 4 * config.vocab_size * _LOGIT_COPIES
+
+
+def tokenizer_bytes(config: ModelConfig) -> int:
+    fixed, each = _TOKENIZER_BYTES
+    return fixed + each * config.vocab_size

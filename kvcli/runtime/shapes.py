@@ -1,0 +1,197 @@
+"""Model shapes from flags and from recipes, for planning: what the cache and the workspace depend on, no more.
+
+The configs made here have no RoPE and are not for running. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kvcli.errors import UsageError
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
+
+_LATENT_HEAD_DIM = 128  # of keys (without RoPE) and values in every published model with latent attention
+
+
+@dataclass(frozen=True)
+class Given:
+    """Sizes given by flags; None = not given. A flag is the field's name with dashes."""
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    dim_k: int | None = None
+    dim_v: int | None = None
+    kv_lora_rank: int | None = None
+    rope_dim: int | None = None
+    swa_layers: int | None = None
+    swa_window: int | None = None
+    vocab: int | None = None
+    hidden: int | None = None
+    ffn: int | None = None
+    params: int | None = None
+    bpw: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a size that is not positive; 0 layers may slide."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            least = 0 if each.name in ("swa_layers", "dim_v") else 1
+            if value is not None and not (least <= value < 1 << 45 and (value > 0 or least == 0)):
+                raise UsageError(f"{flag_of(each.name)} is {value}", "it is a positive number")
+
+    @property
+    def shapes(self) -> bool:
+        """Whether a flag says anything about the model's shape, not only about its weights' number or size."""
+        return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in ("params", "bpw"))
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], **sizes: int) -> ModelConfig:
+    """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts(_used)."""
+    dim = next((layer.dim_k for layer in layers if layer.dim_k), 1)
+    return ModelConfig(arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, **sizes)
+
+
+def config_by_hand(given: Given) -> ModelConfig:
+    """A shape from flags alone; sizes that only the workspace needs may be missing. Raises UsageError."""
+    n_layers = _need(given, "layers")
+    if given.kv_lora_rank is not None:
+        layer, heads = _latent(given, given.rope_dim or 0), given.heads or 1
+    else:
+        kv_heads = given.kv_heads or given.heads
+        if kv_heads is None:
+            raise UsageError("a shape by hand needs --kv-heads", "also --layers and --head-dim; --heads for a plan")
+        heads = given.heads or kv_heads
+        dim_k = given.dim_k or (given.hidden // heads if given.hidden else None)
+        if dim_k is None:
+            raise UsageError("a shape by hand needs --head-dim", "or --dim-k and --dim-v where they differ")
+        layer = LayerConfig(FULL, kv_heads, dim_k, dim_k if given.dim_v is None else given.dim_v)
+    if heads % layer.kv_heads:
+        raise UsageError(f"{heads} query heads are not a multiple of {layer.kv_heads} KV heads")
+    layers = _slide([layer] * n_layers, given)
+    sizes = {"vocab_size": given.vocab or 0, "d_model": given.hidden or heads * layer.dim_k, "d_ff": given.ffn or 0}
+    return planning_config("by hand", "by hand", layers, **sizes, n_heads=heads, context_length=0)
+
+
+def override(config: ModelConfig, given: Given) -> ModelConfig:
+    """The config with what the flags say instead of its own. Raises UsageError where that cannot be."""
+    if not given.shapes:
+        return config
+    layers = list(config.layers)
+    if given.layers is not None:
+        layers = [layers[i % len(layers)] for i in range(given.layers)]
+    layers = _slide([_overridden(layer, given) for layer in layers], given)
+    heads = given.heads or config.n_heads
+    if any(heads % layer.kv_heads for layer in layers if layer.kind != RECURRENT):
+        raise UsageError(f"{heads} query heads are not a multiple of the KV heads")
+    return replace(
+        config,
+        layers=tuple(layers),
+        n_heads=heads,
+        vocab_size=given.vocab or config.vocab_size,
+        d_model=given.hidden or config.d_model,
+        d_ff=given.ffn or config.d_ff,
+    )
+
+
+def _overridden(layer: LayerConfig, given: Given) -> LayerConfig:
+    if layer.kind == RECURRENT:
+        return layer
+    if given.kv_lora_rank is not None or (layer.kind == LATENT and given.rope_dim is not None):
+        if given.kv_lora_rank is None or given.rope_dim is None:
+            raise UsageError("a latent cache needs both --kv-lora-rank and --rope-dim")
+        return _latent(given, given.rope_dim)
+    return replace(
+        layer,
+        kv_heads=given.kv_heads or layer.kv_heads,
+        dim_k=given.dim_k or layer.dim_k,
+        dim_v=layer.dim_v if given.dim_v is None else given.dim_v,
+    )
+
+
+def _latent(given: Given, rope_dim: int) -> LayerConfig:
+    assert given.kv_lora_rank is not None
+    return LayerConfig(LATENT, 1, given.kv_lora_rank + rope_dim, 0)
+
+
+def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
+    """The layers with --swa-window and --swa-layers applied: which layers slide does not matter to the bytes."""
+    if given.swa_layers is None and given.swa_window is None:
+        return layers
+    rows = [i for i, layer in enumerate(layers) if layer.kind in (FULL, SLIDING)]
+    sliding = [i for i in rows if layers[i].kind == SLIDING]
+    if given.swa_layers is not None:
+        if given.swa_layers > len(rows):
+            raise UsageError(f"--swa-layers is {given.swa_layers}, the model has {len(rows)} such layers")
+        chosen = rows[: given.swa_layers]
+    else:
+        chosen = sliding or rows
+    window = given.swa_window or (layers[sliding[0]].window if sliding else 0)
+    if chosen and not window:
+        raise UsageError("--swa-layers needs --swa-window")
+    result = list(layers)
+    for i in rows:
+        slides = i in chosen
+        result[i] = replace(layers[i], kind=SLIDING if slides else FULL, window=window if slides else 0)
+    return result
+
+
+def _need(given: Given, name: str) -> int:
+    value = getattr(given, name)
+    if value is None:
+        raise UsageError(f"a shape by hand needs {flag_of(name)}", "or name a model: kv estimate MODEL")
+    return value
+
+
+def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
+    """The config of a recipe's checked [shape] table."""
+    layers: list[LayerConfig] = []
+    for group in shape["groups"]:
+        layer = LayerConfig(group["kind"], group["kv_heads"], group["dim_k"], group["dim_v"], group.get("window", 0))
+        layers += [layer] * group["layers"]
+    moe = shape.get("moe", {})
+    expert_width = moe.get("experts_used", 0) * moe.get("expert_ffn", 0) + moe.get("shared_ffn", 0)
+    return planning_config(
+        shape["arch"],
+        name,
+        layers,
+        vocab_size=shape["vocab"],
+        d_model=shape["hidden"],
+        d_ff=max(shape["ffn"], expert_width),
+        n_heads=shape["heads"],
+        context_length=shape["context"],
+        n_experts=moe.get("experts", 0),
+        n_experts_used=moe.get("experts_used", 0),
+    )
+
+
+def recipe_params_read(shape: Mapping[str, Any]) -> int:
+    """Parameters that one token reads: without the input embedding (unless tied) and the experts not used."""
+    read = shape["params"]
+    if not shape["tied_embeddings"]:
+        read -= shape["vocab"] * shape["hidden"]
+    moe = shape.get("moe")
+    if moe:
+        expert = 3 * shape["hidden"] * moe["expert_ffn"]
+        read -= (moe["experts"] - moe["experts_used"]) * expert * _sparse_layers(shape, moe, expert)
+    return read
+
+
+def _sparse_layers(shape: Mapping[str, Any], moe: Mapping[str, Any], expert: int) -> int:
+    """Layers with experts: as many as the parameters allow besides embeddings, attention and dense layers."""
+    hidden, heads = shape["hidden"], shape["heads"]
+    rest = shape["params"] - shape["vocab"] * hidden * (1 if shape["tied_embeddings"] else 2)
+    for group in shape["groups"]:
+        if group["kind"] == LATENT:  # without the query's projections, whose rank is not listed
+            weights = heads * _LATENT_HEAD_DIM * (hidden + 2 * group["kv_lora_rank"])
+        else:
+            weights = hidden * (2 * heads * group["dim_k"] + group["kv_heads"] * (group["dim_k"] + group["dim_v"]))
+        rest -= group["layers"] * weights
+    dense, sparse = 3 * hidden * shape["ffn"], moe["experts"] * expert + 3 * hidden * moe["shared_ffn"]
+    return max(n for n in range(shape["layers"] + 1) if n == 0 or n * sparse + (shape["layers"] - n) * dense <= rest)

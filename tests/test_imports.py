@@ -1,0 +1,153 @@
+"""Imports go downward only, and what need not import torch does not."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import PACKAGE_ROOT, ROOT
+
+# The house, from the cellar (first line) up. A name is a module, or a package and all that is in it. A module
+# may import from lower floors and, if it is part of a package named here, from that package.
+LAYERS = """
+kvcli
+kvcli.errors kvcli.options kvcli.paths
+kvcli.kernels
+kvcli.runtime
+kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth kvcli.runtime.headercache kvcli.runtime.memory
+kvcli.runtime.provenance kvcli.runtime.stops kvcli.runtime.wire
+kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
+kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.sandbox kvcli.runtime.shapes
+kvcli.runtime.vocabulary kvcli.runtime.websession
+kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
+kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
+kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence kvcli.runtime.tokenizer
+kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.sources
+kvcli.runtime.archs kvcli.runtime.hub
+kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
+kvcli.runtime.hublisting
+kvcli.runtime.remoteheaders
+kvcli.runtime.plannedmodel
+kvcli.estimate
+kvcli.comparison
+kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
+kvcli.flags kvcli.globaloptions kvcli.render
+kvcli.locate kvcli.report
+kvcli.opening kvcli.sinks
+kvcli.answering
+kvcli.chatsession
+kvcli.commands
+kvcli.cli
+kvcli.__main__
+"""
+# The one way up, taken inside a function: a local file needs nothing of HTTP and TLS.
+UPWARD = {("kvcli.runtime.headers", "kvcli.runtime.remoteheaders")}
+RANKS = {name: rank for rank, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+
+# The kernels know nothing of ours but the errors: they could be lifted out.
+KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
+
+# Only these import torch when they are imported; all others must not, directly or through another module.
+TORCH_USERS = (
+    *("kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.engine", "kvcli.runtime.layers"),
+    *("kvcli.runtime.pages", "kvcli.runtime.sampler", "kvcli.runtime.sequence", "kvcli.runtime.weights"),
+)
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "kvcli").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module of ours that a file imports, at its top, inside functions or for type checking."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "kvcli")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            if node.module and node.module.split(".")[0] == "kvcli":
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    yield full if full in MODULES else node.module
+
+
+def _entry(module: str) -> str:
+    """The longest name in LAYERS that covers a module."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in RANKS and (end == len(parts) or name not in ("kvcli", "kvcli.runtime")):
+            return name
+    raise AssertionError(f"{module} has no place in LAYERS: give it one")
+
+
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def test_the_table_names_only_what_exists() -> None:
+    assert len(MODULES) > 40
+    assert set(RANKS) <= set(MODULES), "LAYERS names a module that is gone"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_downward(module: str) -> None:
+    own = _entry(module)
+    for imported in _imports(MODULES[module]):
+        other = _entry(imported)
+        allowed = other == own or RANKS[other] < RANKS[own] or (module, imported) in UPWARD
+        assert allowed, f"{module} imports {imported}, which is not below it"
+
+
+def test_kernels_stand_alone() -> None:
+    kernels = [module for module in MODULES if _is_in(module, ("kvcli.kernels",))]
+    assert len(kernels) > 5
+    for module in kernels:
+        for imported in _imports(MODULES[module]):
+            assert _is_in(imported, KERNELS_MAY_IMPORT), f"{module} imports {imported}"
+
+
+def test_torch_is_imported_late() -> None:
+    """Importing every module that has no business with torch, one after the other, in one process."""
+    names = [module for module in MODULES if not _is_in(module, TORCH_USERS) and module != "kvcli.__main__"]
+    code = f"""
+import importlib, json, sys
+sys.path.insert(0, {str(PACKAGE_ROOT)!r})
+guilty = []
+for name in {names!r}:
+    importlib.import_module(name)
+    guilty += [(name, heavy) for heavy in ("torch", "triton", "transformers") if heavy in sys.modules]
+    if guilty:
+        break
+print(json.dumps(guilty))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "run --help", "models ls", "nonsense"])
+def test_torch_is_not_imported_by(arguments: str) -> None:
+    """Judged from inside the process, at its end."""
+    code = (
+        f"import atexit, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
+        "report = lambda: print('torch' in sys.modules, len(sys.modules), file=sys.stderr)\n"
+        "atexit.register(report)\n"
+        f"sys.argv = ['kv', *{arguments.split()!r}]\n"
+        "from kvcli.cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded, count = result.stderr.splitlines()[-1].split()
+    assert loaded == "False" and int(count) > 20
