@@ -43,7 +43,7 @@ def main() -> NoReturn:
         _die_of_broken_pipe()
     if code == EXIT_INTERRUPTED:
         # Python remembers a KeyboardInterrupt that passed through an exec(), such as those of dataclasses,
-        # and would in the end kill itself by SIGINT, whatever was made of it. One more exec() makes it forget.
+        # and would in the end kill itself by SIGINT whatever was made of it. One more exec() makes it forget.
         exec("")
     sys.exit(code)
 

@@ -23,7 +23,7 @@ _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found out; `outcomes` by context, each with its recommendation (best, and best that runs)."""
+    """All that was found out; by context the outcomes, the best choice, and the best that runs today."""
 
     model: PlannedModel
     target: Target
@@ -66,14 +66,20 @@ def cache_only(report: Report, units: str) -> str:
         times = f" x {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
-            figures = f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
+            figures = (
+                f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
+            )
             lines.append(f"{o.label:<11}{figures}")
     return "\n".join([*lines, "", "weights are not counted: --params N gives their number"]) + "\n"
 
 
 def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
     model, config = report.model, report.config
-    parts = [one_line(os.path.basename(model.name) or model.name), config.arch if config.arch != model.name else "", model.quantization]
+    parts = [
+        one_line(os.path.basename(model.name) or model.name),
+        config.arch if config.arch != model.name else "",
+        model.quantization,
+    ]
     if model.params:
         parts.append(f"{human_count(model.params)} parameters")
     if model.params and model.weights and model.weights.packed:
@@ -106,7 +112,10 @@ def _attention(config: ModelConfig) -> str:
     shared = sum(1 for layer in config.layers if layer.shares_kv_with is not None)
     if shared:
         counts.append(f"{shared} sharing")
-    parts = [f"{config.attention_kind} · {' + '.join(counts)} layers", f"{config.n_heads} query heads"]
+    layers = f"{' + '.join(counts)} layers"
+    if not config.n_heads:  # a shape by hand that names KV heads only
+        return layers
+    parts = [f"{config.attention_kind} · {layers}", f"{config.n_heads} query heads"]
     heads = {g.kv_heads for g in groups if g.kind != LATENT}
     if len(heads) == 1:
         n = heads.pop()
@@ -131,7 +140,9 @@ def _device_lines(report: Report) -> list[str]:
     each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
     plan = report.outcomes[0][0].plan
-    rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
+    rows = [
+        (row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"
+    ]
     rows.append(("margin", target.margin, "--margin"))
     lines.append(f"{'':<28}{'MiB':>9}  source")
     return lines + [f"{name:<28}{count / MIB:>9,.0f}  {source}" for name, count, source in rows]
@@ -147,7 +158,7 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     wish, context = report.wish, outcomes[0].plan.tokens
     times = f" x {wish.sequences:,} sequences" if wish.sequences > 1 else ""
     common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
-    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max context", "≤ tok/s"]]
+    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max ctx", "≤ tok/s"]]
     for o in outcomes:
         star = "*" if o.memory_context > o.max_context else ""
         rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
@@ -158,7 +169,10 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"At a context of {context:,} tokens{times}{common}:"]
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells))
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
@@ -174,13 +188,22 @@ def _beyond(outcomes: Sequence[Outcome]) -> str:
 
 
 def _advice(
-    report: Report, outcomes: Sequence[Outcome], best: Recommendation | None, usable: Recommendation | None, units: str
+    report: Report,
+    outcomes: Sequence[Outcome],
+    best: Recommendation | None,
+    usable: Recommendation | None,
+    units: str,
 ) -> list[str]:
     if best is None:
         return ["recommend  a smaller model: not even one page of cache fits"]
     lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
     if usable is None:
-        lines.append(f"{'':<11}(planned; with the types of this version nothing fits)")
+        why = (
+            "nothing fits with the types of this version"
+            if any(o.runs for o in outcomes)
+            else "this version lacks it"
+        )
+        lines.append(f"{'':<11}(planned: {why})")
     elif usable.outcome is not best.outcome:
         lines.append(f"{'today':<11}{' '.join(usable.args)}")
     sixteen = next((o for o in outcomes if o.pair == ("f16", "f16")), None)
@@ -190,7 +213,9 @@ def _advice(
     if report.wish.sequences == 1:
         held = best.outcome
         each = size(held.file_bytes, units)
-        lines.append(f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}")
+        lines.append(
+            f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}"
+        )
     return lines
 
 
@@ -235,7 +260,9 @@ def as_json(report: Report) -> dict[str, Any]:
     model, config, memory = report.model, report.config, report.target.memory
     plan = report.outcomes[0][0].plan
     varying = ("KV pool", "tables and token ids", "per-sequence state")
-    fixed = [{"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying]
+    fixed = [
+        {"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying
+    ]
     return {
         "kv_schema": SCHEMA,
         "model": {

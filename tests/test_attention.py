@@ -16,7 +16,18 @@ from kvcli.kernels import Backend, PagedKV, RecordLayout
 from kvcli.runtime.engine import physical_cores
 
 BACKENDS = (*ISAS, "reference")
-DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (8, 40))
+DIMS = (
+    (64, 64),
+    (72, 72),
+    (80, 80),
+    (96, 96),
+    (112, 112),
+    (128, 128),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+    (8, 40),
+)
 WINDOWS = (0, 1, 5, 64, 100)
 CODECS = tuple(product(("f32", "f16", "bf16"), repeat=2))
 HEADS = ((2, 2), (6, 2), (4, 1), (3, 3), (8, 2), (3, 1))  # (query heads, KV heads)
@@ -57,7 +68,9 @@ class Case:
             at += k.shape[0]
         return kv
 
-    def run(self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0) -> torch.Tensor:
+    def run(
+        self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0
+    ) -> torch.Tensor:
         """Queries i .. i + n."""
         q = self.q[i : i + (self.n if n is None else n)]
         return ops.attention(q, kv, self.start + i, self.window, self.scale, softcap)
@@ -70,7 +83,9 @@ class Case:
         scores = torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = torch.arange(self.start, self.start + self.n)[:, None] - torch.arange(self.first, self.start + self.n)
+        distance = torch.arange(self.start, self.start + self.n)[:, None] - torch.arange(
+            self.first, self.start + self.n
+        )
         unseen = (distance < 0) | ((distance >= self.window) if self.window else False)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1)
 
@@ -78,7 +93,9 @@ class Case:
 def cases(dims: tuple[int, int], step: int):
     """Each window at each place, with codecs and heads in turn; one in `step` of them, others for other dims."""
     every = zip(product(PLACES, WINDOWS), cycle(CODECS), cycle(HEADS), strict=False)
-    for ((size, start, n), window), (codec_k, codec_v), (q_heads, kv_heads) in list(every)[DIMS.index(dims) % step :: step]:
+    for ((size, start, n), window), (codec_k, codec_v), (q_heads, kv_heads) in list(every)[
+        DIMS.index(dims) % step :: step
+    ]:
         yield Case(record(kv_heads, *dims, codec_k, codec_v, size), q_heads, start, n, window, seed=start + n)
 
 
@@ -108,7 +125,10 @@ def test_attention_is_right_and_queries_do_not_depend_on_each_other(dims: tuple[
 @pytest.mark.parametrize("softcap", (0.5, 30.0))
 def test_softcap(softcap: float, name: str):
     ops = backend(name)
-    for case in (Case(record(2, 64, 64), 4, 120, 20, 0), Case(record(1, 72, 72, page_size=64), 4, 520, 1, 90)):
+    for case in (
+        Case(record(2, 64, 64), 4, 120, 20, 0),
+        Case(record(1, 72, 72, page_size=64), 4, 520, 1, 90),
+    ):
         kv = case.cache(ops)
         assert worst(case.run(ops, kv, softcap=softcap), case.dense(softcap)) < 3e-6
         assert worst(case.run(ops, kv), case.dense(softcap)) > 1e-4 or softcap == 30.0
@@ -145,7 +165,12 @@ def test_store_writes_the_specified_bytes_and_nothing_else(codecs: tuple[str, st
                 continue
             again = poisoned(r, start, start + n)
             ops.store(k, v, again, start)
-            assert all(torch.equal(a, b) for a, b in zip(again.pages, expected, strict=True)), (isa, dims, start, n)
+            assert all(torch.equal(a, b) for a, b in zip(again.pages, expected, strict=True)), (
+                isa,
+                dims,
+                start,
+                n,
+            )
 
 
 def test_threads_change_no_bit():

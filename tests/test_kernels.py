@@ -63,7 +63,9 @@ def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: s
 @pytest.mark.parametrize("m", ROWS_OF_X)
 def test_stacked_matrices_of_all_formats(m: int, name: str):
     ops = backend(name)
-    weights = tuple(packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2)))
+    weights = tuple(
+        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2))
+    )
     x = torch.randn(m, 256, generator=torch.manual_seed(m))
     found = ops.matmul(x, weights)
     assert found.shape == (m, sum(w.rows for w in weights))
@@ -97,6 +99,8 @@ def test_rows_are_the_specified_values_to_the_bit(type: str, name: str):
         assert expected.isfinite().all() and expected.abs().max() > 0
         assert same_bits(ops.rows(w, ids), expected)
         assert same_bits(ops.rows(w, ids, 25.298221), expected * 25.298221)
+    with pytest.raises(IndexError):
+        ops.rows(w, torch.tensor([0, 37]))
 
 
 @pytest.mark.parametrize("type", FORMATS)
@@ -159,10 +163,15 @@ def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str
     x = wide[:, 5:].unflatten(1, (3, dim))
     ops.rope_(x, angles.cos().float(), angles.sin().float())
     old = before[:, 5:].unflatten(1, (3, dim)).double()
-    turned = torch.complex(old[..., :half], old[..., half:rope_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = (
+        torch.complex(old[..., :half], old[..., half:rope_dim])
+        * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
     expected = torch.cat([turned.real, turned.imag, old[..., rope_dim:]], -1)
     assert torch.allclose(x.double(), expected, atol=1e-6, rtol=0)
-    assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(x[..., rope_dim:].double(), old[..., rope_dim:])
+    assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(
+        x[..., rope_dim:].double(), old[..., rope_dim:]
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)

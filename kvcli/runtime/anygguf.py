@@ -1,8 +1,9 @@
 """`config_from_gguf_any`: the shape of a GGUF file of any architecture, from its keys alone, for planning.
 
-An architecture that kv runs is read by `config.from_gguf`, so that a plan is that of the engine. For all others:
-per-layer head counts, separate K and V dims, sliding windows with their patterns, latent attention, layers that share
-K and V, and recurrent layers with a constant state. A missing key is named together with the flag that supplies it.
+An architecture that kv runs is read by `config.from_gguf`, so that a plan is that of the engine. For all
+others: per-layer head counts, separate K and V dims, sliding windows with their patterns, latent attention,
+layers that share K and V, and recurrent layers with a constant state. A missing key is named together with
+the flag that supplies it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvcli.runtime.shapes import Given, flag_of, override, planning_config
 _LIMITS = {"block_count": 4096}
 _STATE_BYTES = 4  # recurrent states are kept in float32
 
-# Architectures whose files may lack the pattern: one full layer in so many, and the window where that is missing too.
+# Architectures whose files may lack the pattern: one full layer in so many, and the window where that is
+# missing too.
 _SLIDING_FAMILIES = {
     "gemma2": (2, 4096), "gemma3": (6, 0), "gemma3n": (5, 0), "gpt-oss": (2, 0), "cohere2": (4, 0),
     "llama4": (4, 8192), "exaone4": (4, 0), "olmo2": (4, 0), "smallthinker": (4, 0),
@@ -37,7 +39,9 @@ def config_from_gguf_any(
     given = given or Given()
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
-        raise ModelError("the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file")
+        raise ModelError(
+            "the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file"
+        )
     try:
         config = from_gguf(metadata, shapes)
     except ModelError:  # not an architecture that kv runs, or not in this form: planning needs less
@@ -150,7 +154,9 @@ class _Reader:
     def _rows(self, layer: int, kv_heads: int, window: int) -> LayerConfig:
         heads = self.heads[layer]
         if heads % kv_heads:
-            raise ModelError(f"layer {layer} has {heads} query heads, not a multiple of its {kv_heads} KV heads")
+            raise ModelError(
+                f"layer {layer} has {heads} query heads, not a multiple of its {kv_heads} KV heads"
+            )
         default = self.hidden // heads
         dim_k = self.count("attention.key_length", "dim_k", default)
         dim_v = self.count("attention.value_length", "dim_v", default)
@@ -160,7 +166,7 @@ class _Reader:
         return LayerConfig(SLIDING if window else FULL, kv_heads, dim_k, dim_v, window)
 
     def _latent(self) -> LayerConfig | None:
-        """The rows of multi-head latent attention: the compressed K and V, and the key part that carries RoPE."""
+        """The rows of latent attention (MLA): K and V compressed, and the key part that carries RoPE."""
         rank = self.count("attention.kv_lora_rank", "", 0)
         if not rank:
             return None
@@ -187,14 +193,18 @@ class _Reader:
         if self.has("full_attention_interval") or self.arch in _ATTENTION_INTERVALS:
             every = self.count("full_attention_interval", "", _ATTENTION_INTERVALS.get(self.arch))
             return [(i + 1) % max(1, every) != 0 for i in range(self.n_layers)]
-        has_state = any(self.has(key) for key in ("ssm.state_size", "kda.head_dim", "shortconv.l_cache", "wkv.head_size"))
+        has_state = any(
+            self.has(key) for key in ("ssm.state_size", "kda.head_dim", "shortconv.l_cache", "wkv.head_size")
+        )
         widths = [0] * self.n_layers
         if self.arch.startswith("nemotron_h"):  # a layer is attention, or recurrent, or feed-forward
             widths = self.each("feed_forward_length")
-        return [has_state and heads == 0 and width == 0 for heads, width in zip(kv_heads, widths, strict=True)]
+        return [
+            has_state and heads == 0 and width == 0 for heads, width in zip(kv_heads, widths, strict=True)
+        ]
 
     def _state_bytes(self) -> int:
-        """Bytes that one recurrent layer keeps per sequence: the last inputs of its convolution, and its state."""
+        """Bytes of one recurrent layer per sequence: the last inputs of its convolution, and its state."""
         if self.has("kda.head_dim"):
             head, heads = self.count("kda.head_dim"), max(self.heads)
             values = 3 * (self.count("ssm.conv_kernel") - 1) * heads * head + heads * head * head
@@ -227,6 +237,8 @@ def share_last(layers: list[LayerConfig], first: int) -> list[LayerConfig]:
     for i in range(first, len(layers)):
         owners = [j for j in range(first) if layers[j].kind == layers[i].kind]
         if not owners:
-            raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
+            raise ModelError(
+                f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none"
+            )
         result[i] = replace(layers[i], shares_kv_with=owners[-1])
     return result

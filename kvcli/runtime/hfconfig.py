@@ -58,7 +58,9 @@ class _Reader:
         layers = self._layers()
         experts = self.count("num_local_experts", "num_experts", "n_routed_experts", default=0)
         used = self.count("num_experts_per_tok", "experts_per_token", default=0)
-        width = self.count("intermediate_size", "n_inner", "ffn_hidden_size", flag="ffn", default=4 * self.hidden)
+        width = self.count(
+            "intermediate_size", "n_inner", "ffn_hidden_size", flag="ffn", default=4 * self.hidden
+        )
         if experts:
             width = max(width, used * self.count("moe_intermediate_size", default=width))
         return planning_config(
@@ -104,7 +106,9 @@ class _Reader:
             return 1 if self.data.get("multi_query", True) else self.heads
         if self.data.get("multi_query") is True and "num_key_value_heads" not in self.data:
             return self.count("num_kv_heads", default=1)
-        return self.count("num_key_value_heads", "num_kv_heads", "n_head_kv", flag="kv_heads", default=self.heads)
+        return self.count(
+            "num_key_value_heads", "num_kv_heads", "n_head_kv", flag="kv_heads", default=self.heads
+        )
 
     def _window(self) -> int:
         if self.data.get("use_sliding_window") is False:
@@ -124,7 +128,11 @@ class _Reader:
             return [FULL if i % every == offset % every else RECURRENT for i in range(self.n_layers)]
         if not window:
             return [FULL] * self.n_layers
-        every = self.count("sliding_window_pattern", "_sliding_window_pattern", default=_SLIDING_FAMILIES.get(self.model_type, 0))
+        every = self.count(
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            default=_SLIDING_FAMILIES.get(self.model_type, 0),
+        )
         # Qwen2 slides from this layer on only; its other layers see everything.
         first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0
         slides = [i >= first and (every < 2 or (i + 1) % every != 0) for i in range(self.n_layers)]
@@ -133,13 +141,18 @@ class _Reader:
     def _kind(self, name: Any, window: int) -> str:
         if name in _SLIDING_KINDS:
             if not window:
-                raise ModelError("config.json has sliding layers but lacks the key sliding_window", "--swa-window supplies it")
+                raise ModelError(
+                    "config.json has sliding layers but lacks the key sliding_window",
+                    "--swa-window supplies it",
+                )
             return SLIDING
         if name in _RECURRENT_KINDS:
             return RECURRENT
         if name in ("full_attention", "attention"):
             return FULL
-        raise ModelError(f"layer_types in config.json names a layer {str(name)[:40]!r}, which kv cannot plan for")
+        raise ModelError(
+            f"layer_types in config.json names a layer {str(name)[:40]!r}, which kv cannot plan for"
+        )
 
     def _state_bytes(self) -> int:
         """Bytes of one recurrent layer per sequence, in float32."""

@@ -1,12 +1,13 @@
-"""`KVLayout`: the bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
+"""`KVLayout`: bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
 
-Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a *record* is
-the part of a page that belongs to one layer and one KV head: K rows, V rows, then K scales, V scales and the mean row
-of the keys where a codec has them.
+Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a
+*record* is the part of a page that belongs to one layer and one KV head: K rows, V rows, then K scales, V
+scales and the mean row of the keys where a codec has them.
 
-Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
-sequence also holds OPEN_PAGES pages of a 16-bit class in such a group: the tail (the page being filled) and the sinks.
-Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
+Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full.
+So each sequence also holds OPEN_PAGES pages of a 16-bit class in such a group: the tail (the page being
+filled) and the sinks. Group g's 16-bit class, if it has one, is an arena of its own, behind those of all
+groups.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per
 class CodecSpec:
     """Storage of one cache type, for keys or for values.
 
-    `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows are padded
-    to whole multiples of `packing` elements. With `mean_row` each (page, head) of keys has one more row in float16:
-    the mean that was subtracted. `runs`: this version's engine can use it; the others are planned with only.
+    `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows
+    are padded to whole multiples of `packing` elements. With `mean_row` each (page, head) of keys has one
+    more row in float16: the mean that was subtracted. `runs`: this version's engine can use it; the others
+    are planned with only.
     """
 
     name: str
@@ -74,7 +76,7 @@ ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layers that share one page list: same kind, heads, dims and window. `layers` are model layer numbers."""
+    """Layers that share one page list: same kind, heads, dims and window; `layers` are their numbers."""
 
     kind: str
     layers: tuple[int, ...]
@@ -150,9 +152,10 @@ class GroupLayout:
         return replace(self, codec_k=_at_least_16(self.codec_k), codec_v=_at_least_16(self.codec_v))
 
     def pages(self, tokens: int, chunk: int) -> int:
-        """Most pages that a sequence of `tokens` holds at once when it is fed in chunks of at most `chunk` tokens.
+        """Most pages that a sequence of `tokens` holds at once when fed in steps of at most `chunk` tokens.
 
-        A sliding group needs the pages of its window behind the first query of a chunk, and those of the chunk.
+        A sliding group needs the pages of its window behind the first query of a chunk, and those of the
+        chunk.
         """
         whole = -(-tokens // self.page_size)
         if self.kind != SLIDING:
@@ -177,12 +180,12 @@ class KVLayout:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64, planned: bool = False
+        cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64, *, planned: bool = False
     ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        `planned` also allows the types that the engine cannot run yet. Raises UsageError for any other type, and
-        for an unknown page size.
+        `planned` also allows the types that the engine cannot run yet. Raises UsageError for any other type,
+        and for an unknown page size.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
@@ -204,14 +207,16 @@ class KVLayout:
                 slots.append((group, len(members[group])))
                 members[group].append(i)
         groups = tuple(
-            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size)
+            GroupLayout(
+                kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size
+            )
             for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))
 
     @cached_property
     def arenas(self) -> tuple[GroupLayout, ...]:
-        """What the pool keeps apart: every group, then the 16-bit classes of the sealed ones in the same order."""
+        """What the pool keeps apart: every group, then the 16-bit class of each sealed one."""
         return self.groups + tuple(opened for g in self.groups if (opened := g.open_class()))
 
     @property
@@ -226,7 +231,8 @@ class KVLayout:
     def arena_pages(self, tokens: int, chunk: int, sequences: int = 1, shared: int = 0) -> tuple[int, ...]:
         """Most pages per arena for `sequences` of `tokens` that have their first `shared` tokens in common.
 
-        Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not counted.
+        Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not
+        counted.
         """
         common = min(shared, tokens) // self.page_size
         counts = []
@@ -262,7 +268,7 @@ class KVLayout:
 
 
 def codec(name: str, planned: bool = False) -> CodecSpec:
-    """The cache type of that name. Raises UsageError if there is none or, unless `planned`, the engine lacks it."""
+    """The cache type of that name. UsageError if there is none or, unless `planned`, the engine lacks it."""
     spec = CODEC_SPECS.get(ALIASES.get(name, name))
     if spec is None:
         raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {_listed(CODEC_SPECS)}")

@@ -5,11 +5,8 @@ Nothing here creates a CUDA context: that would change the number being measured
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +37,15 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", text.strip().lower(), re.ASCII)
     if match is None or len(match[1]) > 20:
-        raise UsageError(f"{flag} is '{text}', which is not a size", "write 6G, 512MiB, or a share such as 0.9")
+        raise UsageError(
+            f"{flag} is '{text}', which is not a size", "write 6G, 512MiB, or a share such as 0.9"
+        )
     number, unit = float(match[1]), match[2]
     if not unit and not match[3] and 0 < number <= 1 and match[1] != "1":
         if whole is None:
-            raise UsageError(f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G")
+            raise UsageError(
+                f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G"
+            )
         return int(number * whole)
     size = int(number * _UNITS[unit])
     if size < 1 << 20 and not unit and not match[3] and size:
@@ -55,8 +56,8 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
 def main_memory(root: Path = Path("/")) -> Memory:
     """What this process may still use of main memory. `root`: where /proc and /sys are looked for.
 
-    The smallest of MemAvailable and what each control group above this process leaves; files that a group merely
-    caches count as free. Raises UsageError on a system that tells neither.
+    The smallest of MemAvailable and what each control group above this process leaves; files that a group
+    merely caches count as free. Raises UsageError on a system that tells neither.
     """
     total, free, source = _meminfo(root / "proc/meminfo")
     for limit, left in _group_limits(root):
@@ -182,6 +183,10 @@ def _text(value: str | bytes) -> str:
 
 
 def _by_nvidia_smi() -> list[tuple[str, Memory]] | None:
+    import csv
+    import shutil
+    import subprocess
+
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

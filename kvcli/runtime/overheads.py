@@ -1,7 +1,8 @@
 """What was measured on this machine: memory of the runtime and its libraries, memory bandwidth.
 
-One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth": ...}}},
-a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand in.
+One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth":
+...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand
+in.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def store(device: str, measured: Overheads) -> Path:
 
 def _devices(path: Path) -> dict[str, dict[str, float]]:
     data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or data.get("kv_schema") != SCHEMA or not isinstance(data.get("devices"), dict):
+    if (
+        not isinstance(data, dict)
+        or data.get("kv_schema") != SCHEMA
+        or not isinstance(data.get("devices"), dict)
+    ):
         raise ValueError("it has another form")
     if not all(isinstance(entry, dict) for entry in data["devices"].values()):
         raise ValueError("it has another form")
