@@ -116,9 +116,7 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
 
     if card is not None:
         if device is not None:
-            raise UsageError(
-                "--gpu and --device exclude each other", "--gpu plans for a card that need not be here"
-            )
+            raise UsageError("--gpu and --device exclude each other", "--gpu plans for a card that need not be here")
         known = find_card(card)
         memory, rate = known.memory(), known.bandwidth
         free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
@@ -225,6 +223,4 @@ def recommend(outcomes: Sequence[Outcome], runnable: bool) -> Recommendation | N
     best = max(ladder, key=lambda o: o.max_context, default=None)
     if best is None or best.max_context == 0:
         return None
-    return Recommendation(
-        best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with any type"
-    )
+    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with any type")

@@ -42,11 +42,7 @@ class IdealGroup:
 
     def token_bytes(self, type_k: str, type_v: str) -> Fraction:
         """Bytes of one token in all layers of the group."""
-        return (
-            self.layers
-            * self.kv_heads
-            * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
-        )
+        return self.layers * self.kv_heads * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
 
     def per_rank(self, ranks: int) -> IdealGroup:
         """The group on one of `ranks` devices: heads are divided while they last, then repeated."""
@@ -162,9 +158,7 @@ class Setting:
             work += footprint.scratch_bytes(config, layout.page_size, self.threads)
         rows = [Row("weights", weights.packed, weights.source, weights.detail)]
         if weights.copies:
-            rows.append(
-                Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32")
-            )
+            rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
         rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
         if self.kind == CPU:
             rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))

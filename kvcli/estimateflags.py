@@ -55,9 +55,7 @@ class PlanFlags:
     cache_type_v: Annotated[
         str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
     ] = None
-    cache_type: Annotated[
-        str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")
-    ] = None
+    cache_type: Annotated[str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")] = None
     page_size: Annotated[int, _plan("--page-size", metavar="16|32|64|128", help="Tokens per page (64).")] = 64
     ubatch_size: Annotated[
         int,
@@ -94,9 +92,7 @@ class PlanFlags:
         pairs = self.pairs()
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
-        return Wish(
-            contexts, pairs, self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
-        )
+        return Wish(contexts, pairs, self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads())
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length
@@ -105,9 +101,7 @@ class PlanFlags:
         contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
         if 0 in contexts:
             key = (
-                f"{model.config.arch}.context_length is not known"
-                if model.origin != "flags"
-                else "no context is given"
+                f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
             )
             raise UsageError(key, "-c N supplies it")
         return contexts
@@ -168,9 +162,7 @@ class DeviceFlags:
     """The device planned for."""
 
     gpu: Annotated[str | None, _device("--gpu", metavar="NAME", help="A card that need not be here.")] = None
-    vram: Annotated[
-        str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")
-    ] = None
+    vram: Annotated[str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")] = None
     device: Annotated[
         str | None,
         _device("--device", metavar="cpu|cuda:N", help="A device that is here; the first GPU, else the CPU."),
@@ -188,9 +180,7 @@ class OutputFlags:
     json: JsonFlag = False
     csv: Annotated[bool, _output("--csv", help="Print the table as CSV, sizes in bytes.")] = False
     explain: Annotated[bool, _output("--explain", help="Print every multiplication.")] = False
-    print_args: Annotated[bool, _output("--print-args", help="Print the flags for kv run, nothing else.")] = (
-        False
-    )
+    print_args: Annotated[bool, _output("--print-args", help="Print the flags for kv run, nothing else.")] = False
     check: Annotated[bool, _output("--check", help="Print nothing; exit 0 if it fits, 4 if not.")] = False
     units: Annotated[str, _output("--units", metavar="GiB|GB|B", help="Of sizes in the table (GiB).")] = "GiB"
     list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
@@ -227,9 +217,7 @@ def _parameters(text: str) -> int:
         number = float(word[:-1] if word[-1:] in scale else word) * factor
         return int(number)
     except (ValueError, OverflowError):
-        raise UsageError(
-            f"--params is '{text}'", "write a number of weights: 8e9, 8b or 8030261248"
-        ) from None
+        raise UsageError(f"--params is '{text}'", "write a number of weights: 8e9, 8b or 8030261248") from None
 
 
 def _threads() -> int:

@@ -66,9 +66,7 @@ def cache_only(report: Report, units: str) -> str:
         times = f" x {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
-            figures = (
-                f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
-            )
+            figures = f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
             lines.append(f"{o.label:<11}{figures}")
     return "\n".join([*lines, "", "weights are not counted: --params N gives their number"]) + "\n"
 
@@ -140,9 +138,7 @@ def _device_lines(report: Report) -> list[str]:
     each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
     plan = report.outcomes[0][0].plan
-    rows = [
-        (row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"
-    ]
+    rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
     rows.append(("margin", target.margin, "--margin"))
     lines.append(f"{'':<28}{'MiB':>9}  source")
     return lines + [f"{name:<28}{count / MIB:>9,.0f}  {source}" for name, count, source in rows]
@@ -199,9 +195,7 @@ def _advice(
     lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
     if usable is None:
         why = (
-            "nothing fits with the types of this version"
-            if any(o.runs for o in outcomes)
-            else "this version lacks it"
+            "nothing fits with the types of this version" if any(o.runs for o in outcomes) else "this version lacks it"
         )
         lines.append(f"{'':<11}(planned: {why})")
     elif usable.outcome is not best.outcome:
@@ -213,9 +207,7 @@ def _advice(
     if report.wish.sequences == 1:
         held = best.outcome
         each = size(held.file_bytes, units)
-        lines.append(
-            f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}"
-        )
+        lines.append(f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}")
     return lines
 
 
@@ -260,9 +252,7 @@ def as_json(report: Report) -> dict[str, Any]:
     model, config, memory = report.model, report.config, report.target.memory
     plan = report.outcomes[0][0].plan
     varying = ("KV pool", "tables and token ids", "per-sequence state")
-    fixed = [
-        {"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying
-    ]
+    fixed = [{"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying]
     return {
         "kv_schema": SCHEMA,
         "model": {

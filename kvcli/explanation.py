@@ -21,9 +21,7 @@ def explain(report: Report) -> str:
 
 def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     wish, tokens = report.wish, o.plan.tokens
-    yield f"{o.label} at {tokens:,} tokens" + (
-        f", {wish.sequences:,} sequences" if wish.sequences > 1 else ""
-    )
+    yield f"{o.label} at {tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
     counts = o.layout.arena_pages(tokens, wish.chunk, wish.sequences, min(wish.shared, tokens))
     for arena, count in zip(o.layout.arenas, counts, strict=True):
         opened = arena not in o.layout.groups
@@ -50,11 +48,7 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
 
 def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> Iterator[str]:
     wish, size = report.wish, g.page_size
-    title = (
-        "16-bit tail and sinks"
-        if opened
-        else f"{g.kind} layers" + (f", window {g.window:,}" if g.window else "")
-    )
+    title = "16-bit tail and sinks" if opened else f"{g.kind} layers" + (f", window {g.window:,}" if g.window else "")
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
     yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {types}"
     row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
@@ -85,9 +79,5 @@ def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
     if wish.sequences > 1:
         common = 0 if g.kind == SLIDING else min(wish.shared, tokens) // size
-        text = (
-            f"{common:,} + {wish.sequences:,} x ({text} - {common:,})"
-            if common
-            else f"{wish.sequences:,} x {text}"
-        )
+        text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
     return f"{text} = {count:,}"

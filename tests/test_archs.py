@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
+import torch
 from kernelcases import backend, packed
+
 from kvcli.errors import ModelError
 from kvcli.kernels import ggml
 from kvcli.kernels.pointwise import rope_
@@ -55,9 +55,7 @@ def test_every_architecture_has_a_tiny_model():
 def test_logits_are_those_of_transformers(variant: str, name: str, tiny_folder: Path):
     made = tiny.make(tiny_folder, variant)
     expected, loaded = made.logits(IDS), Loaded(made.path, name)
-    assert (
-        expected.std() > 0.3 and expected.argmax(1).unique().numel() > 10
-    )  # there is something to get wrong
+    assert expected.std() > 0.3 and expected.argmax(1).unique().numel() > 10  # there is something to get wrong
     seq = Sequence(loaded.pool)
     prefill = loaded.run(seq, IDS)
     assert (prefill - expected).abs().max() <= 1e-4
@@ -82,9 +80,7 @@ def test_the_tiny_models_differ_where_they_should(tiny_folder: Path):
     by_name = {name: tiny.make(tiny_folder, name).logits(IDS) for name in tiny.VARIANTS}
     for name in ("llama-untied", "llama-llama3-rope", "llama-linear-rope"):
         assert (by_name[name] - by_name["llama"]).abs().max() > 0.01
-    wide = Loaded(
-        tiny.make(tiny_folder, "gemma3").path, "reference", {"gemma3.attention.sliding_window": LENGTH}
-    )
+    wide = Loaded(tiny.make(tiny_folder, "gemma3").path, "reference", {"gemma3.attention.sliding_window": LENGTH})
     assert (wide.run(Sequence(wide.pool), IDS) - by_name["gemma3"]).abs().max() > 0.01
 
 
@@ -124,9 +120,7 @@ def test_rope_angles_stay_right_at_large_positions():
     exact = torch.tensor([[10_000_000.0], [10_000_001.0]], dtype=torch.float64) * 10_000.0 ** (
         -torch.arange(4).double() / 4
     )
-    assert torch.allclose(cos.double(), exact.cos(), atol=1e-7) and torch.allclose(
-        sin.double(), exact.sin(), atol=1e-7
-    )
+    assert torch.allclose(cos.double(), exact.cos(), atol=1e-7) and torch.allclose(sin.double(), exact.sin(), atol=1e-7)
 
 
 def test_a_missing_or_misshapen_tensor_is_named(tiny_folder: Path):

@@ -10,8 +10,8 @@ from itertools import cycle, product
 
 import pytest
 import torch
-
 from kernelcases import ISAS, backend, native, poisoned, record, same_bits, stored
+
 from kvcli.kernels import Backend, PagedKV, RecordLayout
 from kvcli.runtime.engine import physical_cores
 
@@ -68,9 +68,7 @@ class Case:
             at += k.shape[0]
         return kv
 
-    def run(
-        self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0
-    ) -> torch.Tensor:
+    def run(self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0) -> torch.Tensor:
         """Queries i .. i + n."""
         q = self.q[i : i + (self.n if n is None else n)]
         return ops.attention(q, kv, self.start + i, self.window, self.scale, softcap)

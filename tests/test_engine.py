@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
 import tiny
+import torch
 from kernelcases import need_native, same_bits
+
 from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime.engine import Engine, physical_cores
@@ -21,9 +21,7 @@ from kvcli.runtime.events import End, Prefill, Token
 from kvcli.runtime.sequence import Sequence
 
 GREEDY = SampleOptions(temperature=0.0, ignore_eos=True, max_tokens=8)
-DRAWN = SampleOptions(
-    4.0, 0, 1.0, 0.0, seed=8, ignore_eos=True, max_tokens=12
-)  # varied text, the same each time
+DRAWN = SampleOptions(4.0, 0, 1.0, 0.0, seed=8, ignore_eos=True, max_tokens=12)  # varied text, the same each time
 PROMPT = torch.randint(3, 370, (140,), generator=torch.manual_seed(5)).tolist()
 CHUNKS = (1, 2, 7, 16, 63, 64, 65, 100, len(PROMPT))
 
@@ -36,9 +34,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_tiny(folder: Path, variant: str, backend: str, cache: CacheOptions | None = None) -> Engine:
     if backend == "native":
         need_native()
-    return Engine.open(
-        tiny.make(folder, variant).path, LoadOptions(variant, 2, backend), cache or CacheOptions()
-    )
+    return Engine.open(tiny.make(folder, variant).path, LoadOptions(variant, 2, backend), cache or CacheOptions())
 
 
 @pytest.fixture(
@@ -190,9 +186,7 @@ def test_greedy_is_exact_argmax(engine: Engine):
 def test_page_sizes_and_backends_agree_closely(tiny_folder: Path):
     found = [
         fresh(
-            open_tiny(
-                tiny_folder, "gemma3", backend, CacheOptions(type_k="f32", type_v="f32", page_size=size)
-            ),
+            open_tiny(tiny_folder, "gemma3", backend, CacheOptions(type_k="f32", type_v="f32", page_size=size)),
             PROMPT,
         )
         for backend in ("native", "reference")

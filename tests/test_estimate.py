@@ -33,10 +33,7 @@ def full(n: int, heads: int, dim_k: int, dim_v: int | None = None) -> list[Layer
 CONFIGS = {
     "llama": config(full(30, 3, 64), 9),
     "gemma3": config(
-        [
-            LayerConfig(FULL, 1, 256, 256) if i % 6 == 5 else LayerConfig(SLIDING, 1, 256, 256, 512)
-            for i in range(18)
-        ],
+        [LayerConfig(FULL, 1, 256, 256) if i % 6 == 5 else LayerConfig(SLIDING, 1, 256, 256, 512) for i in range(18)],
         4,
     ),
     "large window": config([*full(1, 2, 96), *[LayerConfig(SLIDING, 2, 96, 96, 1100)] * 2]),
@@ -207,9 +204,7 @@ def test_the_engine_refuses_what_it_cannot_run() -> None:
     assert {"f32", "f16", "bf16"} <= set(RUNNABLE)
     planned = [name for name in TYPES if name not in RUNNABLE]
     for name in planned:
-        with pytest.raises(
-            UsageError, match=f"{name} is planned in estimates but this version's engine runs f32, f16"
-        ):
+        with pytest.raises(UsageError, match=f"{name} is planned in estimates but this version's engine runs f32, f16"):
             KVLayout.build(CONFIGS["llama"], name, "f16")
     with pytest.raises(UsageError, match="unknown cache type"):
         KVLayout.build(CONFIGS["llama"], "f8", "f16", planned=True)
@@ -237,9 +232,7 @@ def test_plans_grow_with_the_context(name: str, kind: str) -> None:
     st.sampled_from(sorted(CONFIGS)), st.sampled_from(TYPES), st.sampled_from((16, 32, 64)),
     st.integers(0, 200 << 20), st.integers(1, 20000),
 )  # fmt: skip
-def test_the_largest_context_is_the_last_that_fits(
-    name: str, kind: str, size: int, extra: int, limit: int
-) -> None:
+def test_the_largest_context_is_the_last_that_fits(name: str, kind: str, size: int, extra: int, limit: int) -> None:
     setting = Setting(CONFIGS[name], WEIGHTS)
     layout = layout_of(name, kind, page_size=size)
     budget = setting.plan(layout, 0).needed + extra
@@ -265,8 +258,7 @@ def test_several_sequences_fit_shorter_contexts() -> None:
     layout = layout_of("llama")
     budget = 2 << 30
     lengths = [
-        Setting(CONFIGS["llama"], WEIGHTS, sequences=n).largest_context(layout, budget, 1 << 20)
-        for n in (1, 2, 4)
+        Setting(CONFIGS["llama"], WEIGHTS, sequences=n).largest_context(layout, budget, 1 << 20) for n in (1, 2, 4)
     ]
     assert lengths[0] > lengths[1] > lengths[2] > 0
 
@@ -296,8 +288,7 @@ def test_the_engine_takes_what_fits_and_says_so() -> None:
 
 def test_an_explicit_context_may_exceed_the_trained_one() -> None:
     assert (
-        plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=40000), Budget(64 << 30, "free"))[0]
-        == 40000
+        plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=40000), Budget(64 << 30, "free"))[0] == 40000
     )
 
 
@@ -375,9 +366,7 @@ def test_weights_are_counted_as_the_engine_keeps_them(fixture: str, request: pyt
 def _reachable(value: object, depth: int = 6) -> Iterator[object]:
     """The object and what its attributes and lists hold, without operations and configs."""
     yield value
-    if depth == 0 or not type(value).__module__.startswith(
-        ("kvcli.runtime.archs", "kvcli.runtime.layers", "builtins")
-    ):
+    if depth == 0 or not type(value).__module__.startswith(("kvcli.runtime.archs", "kvcli.runtime.layers", "builtins")):
         return
     inner = value if isinstance(value, (list, tuple)) else list(getattr(value, "__dict__", {}).values())
     for each in inner:

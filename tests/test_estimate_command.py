@@ -67,9 +67,7 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert max(map(len, lines)) <= 80
     assert "KV/token   32 × 8 × (128 K + 128 V) × 2 B = 131,072 B (f16)" in lines
     assert "attention  GQA · 32 full layers · 32 query heads · 8 KV heads (4:1)" in lines
-    assert any(
-        line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines
-    )
+    assert any(line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines)
     f16, int8 = (next(line.split() for line in lines if line.startswith(name)) for name in ("f16 ", "int8 "))
     assert f16[:4] == ["f16", "128.0", "8.000", "GiB"] and "no" in f16
     assert int8[:4] == ["int8", "65.0", "4.141", "GiB"] and "yes" in int8
@@ -188,11 +186,7 @@ def test_several_contexts_and_types(kv_here: KvHere) -> None:
 def test_sharing_and_ranks(kv_here: KvHere) -> None:
     def kv_bytes(*args: str) -> int:
         return json.loads(
-            ok(
-                kv_here(
-                    "estimate", "llama-3.1-8b", "--vram", "800G", "-c", "4096", "-ct", "f16", "--json", *args
-                )
-            )
+            ok(kv_here("estimate", "llama-3.1-8b", "--vram", "800G", "-c", "4096", "-ct", "f16", "--json", *args))
         )["types"][0]["kv_bytes"]
 
     page = 64 * 131072
@@ -226,9 +220,7 @@ def test_largest_context_is_offered_and_true(kv_here: KvHere) -> None:
     largest = row["max_ctx"]
     assert 65536 < largest < 131072 and largest % 64 == 0
     assert kv_here("estimate", *CARD[:1], "-c", str(largest), *CARD[3:], "-ct", "int8", "--check")[0] == 0
-    assert (
-        kv_here("estimate", *CARD[:1], "-c", str(largest + 64), *CARD[3:], "-ct", "int8", "--check")[0] == 4
-    )
+    assert kv_here("estimate", *CARD[:1], "-c", str(largest + 64), *CARD[3:], "-ct", "int8", "--check")[0] == 4
 
 
 def test_beyond_the_training_context(kv_here: KvHere) -> None:
@@ -257,9 +249,7 @@ def test_what_was_measured_is_used(small: Path, kv_here: KvHere) -> None:
 
 def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
     """All weights but the input embedding, and every row of the cache, are read once a token."""
-    row = json.loads(ok(kv_here("estimate", *CARD, "--json", "-ct", "int8", "--bandwidth", "360")))["types"][
-        0
-    ]
+    row = json.loads(ok(kv_here("estimate", *CARD, "--json", "-ct", "int8", "--bandwidth", "360")))["types"][0]
     read = round((8_030_261_248 - 128_256 * 4096) * 4.9 / 8) + 65536 * 66560
     assert row["tps_ceiling"] == pytest.approx(360e9 / read, rel=1e-3)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from kernelcases import need_native
+
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.sequence import Sequence

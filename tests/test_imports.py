@@ -28,8 +28,8 @@ kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ra
 kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
 kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
 kvcli.runtime.tokenizer
-kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.hub
+kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
+kvcli.runtime.archs kvcli.runtime.diskspeed kvcli.runtime.hub
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting
 kvcli.runtime.remoteheaders

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-
 from kernelcases import FORMATS, ISAS, backend, native, packed, same_bits
+
 from kvcli.kernels import QuantTensor, ggml
 from kvcli.kernels.native import FORMATS as NATIVE_FORMATS
 from kvcli.runtime.engine import physical_cores
@@ -64,7 +64,7 @@ def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: s
 def test_stacked_matrices_of_all_formats(m: int, name: str):
     ops = backend(name)
     weights = tuple(
-        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2))
+        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2, strict=False))
     )
     x = torch.randn(m, 256, generator=torch.manual_seed(m))
     found = ops.matmul(x, weights)
@@ -164,14 +164,11 @@ def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str
     ops.rope_(x, angles.cos().float(), angles.sin().float())
     old = before[:, 5:].unflatten(1, (3, dim)).double()
     turned = (
-        torch.complex(old[..., :half], old[..., half:rope_dim])
-        * torch.polar(torch.ones_like(angles), angles)[:, None]
+        torch.complex(old[..., :half], old[..., half:rope_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     )
     expected = torch.cat([turned.real, turned.imag, old[..., rope_dim:]], -1)
     assert torch.allclose(x.double(), expected, atol=1e-6, rtol=0)
-    assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(
-        x[..., rope_dim:].double(), old[..., rope_dim:]
-    )
+    assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(x[..., rope_dim:].double(), old[..., rope_dim:])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

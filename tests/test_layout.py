@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from test_pages import chunks, tiny_layout
 
 from kvcli.errors import UsageError
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.layout import PAGE_SIZES, KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
-from test_pages import chunks, tiny_layout
 
 
 def model(layers: tuple[LayerConfig, ...]) -> ModelConfig:
@@ -93,11 +93,7 @@ def test_the_first_page_that_a_query_sees(page_size: int):
         sliding, full = tiny_layout(window, page_size).groups
         for position in range(0, 300):
             oldest = max(0, position - window + 1)
-            assert (
-                sliding.first_page(position) * page_size
-                <= oldest
-                < (sliding.first_page(position) + 1) * page_size
-            )
+            assert sliding.first_page(position) * page_size <= oldest < (sliding.first_page(position) + 1) * page_size
             assert full.first_page(position) == 0
 
 

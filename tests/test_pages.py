@@ -50,9 +50,7 @@ def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch
         torch.tensor(tokens, dtype=torch.float32),
         torch.arange(start, start + len(tokens)).float(),
     )
-    return torch.stack([token, position], 1)[:, None], torch.stack([token + 0.5, position + 1000 * layer], 1)[
-        :, None
-    ]
+    return torch.stack([token, position], 1)[:, None], torch.stack([token + 0.5, position + 1000 * layer], 1)[:, None]
 
 
 def write(step: Step, tokens: list[int]) -> None:
@@ -84,9 +82,7 @@ def check_rows(seq: Sequence, tokens: list[int]) -> None:
         first = max(0, seq.length - WINDOW + 1) if kind == SLIDING else 0
         if first < seq.length:
             kv = seq._view(group)[index[group]]
-            for found, expected in zip(
-                read(kv, first, seq.length), rows(tokens[first:], first, layer), strict=True
-            ):
+            for found, expected in zip(read(kv, first, seq.length), rows(tokens[first:], first, layer), strict=True):
                 assert torch.equal(found, expected), f"layer {layer} of {len(tokens)} tokens"
         index[group] += 1
 
@@ -289,9 +285,7 @@ def test_a_copy_that_does_not_fit_leaves_no_page_behind(small_steps: None):
     append(seq, list(range(20)))
     twin = seq.fork()
     with pytest.raises(DoesNotFit):
-        twin.reserve(
-            [1] * 13
-        )  # a copy and a new page for group 0, which fit; a copy for group 1, which does not
+        twin.reserve([1] * 13)  # a copy and a new page for group 0, which fit; a copy for group 1, which does not
     pool.check([*seq.holds(), *twin.holds()])
     assert (twin.pages(0), twin.pages(1)) == (2, 2)
     check_rows(twin, list(range(20)))

@@ -222,9 +222,7 @@ def _raw(answer: bytes) -> Callable[[RangeHandler], None]:
 )
 def test_answers_that_are_no_http(answer: bytes, site: RangeSite) -> None:
     act(site, _raw(answer))
-    assert failure(remote(site)).message.startswith(
-        ("cannot read org/repo/f: ", "127.0.0.1 answered HTTP 999")
-    )
+    assert failure(remote(site)).message.startswith(("cannot read org/repo/f: ", "127.0.0.1 answered HTTP 999"))
 
 
 def test_nobody_listens() -> None:

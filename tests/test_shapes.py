@@ -174,9 +174,7 @@ def test_recurrent_layers_by_heads() -> None:
 
 
 def test_models_without_any_attention() -> None:
-    mamba = gguf(
-        "mamba", drop="attention.head_count", ssm__conv_kernel=4, ssm__inner_size=512, ssm__state_size=16
-    )
+    mamba = gguf("mamba", drop="attention.head_count", ssm__conv_kernel=4, ssm__inner_size=512, ssm__state_size=16)
     assert KVLayout.build(mamba, "f16", "f16").state_bytes == 4 * (3 * 512 + 16 * 512) * 4
     assert token_bytes(mamba) == 0 and mamba.attention_kind == "none"
     rwkv = gguf("rwkv6", drop="attention.head_count", wkv__head_size=64)
@@ -184,9 +182,7 @@ def test_models_without_any_attention() -> None:
 
 
 def test_attention_and_state_in_every_layer() -> None:
-    config = gguf(
-        "falcon-h1", ssm__conv_kernel=4, ssm__inner_size=512, ssm__state_size=16, ssm__group_count=1
-    )
+    config = gguf("falcon-h1", ssm__conv_kernel=4, ssm__inner_size=512, ssm__state_size=16, ssm__group_count=1)
     layout = KVLayout.build(config, "f16", "f16")
     assert layout.token_bytes() == 4 * 2 * 64 * 2
     assert layout.state_bytes == 4 * (3 * 544 + 16 * 512) * 4
@@ -195,9 +191,7 @@ def test_attention_and_state_in_every_layer() -> None:
 def test_experts_widen_the_workspace() -> None:
     config = gguf("qwen3moe", expert_count=128, expert_used_count=8, expert_feed_forward_length=768)
     assert (config.n_experts, config.n_experts_used, config.d_ff) == (128, 8, 6144)
-    assert (
-        gguf("llama", expert_count=8, expert_used_count=2).n_experts == 8
-    )  # kv does not run it, but plans for it
+    assert gguf("llama", expert_count=8, expert_used_count=2).n_experts == 8  # kv does not run it, but plans for it
 
 
 def test_layers_that_only_predict_are_left_out() -> None:
@@ -299,10 +293,7 @@ def test_hf_falcon() -> None:
     keys = {"model_type": "falcon", "num_attention_heads": 71, "hidden_size": 4544, "num_hidden_layers": 32}
     assert token_bytes(hf(drop="num_key_value_heads", **keys)) == 8192
     forty = {"model_type": "falcon", "num_attention_heads": 128, "hidden_size": 8192, "num_hidden_layers": 60}
-    assert (
-        token_bytes(hf(drop="num_key_value_heads", new_decoder_architecture=True, num_kv_heads=8, **forty))
-        == 122880
-    )
+    assert token_bytes(hf(drop="num_key_value_heads", new_decoder_architecture=True, num_kv_heads=8, **forty)) == 122880
 
 
 def test_hf_missing_and_odd() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
-
 import tinyvocab
+import torch
 
 CONTEXT, WINDOW = 512, 20
 
@@ -97,9 +96,7 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     config = AutoConfig.for_model(kind, **settings | variant.settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(7)
-    for (
-        weight
-    ) in model.parameters():  # larger than transformers' own, or every layer would do next to nothing
+    for weight in model.parameters():  # larger than transformers' own, or every layer would do next to nothing
         scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[1] ** -0.5
         mean = 1.0 if weight.dim() == 1 and variant.arch != "gemma3" else 0.0
         weight.data = mean + scale * torch.randn(weight.shape, generator=generator)

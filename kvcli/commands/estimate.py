@@ -33,9 +33,7 @@ def estimate(
     ] = None,
     model_option: Annotated[
         str | None,
-        typer.Option(
-            "-m", "--model", "--preset", metavar="MODEL", help="The same as MODEL.", show_default=False
-        ),
+        typer.Option("-m", "--model", "--preset", metavar="MODEL", help="The same as MODEL.", show_default=False),
     ] = None,
 ) -> None:
     """Plan memory before loading: what fits, at which cache type, up to which context."""
@@ -73,9 +71,7 @@ def _report(
 
     given = shape.given()
     if name is None and not given.shapes:
-        raise UsageError(
-            "no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim"
-        )
+        raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     plan.pairs()  # a wrong type is told before anything is read
     for alias, own in plan.aliases():
         render.notice(f"{alias} is taken as {own}: the same size class, not the same bits", invocation)
@@ -87,9 +83,7 @@ def _report(
     outcomes = compare(model, target, wish)
     trained = model.config.context_length
     if trained and max(wish.contexts) > trained:
-        warnings.append(
-            f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}"
-        )
+        warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
     best, usable = ([recommend(each, runnable) for each in outcomes] for runnable in (False, True))
     return Report(model, target, wish, outcomes, best, usable, warnings)
 
@@ -120,9 +114,7 @@ def _check(report: Report, plan: PlanFlags) -> None:
                 missing = (o.plan.needed - report.target.memory.free) / (1 << 20)
                 raise DoesNotFit(
                     f"{o.label} at {o.plan.tokens:,} tokens needs {missing:,.0f} MiB more than there is",
-                    f"the largest context that fits is {o.max_context:,}"
-                    if o.max_context
-                    else "use a smaller model",
+                    f"the largest context that fits is {o.max_context:,}" if o.max_context else "use a smaller model",
                 )
 
 
@@ -145,8 +137,7 @@ def _list(output: OutputFlags, invocation: Invocation) -> None:
         from kvcli.runtime.cards import CARDS
 
         cards = [
-            [c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"]
-            for c in CARDS.values()
+            [c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"] for c in CARDS.values()
         ]
         render.print_table(["name", "card", "MiB", "usable MiB", "GB/s"], cards, invocation, right={2, 3, 4})
         return

@@ -34,8 +34,10 @@ class _Weight(ctypes.Structure):
 class _Paged(ctypes.Structure):
     _fields_ = [("pages", c_void_p)] + [
         (name, c_int64)
-        for name in "first_page page_size kv_heads record_bytes v_offset dim_k dim_v codec_k codec_v".split()
-    ]
+        for name in (
+            "first_page", "page_size", "kv_heads", "record_bytes", "v_offset", "dim_k", "dim_v", "codec_k", "codec_v",
+        )
+    ]  # fmt: skip
 
 
 _SIGNATURES = {
@@ -56,7 +58,9 @@ def library() -> ctypes.CDLL:
     """The compiled kernels. Raises KVError with the reason when they were not built or do not load."""
     built = sorted(Path(__file__).parent.glob("_cpu*.so")) + sorted(Path(__file__).parent.glob("_cpu*.pyd"))
     if not built:
-        raise KVError("the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv")
+        raise KVError(
+            "the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv"
+        )
     try:
         lib = ctypes.CDLL(str(built[0]))
     except OSError as e:
@@ -111,18 +115,14 @@ class NativeBackend:
         if low < 0 or high >= weight.rows:
             raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")
         out = torch.empty(ids.shape[0], weight.cols)
-        self._lib.kv_rows(
-            self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr()
-        )
+        self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         d = x.shape[-1]
         if x.dim() == 2:
             out = torch.empty(x.shape[0], d)
-            self._lib.kv_rms_norm(
-                x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d
-            )
+            self._lib.kv_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d)
             return out
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -131,9 +131,7 @@ class NativeBackend:
 
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         t, heads, dim = x.shape
-        self._lib.kv_rope(
-            x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr()
-        )
+        self._lib.kv_rope(x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr())
 
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor:
         t, f = x.shape[0], x.shape[1] // 2
@@ -155,16 +153,29 @@ class NativeBackend:
         return view
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
-        self._lib.kv_store(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv)
-        )
+        self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
 
     def attention(
-        self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        start: int,
+        window: int = 0,
+        scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
         out = torch.empty(t, heads * kv.record.dim_v)
         self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, self._paged(kv), out.data_ptr()
+            q.data_ptr(),
+            q.stride(0),
+            t,
+            heads,
+            start,
+            window,
+            scale,
+            softcap,
+            self._paged(kv),
+            out.data_ptr(),
         )
         return out

@@ -154,9 +154,7 @@ class _Reader:
     def _rows(self, layer: int, kv_heads: int, window: int) -> LayerConfig:
         heads = self.heads[layer]
         if heads % kv_heads:
-            raise ModelError(
-                f"layer {layer} has {heads} query heads, not a multiple of its {kv_heads} KV heads"
-            )
+            raise ModelError(f"layer {layer} has {heads} query heads, not a multiple of its {kv_heads} KV heads")
         default = self.hidden // heads
         dim_k = self.count("attention.key_length", "dim_k", default)
         dim_v = self.count("attention.value_length", "dim_v", default)
@@ -199,9 +197,7 @@ class _Reader:
         widths = [0] * self.n_layers
         if self.arch.startswith("nemotron_h"):  # a layer is attention, or recurrent, or feed-forward
             widths = self.each("feed_forward_length")
-        return [
-            has_state and heads == 0 and width == 0 for heads, width in zip(kv_heads, widths, strict=True)
-        ]
+        return [has_state and heads == 0 and width == 0 for heads, width in zip(kv_heads, widths, strict=True)]
 
     def _state_bytes(self) -> int:
         """Bytes of one recurrent layer per sequence: the last inputs of its convolution, and its state."""
@@ -237,8 +233,6 @@ def share_last(layers: list[LayerConfig], first: int) -> list[LayerConfig]:
     for i in range(first, len(layers)):
         owners = [j for j in range(first) if layers[j].kind == layers[i].kind]
         if not owners:
-            raise ModelError(
-                f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none"
-            )
+            raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
         result[i] = replace(layers[i], shares_kv_with=owners[-1])
     return result

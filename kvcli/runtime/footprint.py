@@ -94,9 +94,7 @@ def activation_bytes(config: ModelConfig, rows: int, kind: str) -> int:
     width = max((_widest(config, layer) for layer in set(config.layers)), default=0)
     element = 4 if kind == CPU else 2
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-    angles = sum(4 * r.dim for r in ropes) + 8 * max(
-        (r.dim for r in ropes), default=0
-    )  # tables; float64 to make them
+    angles = sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0)  # tables; float64 to make them
     return rows * (width * element + angles)
 
 

@@ -58,9 +58,7 @@ class _Reader:
         layers = self._layers()
         experts = self.count("num_local_experts", "num_experts", "n_routed_experts", default=0)
         used = self.count("num_experts_per_tok", "experts_per_token", default=0)
-        width = self.count(
-            "intermediate_size", "n_inner", "ffn_hidden_size", flag="ffn", default=4 * self.hidden
-        )
+        width = self.count("intermediate_size", "n_inner", "ffn_hidden_size", flag="ffn", default=4 * self.hidden)
         if experts:
             width = max(width, used * self.count("moe_intermediate_size", default=width))
         return planning_config(
@@ -106,9 +104,7 @@ class _Reader:
             return 1 if self.data.get("multi_query", True) else self.heads
         if self.data.get("multi_query") is True and "num_key_value_heads" not in self.data:
             return self.count("num_kv_heads", default=1)
-        return self.count(
-            "num_key_value_heads", "num_kv_heads", "n_head_kv", flag="kv_heads", default=self.heads
-        )
+        return self.count("num_key_value_heads", "num_kv_heads", "n_head_kv", flag="kv_heads", default=self.heads)
 
     def _window(self) -> int:
         if self.data.get("use_sliding_window") is False:
@@ -150,9 +146,7 @@ class _Reader:
             return RECURRENT
         if name in ("full_attention", "attention"):
             return FULL
-        raise ModelError(
-            f"layer_types in config.json names a layer {str(name)[:40]!r}, which kv cannot plan for"
-        )
+        raise ModelError(f"layer_types in config.json names a layer {str(name)[:40]!r}, which kv cannot plan for")
 
     def _state_bytes(self) -> int:
         """Bytes of one recurrent layer per sequence, in float32."""

@@ -51,7 +51,13 @@ class AttentionWeights:
 
 
 def attention(
-    ops: Backend, x: torch.Tensor, weights: AttentionWeights, config: ModelConfig, step: Step, layer: int, angles: dict
+    ops: Backend,
+    x: torch.Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    step: Step,
+    layer: int,
+    angles: dict,
 ) -> torch.Tensor:
     """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer."""
     shape: LayerConfig = config.layers[layer]

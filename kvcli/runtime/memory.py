@@ -37,15 +37,11 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", text.strip().lower(), re.ASCII)
     if match is None or len(match[1]) > 20:
-        raise UsageError(
-            f"{flag} is '{text}', which is not a size", "write 6G, 512MiB, or a share such as 0.9"
-        )
+        raise UsageError(f"{flag} is '{text}', which is not a size", "write 6G, 512MiB, or a share such as 0.9")
     number, unit = float(match[1]), match[2]
     if not unit and not match[3] and 0 < number <= 1 and match[1] != "1":
         if whole is None:
-            raise UsageError(
-                f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G"
-            )
+            raise UsageError(f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G")
         return int(number * whole)
     size = int(number * _UNITS[unit])
     if size < 1 << 20 and not unit and not match[3] and size:
@@ -145,9 +141,7 @@ def _visible(found: list[tuple[str, Memory]]) -> list[Memory]:
         return [memory for _, memory in found]
     chosen = []
     for word in filter(None, (w.strip() for w in wanted.split(","))):
-        matches = [
-            memory for i, (uuid, memory) in enumerate(found) if word == str(i) or uuid.startswith(word)
-        ]
+        matches = [memory for i, (uuid, memory) in enumerate(found) if word == str(i) or uuid.startswith(word)]
         if not matches:
             break  # CUDA, too, ignores what follows an unknown device
         chosen.append(matches[0])

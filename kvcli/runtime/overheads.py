@@ -64,11 +64,7 @@ def store(device: str, measured: Overheads) -> Path:
 
 def _devices(path: Path) -> dict[str, dict[str, float]]:
     data = json.loads(path.read_text(encoding="utf-8"))
-    if (
-        not isinstance(data, dict)
-        or data.get("kv_schema") != SCHEMA
-        or not isinstance(data.get("devices"), dict)
-    ):
+    if not isinstance(data, dict) or data.get("kv_schema") != SCHEMA or not isinstance(data.get("devices"), dict):
         raise ValueError("it has another form")
     if not all(isinstance(entry, dict) for entry in data["devices"].values()):
         raise ValueError("it has another form")

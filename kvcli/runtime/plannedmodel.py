@@ -51,18 +51,14 @@ def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> P
 
 def _by_hand(given: Given) -> PlannedModel:
     config = config_by_hand(given)
-    weights = (
-        None if given.params is None else _weights_of_number(given.params, given.params, given, ASSUMED_BITS)
-    )
+    weights = None if given.params is None else _weights_of_number(given.params, given.params, given, ASSUMED_BITS)
     return PlannedModel("by hand", config, weights, given.params, "", "flags")
 
 
 def _from_recipe(recipe: Recipe, given: Given) -> PlannedModel:
     shape = recipe.shape
     if not shape:
-        raise ModelError(
-            f"the recipe of {recipe.name} has no [shape]", "download it with kv pull and try again"
-        )
+        raise ModelError(f"the recipe of {recipe.name} has no [shape]", "download it with kv pull and try again")
     config = override(config_from_recipe(recipe.name, shape), given)
     params = given.params or shape["params"]
     if given.bpw is None and given.params is None and recipe.file is not None:
@@ -95,9 +91,7 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
 
         config = config_from_hf(header.config, given)
     else:
-        raise ModelError(
-            f"{header.source} has no config.json beside its weights", "the shape can be given by flags"
-        )
+        raise ModelError(f"{header.source} has no config.json beside its weights", "the shape can be given by flags")
     params = sum(prod(shape) for shape in shapes.values())
     if given.params is not None or given.bpw is not None:
         weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)

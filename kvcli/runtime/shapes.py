@@ -57,9 +57,7 @@ def flag_of(name: str) -> str:
 def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], **sizes: int) -> ModelConfig:
     """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts..."""
     dim = next((layer.dim_k for layer in layers if layer.dim_k), 1)
-    return ModelConfig(
-        arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, **sizes
-    )
+    return ModelConfig(arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, **sizes)
 
 
 def config_by_hand(given: Given) -> ModelConfig:
@@ -70,9 +68,7 @@ def config_by_hand(given: Given) -> ModelConfig:
     else:
         kv_heads = given.kv_heads or given.heads
         if kv_heads is None:
-            raise UsageError(
-                "a shape by hand needs --kv-heads", "also --layers and --head-dim; --heads for a plan"
-            )
+            raise UsageError("a shape by hand needs --kv-heads", "also --layers and --head-dim; --heads for a plan")
         heads = given.heads or 0
         dim_k = given.dim_k or (given.hidden // heads if given.hidden and heads else None)
         if dim_k is None:
@@ -163,9 +159,7 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
     """The config of a recipe's checked [shape] table."""
     layers: list[LayerConfig] = []
     for group in shape["groups"]:
-        layer = LayerConfig(
-            group["kind"], group["kv_heads"], group["dim_k"], group["dim_v"], group.get("window", 0)
-        )
+        layer = LayerConfig(group["kind"], group["kv_heads"], group["dim_k"], group["dim_v"], group.get("window", 0))
         layers += [layer] * group["layers"]
     moe = shape.get("moe", {})
     expert_width = moe.get("experts_used", 0) * moe.get("expert_ffn", 0) + moe.get("shared_ffn", 0)
@@ -203,11 +197,7 @@ def _sparse_layers(shape: Mapping[str, Any], moe: Mapping[str, Any], expert: int
         if group["kind"] == LATENT:  # without the query's projections, whose rank is not listed
             weights = heads * _LATENT_HEAD_DIM * (hidden + 2 * group["kv_lora_rank"])
         else:
-            weights = hidden * (
-                2 * heads * group["dim_k"] + group["kv_heads"] * (group["dim_k"] + group["dim_v"])
-            )
+            weights = hidden * (2 * heads * group["dim_k"] + group["kv_heads"] * (group["dim_k"] + group["dim_v"]))
         rest -= group["layers"] * weights
     dense, sparse = 3 * hidden * shape["ffn"], moe["experts"] * expert + 3 * hidden * moe["shared_ffn"]
-    return max(
-        n for n in range(shape["layers"] + 1) if n == 0 or n * sparse + (shape["layers"] - n) * dense <= rest
-    )
+    return max(n for n in range(shape["layers"] + 1) if n == 0 or n * sparse + (shape["layers"] - n) * dense <= rest)
