@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvcli import paths
+from kvcli.errors import KVError
 from kvcli.runtime import machine, overheads
 from kvcli.runtime.diskspeed import disk_speed
 from kvcli.runtime.machine import ProbeFailed
 from kvcli.runtime.measuring import measure
 from kvcli.runtime.memory import CPU, main_memory
 from kvcli.runtime.overheads import Overheads
+
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str
     """What `ask` finds, said by `say`; or why it fails."""
     try:
         values = ask()
-    except ProbeFailed as error:
+    except (ProbeFailed, KVError, OSError) as error:
         return Finding(name, (f"not known: {error}",), {"error": str(error)})
     return Finding(name, say(values), values)
 
@@ -145,6 +148,14 @@ def _store(measured: list[tuple[str, int | None, float | None]]) -> dict[str, An
         except OSError as error:
             raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
     return {"path": str(path)}
+
+
+def as_json(found: Iterable[Finding]) -> dict[str, Any]:
+    """The findings by name, those of GPUs as one list."""
+    found = list(found)
+    gpus = [finding.values for finding in found if finding.name.startswith("GPU") and finding.values]
+    others = {finding.name.lower(): finding.values for finding in found if not finding.name.startswith("GPU")}
+    return {"kv_schema": SCHEMA, **others, "gpus": gpus}
 
 
 def _size(size: int) -> str:

@@ -25,11 +25,6 @@ LENGTH = 90  # pages of 16, several windows of 20
 IDS = torch.randint(3, 370, (LENGTH,), generator=torch.manual_seed(3)).tolist()
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("archs")
-
-
 class Loaded:
     def __init__(self, path: Path, name: str, changed: dict[str, int] | None = None) -> None:
         file = GGUFFile.open(path)
@@ -52,8 +47,8 @@ def test_every_architecture_has_a_tiny_model():
 
 @pytest.mark.parametrize("name", ("", "reference"))
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
-def test_logits_are_those_of_transformers(variant: str, name: str, tiny_folder: Path):
-    made = tiny.make(tiny_folder, variant)
+def test_logits_are_those_of_transformers(variant: str, name: str):
+    made = tiny.make(variant)
     expected, loaded = made.logits(IDS), Loaded(made.path, name)
     assert expected.std() > 0.3 and expected.argmax(1).unique().numel() > 10  # there is something to get wrong
     seq = Sequence(loaded.pool)
@@ -65,22 +60,22 @@ def test_logits_are_those_of_transformers(variant: str, name: str, tiny_folder: 
         assert (loaded.run(seq, IDS[i : i + 1])[0] - expected[i]).abs().max() <= 1e-4
 
 
-def test_gemma3_slides_with_or_without_being_told_how(tiny_folder: Path):
+def test_gemma3_slides_with_or_without_being_told_how():
     kinds = {"gemma3": [1, 0, 1], "gemma3-bare": [1, 1, 1, 1, 1, 0]}
     for name, slides in kinds.items():
-        config = Loaded(tiny.make(tiny_folder, name).path, "reference").config
+        config = Loaded(tiny.make(name).path, "reference").config
         assert [layer.kind for layer in config.layers] == [SLIDING if s else FULL for s in slides]
         bases = {layer.kind: layer.rope.base for layer in config.layers if layer.rope}
         assert bases == {SLIDING: 10_000.0, FULL: 1_000_000.0}
         assert {layer.window for layer in config.layers} == {0, tiny.WINDOW} and tiny.WINDOW < LENGTH
 
 
-def test_the_tiny_models_differ_where_they_should(tiny_folder: Path):
+def test_the_tiny_models_differ_where_they_should():
     """Scaled frequencies, the head and the window change the logits: no comparison above is idle."""
-    by_name = {name: tiny.make(tiny_folder, name).logits(IDS) for name in tiny.VARIANTS}
+    by_name = {name: tiny.make(name).logits(IDS) for name in tiny.VARIANTS}
     for name in ("llama-untied", "llama-llama3-rope", "llama-linear-rope"):
         assert (by_name[name] - by_name["llama"]).abs().max() > 0.01
-    wide = Loaded(tiny.make(tiny_folder, "gemma3").path, "reference", {"gemma3.attention.sliding_window": LENGTH})
+    wide = Loaded(tiny.make("gemma3").path, "reference", {"gemma3.attention.sliding_window": LENGTH})
     assert (wide.run(Sequence(wide.pool), IDS) - by_name["gemma3"]).abs().max() > 0.01
 
 
@@ -101,8 +96,8 @@ def test_llama_rows_are_reordered_so_that_halves_rotate_as_pairs_did(type: str, 
     split = half_split_rows(w, heads, rope_dim)
     halves = (x @ ggml.decode(type, split.blocks).T).view(5, heads, dim)
     rope_(halves, angles.cos(), angles.sin())
-    scores = [torch.einsum("qhd,khd->hqk", y, y) for y in (turned, halves)]
-    assert torch.allclose(*scores, rtol=1e-4, atol=1e-4 * float(scores[0].abs().max()))
+    expected, found = (torch.einsum("qhd,khd->hqk", y, y) for y in (turned, halves))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert (split.rows, split.cols, split.nbytes) == (w.rows, w.cols, w.nbytes)
 
 
@@ -123,8 +118,8 @@ def test_rope_angles_stay_right_at_large_positions():
     assert torch.allclose(cos.double(), exact.cos(), atol=1e-7) and torch.allclose(sin.double(), exact.sin(), atol=1e-7)
 
 
-def test_a_missing_or_misshapen_tensor_is_named(tiny_folder: Path):
-    file = GGUFFile.open(tiny.make(tiny_folder, "llama").path)
+def test_a_missing_or_misshapen_tensor_is_named():
+    file = GGUFFile.open(tiny.make("llama").path)
     config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
     weights, ops = Weights(file), backend("reference")
     lost = file.tensors.pop("blk.1.ffn_up.weight")

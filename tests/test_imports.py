@@ -31,10 +31,10 @@ kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
 kvcli.runtime.archs kvcli.runtime.diskspeed kvcli.runtime.hub
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
-kvcli.runtime.hublisting
+kvcli.runtime.hublisting kvcli.runtime.measuring
 kvcli.runtime.remoteheaders
 kvcli.runtime.plannedmodel
-kvcli.comparison kvcli.verification
+kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report

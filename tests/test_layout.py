@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from test_pages import chunks, tiny_layout
+from cachecases import chunks, tiny_layout
 
 from kvcli.errors import UsageError
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig

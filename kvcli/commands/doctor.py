@@ -16,23 +16,15 @@ def register(app: typer.Typer) -> None:
 
 def doctor(ctx: typer.Context, json: JsonFlag = False) -> None:
     """Show devices, kernels, libraries, memory and speeds; measure what `kv estimate` would assume."""
-    from kvcli.doctor import examine
+    from kvcli.doctor import as_json, examine
 
     invocation: Invocation = ctx.obj
     render.notice("measuring: this takes about 20 seconds", invocation)
-    found = []
-    for finding in examine():
-        found.append(finding)
-        if not json:
-            render.write_out(_lines(finding.name, finding.facts))
     if json:
-        sections: dict[str, object] = {"kv_schema": 1, "gpus": []}
-        for finding in found:
-            if finding.name.startswith("GPU"):
-                sections["gpus"] = [*sections["gpus"], *([finding.values] if finding.values else [])]  # type: ignore[misc]
-            else:
-                sections[finding.name.lower()] = finding.values
-        render.print_json(sections)
+        render.print_json(as_json(examine()))
+        return
+    for finding in examine():
+        render.write_out(_lines(finding.name, finding.facts))
 
 
 def _lines(name: str, facts: tuple[str, ...]) -> str:

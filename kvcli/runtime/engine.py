@@ -42,8 +42,9 @@ class Engine:
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
-        self.cache_types = tuple("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
-        self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
+        type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
+        self.cache_types = (type_k, type_v)
+        self.layout = KVLayout.build(self.config, type_k, type_v, cache.page_size)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         self.ubatch = cache.ubatch

@@ -102,7 +102,8 @@ def _facts_by_nvml() -> dict[str, tuple[str, tuple[int, int] | None]]:
     try:
         pynvml.nvmlInit()
         try:
-            driver, found = _text(pynvml.nvmlSystemGetDriverVersion()), {}
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            found: dict[str, tuple[str, tuple[int, int] | None]] = {}
             for i in range(pynvml.nvmlDeviceGetCount()):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(i)
                 major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ GPU_BUFFER_BYTES = 1 << 30
 REPEATS = 7
 TIMEOUT_S = 180
 _ROOT = str(Path(__file__).resolve().parents[2])
+_IMPORTS_OF_A_RUN = ("kvcli.cli", "kvcli.commands.run", "kvcli.runtime.engine", "tokenizers", "jinja2.sandbox")
 # The working folder is taken off the path before anything is imported: a torch.py there is not torch.
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from kvcli.runtime.measuring import main; main(sys.argv[2:])"
 
@@ -59,21 +61,18 @@ def main(arguments: list[str]) -> None:
 
 def program() -> dict[str, Any]:
     """Memory of `kv run` before it opens a model, its threads, and the state of the native kernels."""
-    import jinja2.sandbox
-    import tokenizers
+    for name in _IMPORTS_OF_A_RUN:
+        importlib.import_module(name)
     import torch
 
-    import kvcli.commands.run
     from kvcli import kernels
     from kvcli.runtime.engine import physical_cores
 
-    used = (jinja2.sandbox, tokenizers, kvcli.commands.run)  # what a run imports late
     threads = physical_cores()
     torch.set_num_threads(threads)
-    answer: dict[str, Any] = {"threads": threads, "imports": len(used), "isa": None, "reason": ""}
-    backend, answer["reason"] = kernels.backend("auto", threads)
-    answer["isa"] = getattr(backend, "isa", None)
-    return answer | {"runtime_bytes": process_bytes()}
+    backend, reason = kernels.backend("auto", threads)
+    values = {"threads": threads, "isa": getattr(backend, "isa", None), "reason": reason}
+    return values | {"runtime_bytes": process_bytes()}
 
 
 def memory_speed() -> dict[str, Any]:
@@ -110,10 +109,12 @@ def cuda(index: str) -> dict[str, Any]:
     source = torch.ones(size // 4, device="cuda")
     target = torch.zeros_like(source)
 
-    def timed(work: Callable[[], Any]) -> float:
-        return _seconds(lambda: (work(), torch.cuda.synchronize()))
+    def finished(work: Callable[[], Any]) -> None:
+        work()
+        torch.cuda.synchronize()
 
-    read, copy = timed(lambda: source.sum()), timed(lambda: target.copy_(source))
+    read = _seconds(lambda: finished(source.sum))
+    copy = _seconds(lambda: finished(lambda: target.copy_(source)))
     answer = {"read_gb_s": size / read / 1e9, "copy_gb_s": 2 * size / copy / 1e9}
     return answer | {"runtime_bytes": taken if taken > 0 else None}  # None: others freed memory meanwhile
 
