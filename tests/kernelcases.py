@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout, codecs
 from kvcli.kernels.ggml import DECODERS
 from kvcli.kernels.native import NativeBackend, library
 from kvcli.kernels.reference import ReferenceBackend
+from kvcli.runtime.engine import physical_cores
 
 FORMATS = tuple(DECODERS)
 ISAS = ("avx512", "avx2", "base")
@@ -42,6 +45,20 @@ def native(isa: str = "", threads: int = 2) -> NativeBackend:
     except KVError as e:
         assert isa in ISAS[:-1], f"{isa} kernels must run everywhere"
         pytest.skip(e.message)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread: on small tensors its threads wait for each other longer than they work.
+
+    Afterwards the compiled backend, which is the process's, is back at its best.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    with suppress(KVError):
+        NativeBackend(physical_cores())
 
 
 def backend(name: str) -> Backend:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from kernelcases import backend, packed
+from kernelcases import backend, one_thread, packed
 
 from kvcli.errors import ModelError
 from kvcli.kernels import ggml
@@ -23,6 +23,12 @@ from kvcli.runtime.weights import Weights, half_split_rows
 
 LENGTH = 90  # pages of 16, several windows of 20
 IDS = torch.randint(3, 370, (LENGTH,), generator=torch.manual_seed(3)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 class Loaded:

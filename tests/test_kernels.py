@@ -7,20 +7,19 @@ import sys
 
 import pytest
 import torch
-from kernelcases import FORMATS, ISAS, backend, native, packed, same_bits
+from kernelcases import FORMATS, ISAS, backend, native, one_thread, packed, same_bits
 
 from kvcli.kernels import QuantTensor, ggml
 from kvcli.kernels.native import FORMATS as NATIVE_FORMATS
-from kvcli.runtime.engine import physical_cores
 
 BACKENDS = (*ISAS, "reference")
 ROWS_OF_X = (1, 2, 3, 4, 5, 17)
 
 
 @pytest.fixture(autouse=True)
-def _best_kernels_afterwards():
-    yield
-    native("", physical_cores())  # the instruction set and the threads are the process's
+def _one_thread():
+    with one_thread():
+        yield
 
 
 def columns(type: str) -> tuple[int, ...]:
@@ -57,6 +56,16 @@ def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: s
                 assert same_bits(ops.matmul(x[:m], (w,)), whole[:m]), (cols, rows, m)
             for i in range(17):
                 assert same_bits(ops.matmul(x[i : i + 1], (w,)), whole[i : i + 1]), (cols, rows, i)
+
+
+@pytest.mark.parametrize("name", ("", "reference"))
+def test_rows_of_long_products_do_not_depend_on_each_other(name: str):
+    """BLAS cuts long sums up among threads, in another way for 64 rows than for 500."""
+    torch.set_num_threads(2)
+    ops, w, x = backend(name), packed("F32", 640, 2048), torch.randn(530, 2048, generator=torch.manual_seed(0))
+    whole = ops.matmul(x, (w,))
+    for m in (1, 7, 64, 100, 200):
+        assert same_bits(ops.matmul(x[:m], (w,)), whole[:m]), m
 
 
 @pytest.mark.parametrize("name", BACKENDS)
