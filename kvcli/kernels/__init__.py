@@ -7,6 +7,8 @@
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `glu(x, act)` | [T, 2F] -> [T, F] |
+| `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
+| `seal(kv, first, means, n)` | full open pages into codes |
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 
@@ -18,12 +20,12 @@ from __future__ import annotations
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.matmul import QuantTensor
 from kvcli.kernels.native import NativeBackend
-from kvcli.kernels.paged import PagedKV, RecordLayout
+from kvcli.kernels.paged import Basis, PagedKV, RecordLayout
 from kvcli.kernels.reference import ReferenceBackend
 
 Backend = NativeBackend | ReferenceBackend
 BACKENDS = ("auto", "native", "reference")
-__all__ = ["BACKENDS", "Backend", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
+__all__ = ["BACKENDS", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
 
 
 def backend(name: str, threads: int) -> tuple[Backend, str]:

@@ -1,4 +1,4 @@
-"""Encoding new K/V rows into pages: the plain-torch reference."""
+"""Writing rows into pages, and sealing full ones: the plain-torch reference."""
 
 from __future__ import annotations
 
@@ -8,13 +8,45 @@ from kvcli.kernels.paged import PagedKV
 
 
 def store(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
-    """Write rows k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] at positions start, start + 1, ..."""
+    """Write rows k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] at positions start, start + 1, ...
+
+    They go into the open pages where the cache is sealed.
+    """
+    target = kv.open or kv
     size, done, total = kv.record.page_size, 0, k.shape[0]
-    codec_k, codec_v = kv.codecs
+    codec_k, codec_v = target.codecs
     while done < total:
         page, slot = divmod(start + done, size)
         n = min(size - slot, total - done)
-        k_bytes, v_bytes = kv.slots(page, slot, slot + n)
+        k_bytes, v_bytes = target.slots(page, slot, slot + n)
         k_bytes.copy_(codec_k.encode(k[done : done + n].transpose(0, 1).contiguous()))
         v_bytes.copy_(codec_v.encode(v[done : done + n].transpose(0, 1).contiguous()))
         done += n
+
+
+def seal(kv: PagedKV, first: int, means: torch.Tensor | None, n: int) -> None:
+    """Encode the full open pages first .. first + n - 1 into their sealed pages, once and for ever.
+
+    `means` float32 [n, kv_heads, dim_k]: what is subtracted from each page's keys (in their rotated basis), for
+    records that have a mean row.
+    """
+    if kv.open is None:
+        raise ValueError("this cache has no pages to seal")
+    for i in range(n):
+        page = first + i
+        keys, values = kv.open.rows(page, 0, kv.record.page_size)
+        mean = kv.mean(page)
+        if mean is not None:
+            mean.copy_(means[i])
+            keys = keys - mean.float()[:, None]
+        for codec, rows, data, scales in zip(
+            kv.codecs, (keys, values), kv.slots(page, 0, kv.record.page_size), kv.scales(page), strict=True
+        ):
+            if scales is None:
+                data.copy_(codec.encode(rows))
+            elif scales.dim() == 1:
+                data.copy_(codec.encode(rows, scales))
+            else:
+                codes, row_scales = codec.encode(rows)
+                data.copy_(codes)
+                scales.copy_(row_scales)

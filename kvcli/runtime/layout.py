@@ -5,7 +5,7 @@ the part of a page that belongs to one layer and one KV head: K rows, V rows, th
 of the keys where a codec has them.
 
 Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
-sequence also holds OPEN_PAGES pages of a 16-bit class in such a group: the tail (the page being filled) and the sinks.
+sequence also holds pages of a 16-bit class in such a group: the sinks, and those that are being filled.
 Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
 """
 
@@ -21,7 +21,7 @@ from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelCon
 PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
-OPEN_PAGES = 2  # 16-bit pages of a sequence in a sealed group: tail and sinks
+SINK_PAGES = 1  # first pages of a sealed group that stay in 16 bits
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
 MEAN_BYTES = 2  # an element of a mean row is a float16
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
@@ -61,11 +61,11 @@ CODEC_SPECS: dict[str, CodecSpec] = {
         CodecSpec("f32", 32, runs=True),
         CodecSpec("f16", 16, runs=True),
         CodecSpec("bf16", 16, runs=True),
-        CodecSpec("fp8", 8, static_bytes=4),
-        CodecSpec("fp8_e5m2", 8, static_bytes=4),
-        CodecSpec("int8", 8, scale_bytes=2, packing=2, mean_row=True),
-        CodecSpec("int6", 6, scale_bytes=2, packing=8, mean_row=True),
-        CodecSpec("int4", 4, scale_bytes=2, packing=4, mean_row=True),
+        CodecSpec("fp8", 8, static_bytes=4, runs=True),
+        CodecSpec("fp8_e5m2", 8, static_bytes=4, runs=True),
+        CodecSpec("int8", 8, scale_bytes=2, packing=1, mean_row=True, runs=True),
+        CodecSpec("int6", 6, scale_bytes=2, packing=4, mean_row=True, runs=True),
+        CodecSpec("int4", 4, scale_bytes=2, packing=4, mean_row=True, runs=True),
     )
 }
 RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
@@ -139,13 +139,34 @@ class GroupLayout:
         """Pages that the pool commits at a time."""
         return max(1, CHUNK_BYTES // self.page_bytes)
 
+    @property
+    def side_offsets(self) -> tuple[int, int, int]:
+        """Where in a record the scales of K and of V and the mean row stand; 0 = there are none."""
+        k_scales = self.v_offset + self.page_size * self.v_row_bytes
+        v_scales = k_scales + self.page_size * self.codec_k.scale_bytes
+        mean = v_scales + self.page_size * (self.codec_v.scale_bytes if self.dim_v else 0)
+        return (
+            k_scales if self.codec_k.scale_bytes else 0,
+            v_scales if self.codec_v.scale_bytes and self.dim_v else 0,
+            mean if self.codec_k.mean_row else 0,
+        )
+
     def committed_bytes(self, pages: int) -> int:
         """Bytes that the pool has committed once `pages` pages were in use at a time."""
         return -(-pages // self.pages_per_chunk) * self.pages_per_chunk * self.page_bytes
 
+    @property
+    def sealed(self) -> bool:
+        """Whether full pages are encoded, which needs open ones beside them."""
+        return self.codec_k.sealed or self.codec_v.sealed
+
+    def open_pages(self, tokens: int, chunk: int) -> int:
+        """Most 16-bit pages of a sequence of `tokens` in a sealed group: the sinks, and those of the step at hand."""
+        return min(-(-tokens // self.page_size), SINK_PAGES + -(-chunk // self.page_size)) if self.sealed else 0
+
     def open_class(self) -> GroupLayout | None:
-        """The same layers in 16 bits, for tails and sinks; None if neither type is sealed."""
-        if not (self.codec_k.sealed or self.codec_v.sealed):
+        """The same layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
+        if not self.sealed:
             return None
         return replace(self, codec_k=_at_least_16(self.codec_k), codec_v=_at_least_16(self.codec_v))
 
@@ -155,6 +176,8 @@ class GroupLayout:
         A sliding group needs the pages of its window behind the first query of a chunk, and those of the chunk.
         """
         whole = -(-tokens // self.page_size)
+        if self.sealed:  # only full pages are sealed, and the sinks never
+            whole = max(0, tokens // self.page_size - SINK_PAGES)
         if self.kind != SLIDING:
             return whole
         return min(whole, -(-(self.window - 1) // self.page_size) + -(-chunk // self.page_size))
@@ -214,6 +237,19 @@ class KVLayout:
         """What the pool keeps apart: every group, then the 16-bit classes of the sealed ones in the same order."""
         return self.groups + tuple(opened for g in self.groups if (opened := g.open_class()))
 
+    def open_arena(self, group: int) -> int | None:
+        """The number of the group's 16-bit class, None if it is not sealed."""
+        return self._open_arenas[group]
+
+    @cached_property
+    def _open_arenas(self) -> tuple[int | None, ...]:
+        numbers, following = [], len(self.groups)
+        for g in self.groups:
+            sealed = g.open_class() is not None
+            numbers.append(following if sealed else None)
+            following += sealed
+        return tuple(numbers)
+
     @property
     def constant_bytes(self) -> int:
         """Bytes per sequence that do not grow and stand outside the pool: recurrent state, scales of fp8."""
@@ -233,8 +269,8 @@ class KVLayout:
         for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
             kept = 0 if g.kind == SLIDING else common
             counts.append(kept + sequences * (n - kept))
-        counts += [OPEN_PAGES * sequences if tokens else 0] * (len(self.arenas) - len(self.groups))
-        return tuple(counts)
+        opened = [sequences * g.open_pages(tokens, chunk) for g in self.groups if g.sealed]
+        return (*counts, *opened)
 
     def bytes(self, tokens: int, chunk: int) -> int:
         """Bytes of the pages of one sequence of `tokens`, and of its constants."""

@@ -7,7 +7,8 @@ import torch
 
 from kvcli.kernels import Backend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.layers import AttentionWeights, MLPWeights, RopeTables, attention
+from kvcli.runtime.layers import AttentionWeights, MLPWeights, attention
+from kvcli.runtime.rope import RopeTables
 from kvcli.runtime.sequence import Step
 from kvcli.runtime.weights import Weights
 
@@ -48,11 +49,10 @@ class Model:
 
     def hidden(self, step: Step) -> torch.Tensor:
         ops, eps = self.ops, self.config.norm_eps
-        angles = self.ropes.at(step.start, step.ids.shape[0])
         x = ops.rows(self.embedding, step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.attn_norm, eps)
-            h = ops.matmul(attention(ops, h, layer.attn, self.config, step, i, angles), layer.attn.out)
+            h = ops.matmul(attention(ops, h, layer.attn, self.config, step, i, self.ropes), layer.attn.out)
             x += ops.rms_norm(h, layer.post_attn_norm, eps)
             h = ops.glu(ops.matmul(ops.rms_norm(x, layer.ffn_norm, eps), layer.mlp.gate_up), "gelu")
             x += ops.rms_norm(ops.matmul(h, layer.mlp.down), layer.post_ffn_norm, eps)
