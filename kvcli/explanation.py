@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvcli.comparison import Outcome
 from kvcli.estimateview import Report
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.layout import ALIGN, SINK_PAGES, GroupLayout
+from kvcli.runtime.layout import ALIGN, GroupLayout
 
 
 def explain(report: Report) -> str:
@@ -71,11 +71,11 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
 def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> str:
     wish, size = report.wish, g.page_size
     if opened:
-        each = f"min(ceil({tokens:,} / {size}), {SINK_PAGES} + ceil({wish.chunk:,} / {size}))"
+        each = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({wish.chunk:,} / {size}))"
         return f"{wish.sequences:,} x {each} = {count:,}"
     text = f"ceil({tokens:,} / {size})"
     if g.sealed:
-        text = f"max(0, floor({tokens:,} / {size}) - {SINK_PAGES})"
+        text = f"max(0, floor({tokens:,} / {size}) - {g.sinks})"
     if g.kind == SLIDING:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
     if wish.sequences > 1:

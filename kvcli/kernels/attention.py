@@ -29,7 +29,7 @@ def attention(
     if rotated_k:
         q = rotate(q)
     size, cuts = kv.record.page_size, [0]
-    if kv.open is not None:  # queries of one page at a time: their own page is read open
+    if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
     parts = [
@@ -56,7 +56,7 @@ def _attend(
     for page in range(oldest // r.page_size, (start + n - 1) // r.page_size + 1):
         base = page * r.page_size
         lo, hi = max(oldest - base, 0), min(start + n - base, r.page_size)
-        source = kv.open if kv.open and (page < kv.sinks or page == start // r.page_size) else kv
+        source = kv.view(page, start // r.page_size)
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
         keys[:, lo:hi], values[:, lo:hi] = source.rows(page, lo, hi)

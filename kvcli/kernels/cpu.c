@@ -32,7 +32,7 @@ typedef struct { /* K rows, V rows, then scales and the mean row where a codec h
 typedef struct { /* one layer's K/V as pages by address; a record is one (page, kv head) */
     const int64_t *pages; /* address of this layer's first record in each page, 0 = none */
     const int64_t *open;  /* the same for pages in 16 bits, where `pages` are sealed; else NULL */
-    int64_t first_page, page_size, kv_heads, dim_k, dim_v, sinks;
+    int64_t first_page, page_size, kv_heads, dim_k, dim_v, sinks, tail;
     const float *static_k, *static_v; /* fp8: one scale a head */
     kv_record record, open_record;
 } kv_paged;
@@ -271,7 +271,7 @@ void kv_glu(const float *x, int64_t t, int64_t f, int64_t act, float *out) { act
 /* Hadamard rotation in place of every head of t rows, in blocks of the largest power of two that divides dim. */
 void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) { active->rotate(x, ldx, t, heads, dim); }
 
-/* Encode the open pages [first, end) into their sealed pages; means is [end - first, kv_heads, dim_k] or NULL. */
+/* Encode rows [first, end) of the open pages into sealed ones; means is [pages touched, kv_heads, dim_k] or NULL. */
 void kv_seal(const kv_paged *kv, int64_t first, int64_t end, const float *means) { active->seal(kv, first, end, means); }
 
 /* Encode t rows of K and V, positions start.., into their pages. */

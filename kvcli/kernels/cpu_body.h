@@ -684,7 +684,7 @@ INLINE void NAME(put_half)(float x, uint8_t *out) {
 
 typedef struct {
     const kv_paged *kv;
-    int64_t first;
+    int64_t first, end;
     const float *means;
 } NAME(seal_args);
 
@@ -694,7 +694,8 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const NAME(seal_args) *a = arg;
     const kv_paged *kv = a->kv;
     const kv_record *from = &kv->open_record, *to = &kv->record;
-    int64_t head = task % kv->kv_heads, page = a->first + task / kv->kv_heads, at = page - kv->first_page;
+    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads, at = page - kv->first_page;
+    int64_t lo = a->first > page * size ? a->first - page * size : 0, hi = a->end < (page + 1) * size ? a->end - page * size : size;
     const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
     uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
     float *x = scratch(thread, (size_t)(kv->dim_k + kv->dim_v + kv->dim_k)), *mean = x + kv->dim_k + kv->dim_v;
@@ -705,7 +706,7 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     }
     int64_t ki = NAME(row_bytes)(from->codec_k, kv->dim_k), vi_ = NAME(row_bytes)(from->codec_v, kv->dim_v);
     int64_t ko = NAME(row_bytes)(to->codec_k, kv->dim_k), vo = NAME(row_bytes)(to->codec_v, kv->dim_v);
-    for (int64_t j = 0; j < kv->page_size; j++) {
+    for (int64_t j = lo; j < hi; j++) {
         NAME(decode_row)(in + j * ki, from->codec_k, 1.0f, x, kv->dim_k);
         for (int64_t i = 0; centred && i < kv->dim_k; i++) x[i] -= mean[i];
         float scale = NAME(encode_row)(x, kv->dim_k, to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * ko);
@@ -717,8 +718,8 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
 }
 
 static void NAME(seal)(const kv_paged *kv, int64_t first, int64_t end, const float *means) {
-    NAME(seal_args) a = {kv, first, means};
-    parallel((end - first) * kv->kv_heads, NAME(seal_task), &a);
+    NAME(seal_args) a = {kv, first, end, means};
+    parallel(((end - 1) / kv->page_size - first / kv->page_size + 1) * kv->kv_heads, NAME(seal_task), &a);
 }
 
 /* One row of n elements to float32; `scale` is the row's (grids) or the head's (fp8). */
@@ -823,11 +824,11 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
 }
 
 /* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero, only rows [lo, hi); the page's
- * mean row into `mean`, or returns 0. Sinks and the queries' own page are read in 16 bits where pages are sealed. */
+ * mean row into `mean`, or returns 0. Sinks, and the last `tail` pages up to the queries' own, are read in 16 bits. */
 INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, int64_t head, int64_t lo, int64_t hi,
                            float *keys, float *values, float *mean) {
     const kv_paged *kv = a->kv;
-    int open = kv->open && (page == own || page < kv->sinks);
+    int open = kv->open && (page > own - kv->tail || page < kv->sinks);
     const kv_record *rec = open ? &kv->open_record : &kv->record;
     const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page - kv->first_page] + head * rec->bytes;
     int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);

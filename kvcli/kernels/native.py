@@ -39,7 +39,7 @@ class _Paged(ctypes.Structure):
     _fields_ = [
         ("pages", c_void_p),
         ("open", c_void_p),
-        *((name, c_int64) for name in "first_page page_size kv_heads dim_k dim_v sinks".split()),
+        *((name, c_int64) for name in "first_page page_size kv_heads dim_k dim_v sinks tail".split()),
         ("static_k", c_void_p),
         ("static_v", c_void_p),
         ("record", _Record),
@@ -167,7 +167,7 @@ class NativeBackend:
             view = kv.descriptors[self.name] = ctypes.byref(
                 _Paged(
                     kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
-                    kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks,
+                    kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
                     _address(basis.scale_k), _address(basis.scale_v),
                     _record(r), _record(kv.open.record if kv.open else r),
                 )
@@ -179,8 +179,8 @@ class NativeBackend:
         t, heads, dim = x.shape
         self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim)
 
-    def seal(self, kv: PagedKV, first: int, means: torch.Tensor | None, n: int) -> None:
-        self._lib.kv_seal(self._paged(kv), first, first + n, _address(means))
+    def seal(self, kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
+        self._lib.kv_seal(self._paged(kv), first, end, _address(means))
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
         self._lib.kv_store(

@@ -56,9 +56,10 @@ class PagedKV:
     (whole pages of the group; this layer's records start at `offset`). Page 0 of the list holds the positions from
     `first_page * page_size`.
 
-    Where the cache type is below 16 bits these are the *sealed* pages, and `open` has the same pages in 16 bits: the
-    first `sinks` pages of the sequence, and those that are being filled. A page that is not there has the address 0.
-    A query reads the sinks and its own page open, all others sealed: precision depends on positions alone.
+    Where the cache type is below 16 bits these are the *sealed* pages, and `open` has pages in 16 bits: the first
+    `sinks` of the sequence, and the last `tail` up to the one being filled. A page that is not there has the address
+    0. A query reads the sinks, its own page and the tail - 1 before it open, all others sealed: precision depends on
+    positions alone.
     """
 
     record: RecordLayout
@@ -68,6 +69,7 @@ class PagedKV:
     first_page: int
     open: PagedKV | None = None
     sinks: int = 0
+    tail: int = 0
     basis: Basis = field(default_factory=Basis, compare=False)
     descriptors: dict[str, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
@@ -91,6 +93,10 @@ class PagedKV:
             self.open is not None and r.codec_k != self.open.record.codec_k,
             self.open is not None and r.codec_v != self.open.record.codec_v,
         )
+
+    def view(self, page: int, own: int) -> PagedKV:
+        """The class of pages in which a query of page `own` reads `page`."""
+        return self.open if self.open is not None and (page < self.sinks or page > own - self.tail) else self
 
     def slots(self, page: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Writable bytes of slots [lo, hi): K uint8 [kv_heads, n, k_row_bytes] and V likewise."""

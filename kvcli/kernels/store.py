@@ -24,23 +24,24 @@ def store(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
         done += n
 
 
-def seal(kv: PagedKV, first: int, means: torch.Tensor | None, n: int) -> None:
-    """Encode the full open pages first .. first + n - 1 into their sealed pages, once and for ever.
+def seal(kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
+    """Encode rows [first, end) of the open pages into the sealed pages, once and for ever.
 
-    `means` float32 [n, kv_heads, dim_k]: what is subtracted from each page's keys (in their rotated basis), for
-    records that have a mean row.
+    `means` float32 [pages touched, kv_heads, dim_k]: what is subtracted from each page's keys (in their rotated
+    basis), for records that have a mean row.
     """
     if kv.open is None:
         raise ValueError("this cache has no pages to seal")
-    for i in range(n):
-        page = first + i
-        keys, values = kv.open.rows(page, 0, kv.record.page_size)
+    size = kv.record.page_size
+    for page in range(first // size, (end - 1) // size + 1):
+        lo, hi = max(first - page * size, 0), min(end - page * size, size)
+        keys, values = kv.open.rows(page, lo, hi)
         mean = kv.mean(page)
-        if mean is not None:
-            mean.copy_(means[i])
+        if mean is not None and means is not None:
+            mean.copy_(means[page - first // size])
             keys = keys - mean.float()[:, None]
         for codec, rows, data, scales in zip(
-            kv.codecs, (keys, values), kv.slots(page, 0, kv.record.page_size), kv.scales(page), strict=True
+            kv.codecs, (keys, values), kv.slots(page, lo, hi), kv.scales(page), strict=True
         ):
             if scales is None:
                 data.copy_(codec.encode(rows))
@@ -49,4 +50,4 @@ def seal(kv: PagedKV, first: int, means: torch.Tensor | None, n: int) -> None:
             else:
                 codes, row_scales = codec.encode(rows)
                 data.copy_(codes)
-                scales.copy_(row_scales)
+                scales[:, lo:hi] = row_scales

@@ -9,7 +9,7 @@ import torch
 from kvcli.kernels import Backend, QuantTensor
 from kvcli.runtime.config import LayerConfig, ModelConfig
 from kvcli.runtime.rope import RopeTables
-from kvcli.runtime.sealing import seal_full_pages
+from kvcli.runtime.sealing import seal_step
 from kvcli.runtime.sequence import Step
 
 
@@ -49,7 +49,7 @@ def attention(
     if rotated_v:
         ops.rotate_(v)
     ops.store(k, v, kv, step.start)
-    seal_full_pages(ops, kv, step.start, step.start + x.shape[0], rope)
+    seal_step(ops, kv, step.start, step.start + x.shape[0], rope)
     return ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap)
 
 

@@ -21,7 +21,6 @@ from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelCon
 PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
-SINK_PAGES = 1  # first pages of a sealed group that stay in 16 bits
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
 MEAN_BYTES = 2  # an element of a mean row is a float16
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
@@ -85,6 +84,8 @@ class GroupLayout:
     codec_k: CodecSpec
     codec_v: CodecSpec
     page_size: int
+    sinks: int = 1  # in a sealed group: pages at the start of a sequence that stay in 16 bits
+    tail: int = 1  # in a sealed group: 1 = a query's own page is read in 16 bits, 0 = rows are sealed one by one
 
     @property
     def k_row_bytes(self) -> int:
@@ -162,7 +163,11 @@ class GroupLayout:
 
     def open_pages(self, tokens: int, chunk: int) -> int:
         """Most 16-bit pages of a sequence of `tokens` in a sealed group: the sinks, and those of the step at hand."""
-        return min(-(-tokens // self.page_size), SINK_PAGES + -(-chunk // self.page_size)) if self.sealed else 0
+        return min(-(-tokens // self.page_size), self.sinks + -(-chunk // self.page_size)) if self.sealed else 0
+
+    def sealed_rows(self, length: int) -> int:
+        """How many of the first `length` rows are sealed, or would be if they were not sinks."""
+        return sealed_rows(length, self.page_size, self.tail)
 
     def open_class(self) -> GroupLayout | None:
         """The same layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
@@ -177,7 +182,7 @@ class GroupLayout:
         """
         whole = -(-tokens // self.page_size)
         if self.sealed:  # only full pages are sealed, and the sinks never
-            whole = max(0, tokens // self.page_size - SINK_PAGES)
+            whole = max(0, -(-self.sealed_rows(tokens) // self.page_size) - self.sinks)
         if self.kind != SLIDING:
             return whole
         return min(whole, -(-(self.window - 1) // self.page_size) + -(-chunk // self.page_size))
@@ -200,16 +205,29 @@ class KVLayout:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64, planned: bool = False
+        cls,
+        config: ModelConfig,
+        type_k: str,
+        type_v: str,
+        page_size: int = 64,
+        *,
+        sinks: int = 1,
+        tail: int = 1,
+        planned: bool = False,
     ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        `planned` also allows the types that the engine cannot run yet. Raises UsageError for any other type, and
-        for an unknown page size.
+        `sinks`, `tail`: see GroupLayout. `planned` also allows the types that the engine cannot run yet. Raises
+        UsageError for any other type, for an unknown page size, and for a tail that cannot be.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
         k, v = codec(type_k, planned), codec(type_v, planned)
+        if tail not in (0, 1) or sinks < 0 or (tail == 0 and sinks == 0):
+            raise UsageError(
+                f"a 16-bit tail of {tail} pages with {sinks} pages of sinks is not possible",
+                "the tail is one page or none; without one there must be sinks, which fix the scales and means",
+            )
         keys: list[tuple[str, int, int, int, int]] = []
         members: list[list[int]] = []
         slots: list[tuple[int, int] | None] = []
@@ -227,7 +245,7 @@ class KVLayout:
                 slots.append((group, len(members[group])))
                 members[group].append(i)
         groups = tuple(
-            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size)
+            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size, sinks, tail)
             for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))
@@ -308,6 +326,11 @@ def codec(name: str, planned: bool = False) -> CodecSpec:
             "choose one of those, or auto",
         )
     return spec
+
+
+def sealed_rows(length: int, page_size: int, tail: int) -> int:
+    """See `GroupLayout.sealed_rows`."""
+    return length // page_size * page_size if tail else length
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:

@@ -12,25 +12,26 @@ import numpy as np
 import torch
 
 from kvcli.kernels import Backend, PagedKV
+from kvcli.runtime.layout import sealed_rows
 from kvcli.runtime.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
 
 
-def seal_full_pages(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable | None) -> None:
-    """Encode the pages of one layer that rows [start, end), just stored, have filled. Sinks stay open."""
+def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable | None) -> None:
+    """Encode the rows of one layer that leave the tail as rows [start, end), just stored, come. Sinks stay open."""
     size = kv.record.page_size
-    first, last = max(start // size, kv.sinks), end // size
+    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     if kv.open is None or first >= last:
         return
     if not kv.basis.known:
         _fix_basis(ops, kv, rope)
     means = None
     if kv.basis.mean is not None:
-        middles = np.arange(first, last) * float(size) + (size - 1) / 2
-        means = kv.basis.mean.repeat(last - first, 1, 1)
+        middles = np.arange(first // size, (last - 1) // size + 1) * float(size) + (size - 1) / 2
+        means = kv.basis.mean.repeat(len(middles), 1, 1)
         _turn(ops, means, rope, middles)
-    ops.seal(kv, first, means, last - first)
+    ops.seal(kv, first, last, means)
 
 
 def _fix_basis(ops: Backend, kv: PagedKV, rope: RopeTable | None) -> None:

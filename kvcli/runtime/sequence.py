@@ -10,7 +10,7 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV, RecordLayout
-from kvcli.runtime.layout import SINK_PAGES, GroupLayout
+from kvcli.runtime.layout import GroupLayout
 from kvcli.runtime.pages import PagePool
 
 
@@ -96,14 +96,20 @@ class Sequence:
             while (held.first + len(held.pages)) * size < end:
                 held.pages.append(self.pool.take(group))
             return
+        layout = self.pool.layout.groups[group]
         if start % size:
-            held.open[start // size] = self._own(arena, held.open[start // size])
+            at = start // size
+            held.open[at] = self._own(arena, held.open[at]) if at in held.open else self.pool.take(arena)
         for page in range(-(-start // size), -(-end // size)):
             held.open[page] = self.pool.take(arena)
             held.pages.append(NO_PAGE)
-        for page in range(max(start // size, SINK_PAGES), end // size):
-            if held.pages[page - held.first] == NO_PAGE:
-                held.pages[page - held.first] = self.pool.take(group)
+        first, last = (max(layout.sealed_rows(n), layout.sinks * size) for n in (start, end))
+        for page in range(first // size, -(-last // size)):
+            index = page - held.first
+            if held.pages[index] == NO_PAGE:
+                held.pages[index] = self.pool.take(group)
+            else:
+                held.pages[index] = self._own(group, held.pages[index])
 
     def _own(self, arena: int, page: int) -> int:
         """The page itself if nobody else holds it, else a copy in its place."""
@@ -116,9 +122,9 @@ class Sequence:
     def commit(self, ids: list[int]) -> None:
         """The rows of the last step are computed, and the pages they filled are sealed."""
         self.tokens.extend(ids)
-        full = self.length // self.pool.layout.page_size
-        for g, held in enumerate(self._lists):
-            for page in [p for p in held.open if SINK_PAGES <= p < full]:
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
+            sealed = -(-layout.sealed_rows(self.length) // layout.page_size)
+            for page in [p for p in held.open if layout.sinks <= p < sealed]:
                 self.pool.release(self._open_arena(g), held.open.pop(page))
 
     def drop(self) -> int:
@@ -138,8 +144,8 @@ class Sequence:
         Windows must still be whole, and a sealed page cannot be opened again.
         """
         length, size = min(length, self.length), self.pool.layout.page_size
-        for g, held in enumerate(self._lists):
-            if length % size and self.pool.layout.open_arena(g) is not None and length // size not in held.open:
+        for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
+            if layout.sealed and layout.tail and length // size not in held.open:
                 length = length // size * size
         for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
             if layout.first_page(length) < held.first:
@@ -157,12 +163,12 @@ class Sequence:
         """Release the pages behind row `length`, and a sealed page that is being filled again."""
         size = self.pool.layout.page_size
         keep = -(-length // size)
-        for g, held in enumerate(self._lists):
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
             while held.pages and held.first + len(held.pages) > keep:
                 page = held.first + len(held.pages) - 1
                 self._release(g, page, held.pages.pop())
-            if held.open and length % size and held.pages and held.pages[-1] != NO_PAGE:
-                self.pool.release(g, held.pages[-1])
+            if layout.tail and keep - 1 in held.open and held.pages[-1] != NO_PAGE:
+                self.pool.release(g, held.pages[-1])  # taken for rows that did not come
                 held.pages[-1] = NO_PAGE
             if length == 0:
                 held.first = 0
@@ -223,11 +229,11 @@ class Sequence:
         cached = self._views.get(group)
         if cached and cached[0] == key:
             return cached[1]
-        arena = self.pool.layout.open_arena(group)
+        arena, layout = self.pool.layout.open_arena(group), self.pool.layout.groups[group]
         views = self._layers(group, held.first, held.pages)
         if arena is not None:
             sealed = zip(views, self._layers(arena, held.first, opened), held.bases, strict=True)
-            views = tuple(replace(v, open=o, sinks=SINK_PAGES, basis=basis) for v, o, basis in sealed)
+            views = tuple(replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed)
         self._views[group] = key, views
         return views
 
