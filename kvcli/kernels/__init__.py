@@ -7,7 +7,7 @@
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `glu(x, act)` | [T, 2F] -> [T, F] |
-| `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
+| `rotate_(x, scale=None)` | x [T, heads, D] (times scale [heads, D]) rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, means)` | rows [first, end) of open pages into codes |
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap)` | q [T, heads, dim_k] -> [T, heads * dim_v] |

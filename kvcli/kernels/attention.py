@@ -4,8 +4,8 @@ Rows are read page by page and never expanded whole. A query's result depends on
 hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
 softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
 
-Sealed pages hold H(k - c) and H v (H the rotation, c the page's mean). Queries are rotated once, H q . c is added to the
-scores of a page, so that all scores are the true ones, and the output is rotated back.
+Sealed pages hold k - c (c the page's mean); q . c is added to the scores of such a page, so that all scores are the true
+ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the basis of v.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from kvcli.kernels.matmul import PAD_ROWS
 from kvcli.kernels.paged import PagedKV
-from kvcli.kernels.rotation import rotate
 
 
 def attention(
@@ -25,9 +24,6 @@ def attention(
     A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap` c > 0 replaces a score
     s by c * tanh(s / c).
     """
-    rotated_k, rotated_v = kv.rotated
-    if rotated_k:
-        q = rotate(q)
     size, cuts = kv.record.page_size, [0]
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
@@ -35,8 +31,7 @@ def attention(
     parts = [
         _attend(q[a:b], kv, start + a, window, scale, softcap) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
     ]
-    out = torch.cat(parts)  # [T, heads, dim_v]
-    return (rotate(out) if rotated_v else out).flatten(1)
+    return torch.cat(parts).flatten(1)
 
 
 def _attend(

@@ -176,7 +176,7 @@ typedef struct {
     void (*rms_norm)(const float *, int64_t, const float *, float, int64_t, int64_t, float *, int64_t);
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
     void (*glu)(const float *, int64_t, int64_t, int64_t, float *);
-    void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
+    void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t, const float *);
     void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
     void (*seal)(const kv_paged *, int64_t, int64_t, const float *);
     void (*attention)(const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const kv_paged *, float *);
@@ -268,8 +268,11 @@ void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64
 /* out = act(x[:, :f]) * x[:, f:], act 0 = SiLU, 1 = GELU (tanh form). */
 void kv_glu(const float *x, int64_t t, int64_t f, int64_t act, float *out) { active->glu(x, t, f, act, out); }
 
-/* Hadamard rotation in place of every head of t rows, in blocks of the largest power of two that divides dim. */
-void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) { active->rotate(x, ldx, t, heads, dim); }
+/* Hadamard rotation in place of every head of t rows, in blocks of the largest power of two that divides dim; the
+ * elements are first multiplied by scale [heads, dim], unless it is NULL. */
+void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, const float *scale) {
+    active->rotate(x, ldx, t, heads, dim, scale);
+}
 
 /* Encode rows [first, end) of the open pages into sealed ones; means is [pages touched, kv_heads, dim_k] or NULL. */
 void kv_seal(const kv_paged *kv, int64_t first, int64_t end, const float *means) { active->seal(kv, first, end, means); }

@@ -553,10 +553,13 @@ INLINE void NAME(hadamard)(float *x, int64_t size) {
     for (int64_t j = 0; j < size; j++) x[j] *= scale;
 }
 
-static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) {
+static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, const float *scale) {
     int64_t size = dim & -dim;
-    for (int64_t r = 0; r < t; r++)
-        for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(x + r * ldx + i, size);
+    for (int64_t r = 0; r < t; r++) {
+        float *row = x + r * ldx;
+        for (int64_t i = 0; scale && i < heads * dim; i++) row[i] *= scale[i];
+        for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(row + i, size);
+    }
 }
 
 /* Bytes of one row of n elements, without its scale. */

@@ -53,7 +53,7 @@ _SIGNATURES = {
     "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
-    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
+    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
     "kv_seal": [c_void_p, c_int64, c_int64, c_void_p],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_attention": [
@@ -175,9 +175,9 @@ class NativeBackend:
             kv.descriptors["basis"] = basis.known
         return view
 
-    def rotate_(self, x: torch.Tensor) -> None:
+    def rotate_(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         t, heads, dim = x.shape
-        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim)
+        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim, _address(scale))
 
     def seal(self, kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
         self._lib.kv_seal(self._paged(kv), first, end, _address(means))
@@ -191,14 +191,8 @@ class NativeBackend:
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
-        rotated_k, rotated_v = kv.rotated
-        if rotated_k:
-            q = q.contiguous().clone()
-            self.rotate_(q)
         out = torch.empty(t, heads * kv.record.dim_v)
         self._lib.kv_attention(
             q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, self._paged(kv), out.data_ptr()
         )
-        if rotated_v:
-            self.rotate_(out.view(t, heads, kv.record.dim_v))
         return out

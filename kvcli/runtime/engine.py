@@ -13,11 +13,11 @@ import torch
 from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs
+from kvcli.runtime import archs, guard
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.layout import KVLayout, canonical
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
@@ -35,7 +35,7 @@ class Engine:
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
-        self.cache_types = tuple("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
+        self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
         self.ctx_size = self._context(cache.ctx_size)
         if cache.ubatch < 1:
@@ -57,7 +57,12 @@ class Engine:
         self.backend = ops.name
         if notice:
             self.notices.append(notice)
-        self.model = archs.build(self.config, Weights(file), ops)
+        weights = Weights(file)
+        doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
+        if doubt:
+            self.notices.append(doubt)
+        self.weights = weights
+        self.model = archs.build(self.config, weights, ops)
         self.pool = PagePool(self.layout)
         self.load_s = 0.0
 

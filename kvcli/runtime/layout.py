@@ -69,6 +69,7 @@ CODEC_SPECS: dict[str, CodecSpec] = {
 }
 RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
 ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings of the same size class
+OTHERS_NAMES = ("q8_0", "q4_0")  # of these, formats of other programs
 
 
 @dataclass(frozen=True)
@@ -331,6 +332,18 @@ def codec(name: str, planned: bool = False) -> CodecSpec:
 def sealed_rows(length: int, page_size: int, tail: int) -> int:
     """See `GroupLayout.sealed_rows`."""
     return length // page_size * page_size if tail else length
+
+
+def canonical(name: str) -> str:
+    """The cache type's own name: aliases resolved, "auto" is f16. Raises UsageError if there is none."""
+    return "f16" if name == "auto" else codec(name).name
+
+
+def alias_note(name: str) -> str:
+    """What to tell of a name that other programs use for another format; "" for our own names."""
+    if name not in OTHERS_NAMES:
+        return ""
+    return f"{name} is {ALIASES[name]} here: the same size class, not the same bits"
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:

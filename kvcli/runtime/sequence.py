@@ -58,7 +58,7 @@ class Sequence:
         self.pool = pool
         self.tokens: list[int] = []
         self._lists = [_PageList(len(g.layers)) for g in pool.layout.groups]
-        self._views: dict[int, tuple[tuple[int, ...], tuple[PagedKV, ...]]] = {}
+        self._views: dict[int, tuple[tuple[int, ...], tuple[Basis, ...], tuple[PagedKV, ...]]] = {}
 
     @property
     def length(self) -> int:
@@ -71,6 +71,7 @@ class Sequence:
         Pages that fell out of a window are released first. Raises DoesNotFit, with nothing changed but that.
         """
         self.drop()
+        self._trim(self.length)  # pages of a step that was never committed: a fork may hold them too
         start, end = self.length, self.length + len(ids)
         try:
             for g in range(len(self._lists)):
@@ -172,8 +173,8 @@ class Sequence:
                 held.pages[-1] = NO_PAGE
             if length == 0:
                 held.first = 0
-            if length < size:
-                held.bases = tuple(Basis() for _ in held.bases)
+            if length < size and (length < self.length or any(basis.known for basis in held.bases)):
+                held.bases = tuple(Basis() for _ in held.bases)  # a fork may go on with the old ones
 
     def _release(self, group: int, number: int, page: int) -> None:
         """Let go of page `number` of a group in both of its forms."""
@@ -225,16 +226,16 @@ class Sequence:
         """The group's layers as the kernels see them; made again only when the pages change."""
         held = self._lists[group]
         opened = [held.open.get(held.first + i, NO_PAGE) for i in range(len(held.pages))]
-        key = (held.first, *held.pages, *opened, id(held.bases))
+        key = (held.first, *held.pages, *opened)
         cached = self._views.get(group)
-        if cached and cached[0] == key:
-            return cached[1]
+        if cached and cached[0] == key and cached[1] is held.bases:
+            return cached[2]
         arena, layout = self.pool.layout.open_arena(group), self.pool.layout.groups[group]
         views = self._layers(group, held.first, held.pages)
         if arena is not None:
             sealed = zip(views, self._layers(arena, held.first, opened), held.bases, strict=True)
             views = tuple(replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed)
-        self._views[group] = key, views
+        self._views[group] = key, held.bases, views
         return views
 
     def _layers(self, arena: int, first: int, pages: list[int]) -> tuple[PagedKV, ...]:
