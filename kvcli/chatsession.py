@@ -189,11 +189,7 @@ class ChatSession:
         if text:
             self.conversation.set_system(text)
         current = self.conversation.system
-        say(
-            "no system message of yours; the template may have its own"
-            if current is None
-            else f"system: {current}"
-        )
+        say("no system message of yours; the template may have its own" if current is None else f"system: {current}")
 
     def _ctx(self) -> None:
         facts = cache_facts(self.engine, self.sequence)

@@ -233,7 +233,11 @@ def plan_for_engine(
             f"the largest that fits is -c {fits}; kv estimate compares cache types",
         )
     chosen = setting.plan(layout, fits)
-    return fits, chosen, f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
+    return (
+        fits,
+        chosen,
+        f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}",
+    )
 
 
 def engine_budget(limit: str | None) -> Budget:

@@ -73,7 +73,11 @@ def cache_only(report: Report, units: str) -> str:
 
 def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
     model, config = report.model, report.config
-    parts = [one_line(os.path.basename(model.name) or model.name), config.arch if config.arch != model.name else "", model.quantization]
+    parts = [
+        one_line(os.path.basename(model.name) or model.name),
+        config.arch if config.arch != model.name else "",
+        model.quantization,
+    ]
     if model.params:
         parts.append(f"{human_count(model.params)} parameters")
     if model.params and model.weights and model.weights.packed:

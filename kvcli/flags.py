@@ -72,9 +72,9 @@ _prompt, _sampling = _panel("Prompt"), _panel("Generation")
 class ModelFlags:
     """Which model, and how it is loaded."""
 
-    model: Annotated[
-        str, _model("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")
-    ] = DEFAULT_MODEL
+    model: Annotated[str, _model("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")] = (
+        DEFAULT_MODEL
+    )
     threads: Annotated[int, _model("-t", "--threads", help="CPU threads; 0 = the physical cores.")] = 0
     backend: Annotated[
         str,
@@ -145,9 +145,7 @@ class CacheFlags:
         type_k = check_cache_type(self.cache_type_k or both, "--cache-type-k")
         type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
-        return CacheOptions(
-            ctx_size, type_k, type_v, self.page_size, self.ubatch_size, self.force_cache_type
-        )
+        return CacheOptions(ctx_size, type_k, type_v, self.page_size, self.ubatch_size, self.force_cache_type)
 
 
 @dataclass(frozen=True)
@@ -185,9 +183,7 @@ class SampleFlags:
     ] = -1
     temperature: Annotated[
         float | None,
-        _sampling(
-            "--temp", "--temperature", metavar="F", help="0 = greedy.", show_default="the model's, else 0.8"
-        ),
+        _sampling("--temp", "--temperature", metavar="F", help="0 = greedy.", show_default="the model's, else 0.8"),
     ] = None
     top_k: Annotated[
         int | None, _sampling("--top-k", metavar="N", help="0 = off.", show_default="the model's, else 40")
@@ -206,9 +202,7 @@ class SampleFlags:
     ] = 64
     presence_penalty: Annotated[float, _sampling("--presence-penalty", metavar="F", help="0 = off.")] = 0.0
     frequency_penalty: Annotated[float, _sampling("--frequency-penalty", metavar="F", help="0 = off.")] = 0.0
-    seed: Annotated[
-        int, _sampling("-s", "--seed", metavar="N", help="-1 = random; the stats line names it.")
-    ] = -1
+    seed: Annotated[int, _sampling("-s", "--seed", metavar="N", help="-1 = random; the stats line names it.")] = -1
     stop: Annotated[
         list[str],
         _sampling("-r", "--stop", "--reverse-prompt", metavar="TEXT", help="Stop before this text (repeat)."),
@@ -257,9 +251,7 @@ def parse_tokens(text: str, flag: str) -> int:
     """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
     if match is None:
-        raise UsageError(
-            f"{flag} is '{text}', which is not a number of tokens", "write 4096 or 32k; 0 = automatic"
-        )
+        raise UsageError(f"{flag} is '{text}', which is not a number of tokens", "write 4096 or 32k; 0 = automatic")
     tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
     if tokens > MAX_CTX or len(match[1]) > 12:
         raise UsageError(f"{flag} is '{text}', more than any model can address", f"the most is {MAX_CTX}")
@@ -283,9 +275,7 @@ def parse_logit_bias(entries: list[str]) -> dict[int, float]:
     for entry in entries:
         match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|\.\d+|(?<=-)inf))", entry.strip(), re.ASCII)
         if match is None:
-            raise UsageError(
-                f"--logit-bias is '{entry}'", "write a token id and a signed bias, e.g. 15043-1 or 29-inf"
-            )
+            raise UsageError(f"--logit-bias is '{entry}'", "write a token id and a signed bias, e.g. 15043-1 or 29-inf")
         result[int(match[1])] = float(match[2])
     return result
 

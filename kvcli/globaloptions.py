@@ -104,9 +104,7 @@ def _root(
     ] = None,
     progress: Annotated[
         Bars | None,
-        typer.Option(
-            callback=_note, rich_help_panel=_PANEL, help="Progress on stderr.", show_default="on a terminal"
-        ),
+        typer.Option(callback=_note, rich_help_panel=_PANEL, help="Progress on stderr.", show_default="on a terminal"),
     ] = None,
     offline: Annotated[
         bool,

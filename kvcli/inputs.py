@@ -14,9 +14,7 @@ STDIN_PATIENCE_S = 3.0
 BOM = b"\xef\xbb\xbf"
 
 
-def assemble_prompt(
-    instruction: str | None, files: Sequence[str], use_stdin: bool, tell: Callable[[str], None]
-) -> str:
+def assemble_prompt(instruction: str | None, files: Sequence[str], use_stdin: bool, tell: Callable[[str], None]) -> str:
     """The user's message: files in order, then stdin, then the instruction, joined by a blank line.
 
     A file '-' is stdin and fixes its place. `tell` is called when stdin keeps us waiting. Raises UsageError

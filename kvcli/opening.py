@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
 
 
-def open_engine(
-    load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts
-) -> Engine:
+def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError.
 
     An interrupt unwinds while files are written and leaves at once while weights are read.

@@ -41,9 +41,7 @@ class Caller:
         """`stdin`: its bytes, a file descriptor, or None for one that is a terminal."""
         self.monkeypatch.setattr(sys, "argv", ["kv", *args])
         self.monkeypatch.setattr(sys, "stdin", _text_stream(stdin))
-        handlers = {
-            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         self.capture.readouterr()
         try:
             with pytest.raises(SystemExit) as exit_info:

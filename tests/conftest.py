@@ -53,9 +53,7 @@ def kv_command() -> list[str]:
 @pytest.fixture
 def kv_env(tmp_path: Path) -> dict[str, str]:
     """An environment in which `kv` finds none of the user's own models, settings and proxies."""
-    ours = {
-        name: str(tmp_path / name.lower()) for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-    }
+    ours = {name: str(tmp_path / name.lower()) for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
     ours |= {"XDG_CONFIG_HOME": str(tmp_path / "config"), "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
     dropped = ("HF_", "HUGGING", "KV_", "FORCE_COLOR", "NO_COLOR", "CLICOLOR")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
@@ -66,9 +64,7 @@ def kv_env(tmp_path: Path) -> dict[str, str]:
 def kv(kv_command: list[str], kv_env: dict[str, str], tmp_path: Path) -> Kv:
     """Run `kv` to its end: kv("pull", "smollm2", input="...", env={...}) -> CompletedProcess with text."""
 
-    def run(
-        *args: str, env: dict[str, str] | None = None, **options: object
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*args: str, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
         settings: dict[str, object] = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
         settings |= {} if "input" in options else {"stdin": subprocess.DEVNULL}
         return subprocess.run([*kv_command, *args], env=kv_env | (env or {}), **(settings | options))  # type: ignore[call-overload]

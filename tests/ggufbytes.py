@@ -78,9 +78,7 @@ def write_small(path: Path) -> Path:
     rng = np.random.default_rng(1)
     writer.add_tensor("vec", rng.standard_normal(5).astype(np.float32))
     writer.add_tensor("mat", rng.standard_normal((3, 64)).astype(np.float16))
-    packed = gguf.quants.quantize(
-        rng.standard_normal((2, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_1
-    )
+    packed = gguf.quants.quantize(rng.standard_normal((2, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_1)
     writer.add_tensor("quant", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
     writer.add_tensor("cube", rng.standard_normal((2, 3, 4)).astype(np.float32))
     writer.write_header_to_file()

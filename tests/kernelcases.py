@@ -45,7 +45,7 @@ def native(isa: str = "", threads: int = 2) -> NativeBackend:
 
 
 def backend(name: str) -> Backend:
-    """"reference", or an instruction set of the compiled backend ("" = the best here)."""
+    """ "reference", or an instruction set of the compiled backend ("" = the best here)."""
     return ReferenceBackend() if name == "reference" else native(name)
 
 
@@ -84,9 +84,7 @@ def record(
     bytes_k, bytes_v = (d * (4 if c == "f32" else 2) for d, c in ((dim_k, codec_k), (dim_v, codec_v)))
     v_offset = page_size * bytes_k + 64
     total = v_offset + page_size * bytes_v + 128
-    return RecordLayout(
-        page_size, heads, dim_k, dim_v, codec_k, codec_v, bytes_k, bytes_v, v_offset, total
-    )
+    return RecordLayout(page_size, heads, dim_k, dim_v, codec_k, codec_v, bytes_k, bytes_v, v_offset, total)
 
 
 def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:

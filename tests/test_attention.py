@@ -70,7 +70,9 @@ class Case:
         scores = torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = torch.arange(self.start, self.start + self.n)[:, None] - torch.arange(self.first, self.start + self.n)
+        distance = torch.arange(self.start, self.start + self.n)[:, None] - torch.arange(
+            self.first, self.start + self.n
+        )
         unseen = (distance < 0) | ((distance >= self.window) if self.window else False)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1)
 
@@ -78,7 +80,9 @@ class Case:
 def cases(dims: tuple[int, int], step: int):
     """Each window at each place, with codecs and heads in turn; one in `step` of them, others for other dims."""
     every = zip(product(PLACES, WINDOWS), cycle(CODECS), cycle(HEADS), strict=False)
-    for ((size, start, n), window), (codec_k, codec_v), (q_heads, kv_heads) in list(every)[DIMS.index(dims) % step :: step]:
+    for ((size, start, n), window), (codec_k, codec_v), (q_heads, kv_heads) in list(every)[
+        DIMS.index(dims) % step :: step
+    ]:
         yield Case(record(kv_heads, *dims, codec_k, codec_v, size), q_heads, start, n, window, seed=start + n)
 
 

@@ -115,9 +115,7 @@ def test_slash_commands_are_not_sent_and_say_what_they_did_on_stderr(kv):
         "context: 27 of 4096 tokens (0.7 %), 4069 until full",
     ):
         assert part in outcome.err
-    assert (
-        "session: 1 answers, reused 0 of 24 prompt tokens (0.0 %), prefilled 24, generated 3" in outcome.err
-    )
+    assert "session: 1 answers, reused 0 of 24 prompt tokens (0.0 %), prefilled 24, generated 3" in outcome.err
 
 
 @pytest.mark.parametrize("line", ["/nonsense", "/undo now", "/Exit", "/", "/undo", "/regen"])
@@ -232,9 +230,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it_as_a_turn(kv, talk):
 
 
 def test_ctrl_c_before_the_first_token_takes_the_message_back(kv, talk):
-    kv.engine.before_prefill = lambda: (
-        os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 1 else None
-    )
+    kv.engine.before_prefill = lambda: os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 1 else None
     session = talk("first", "second")
     assert session.code == 0
     assert "stopped before the answer began" in session.err
@@ -242,9 +238,7 @@ def test_ctrl_c_before_the_first_token_takes_the_message_back(kv, talk):
 
 
 def test_ctrl_c_while_regenerating_keeps_the_old_answer(kv, talk):
-    kv.engine.before_prefill = lambda: (
-        os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 2 else None
-    )
+    kv.engine.before_prefill = lambda: os.kill(os.getpid(), signal.SIGINT) if len(kv.engine.calls) == 2 else None
     talk("first", "/regen", "second")
     assert asked(kv) == "user:firstassistant:oneuser:secondassistant:"
 

@@ -141,9 +141,7 @@ def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
         ("-v", "fail", "-v", "bug"),
     ):
         code, out, err = kv_here(*arguments)
-        assert (
-            code == 1 and out == "" and "Traceback" in err and err.count("kv: error: ValueError: first") == 1
-        )
+        assert code == 1 and out == "" and "Traceback" in err and err.count("kv: error: ValueError: first") == 1
     assert "Traceback" not in kv_here("-v", "fail", "bug")[2]
 
 
@@ -169,9 +167,7 @@ def test_the_exit_code_of_a_command(faulty: list[str], kv_here: KvHere) -> None:
     assert kv_here("fail", "exit") == (9, "", "")
 
 
-def test_global_options_on_both_sides(
-    faulty: list[str], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_global_options_on_both_sides(faulty: list[str], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     for name in ("KV_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
@@ -213,9 +209,7 @@ def test_every_error_has_its_exit_code() -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, faulty: list[str]) -> None:
-    with subprocess.Popen(
-        [*faulty, "fail", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*faulty, "fail", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
@@ -243,9 +237,7 @@ main()
 
 
 def test_reader_that_goes_away(faulty: list[str]) -> None:
-    with subprocess.Popen(
-        [*faulty, "fail", "flood"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*faulty, "fail", "flood"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith(b"xxx")
         process.stdout.close()
@@ -276,9 +268,7 @@ def test_full_disk(arguments: tuple[str, ...], faulty: list[str]) -> None:
 
 def test_a_full_disk_elsewhere_is_not_the_outputs_fault(faulty: list[str], kv_here: KvHere) -> None:
     assert kv_here("fail", "file")[0] == 1
-    assert kv_here("fail", "file")[2].startswith(
-        "kv: error: FileNotFoundError: [Errno 2] No such file: 'name'"
-    )
+    assert kv_here("fail", "file")[2].startswith("kv: error: FileNotFoundError: [Errno 2] No such file: 'name'")
 
 
 def test_closed_streams(faulty: list[str]) -> None:

@@ -186,9 +186,7 @@ def test_there_must_be_something_to_take_back():
 def real(path: Path) -> Conversation:
     metadata = GGUFFile.open(path).metadata
     tokenizer = Tokenizer.from_gguf(metadata)
-    names = [
-        tokenizer.piece(token) if token is not None else "" for token in (tokenizer.bos_id, tokenizer.eos_id)
-    ]
+    names = [tokenizer.piece(token) if token is not None else "" for token in (tokenizer.bos_id, tokenizer.eos_id)]
     template = ChatTemplate.from_gguf(metadata, *names)
     assert template is not None
     return Conversation(tokenizer, template)

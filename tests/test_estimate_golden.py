@@ -71,9 +71,7 @@ def test_own_types_at_the_8b_shape() -> None:
     assert KVLayout.build(config, "int6", "int4", planned=True).token_bytes() == 32 * 8 * 164
 
 
-@pytest.mark.parametrize(
-    ("page", "tokens", "pages", "unused"), [(16, 35, 3, 13), (16, 1000, 63, 8), (16, 500, 32, 12)]
-)
+@pytest.mark.parametrize(("page", "tokens", "pages", "unused"), [(16, 35, 3, 13), (16, 1000, 63, 8), (16, 500, 32, 12)])
 def test_pages_of_a_sequence(page: int, tokens: int, pages: int, unused: int) -> None:
     layout = KVLayout.build(_one_layer(), "f16", "f16", page)
     assert layout.pages(tokens, 512) == (pages,)
@@ -124,9 +122,7 @@ def test_mla_beside_multi_head_attention() -> None:
     assert ideal_token_bytes([latent], "bf16") == 70272
 
 
-@pytest.mark.parametrize(
-    ("tokens", "billions"), [(4096, "0.40"), (8192, "0.48"), (32768, "0.99"), (131072, "3.00")]
-)
+@pytest.mark.parametrize(("tokens", "billions"), [(4096, "0.40"), (8192, "0.48"), (32768, "0.99"), (131072, "3.00")])
 def test_the_prefill_chunk_belongs_to_a_sliding_cache(tokens: int, billions: str) -> None:
     """A 26B model, 5 full layers of 4,096 B/token and 25 of 8,192 B with a window of 1,024, chunks of 512."""
     layers = (LayerConfig("full", 2, 512, 512),) * 5 + (LayerConfig("sliding", 8, 256, 256, 1024),) * 25

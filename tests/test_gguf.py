@@ -24,9 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_block_table_is_that_of_the_gguf_package():
     ours = {name: (block.id, block.elements, block.bytes) for name, block in GGML_TYPES.items()}
     theirs = {kind.name: (int(kind), *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
-    assert {name: ours[name] for name in theirs if name in ours} == {
-        n: theirs[n] for n in theirs if n in ours
-    }
+    assert {name: ours[name] for name in theirs if name in ours} == {n: theirs[n] for n in theirs if n in ours}
     assert len(set(theirs) & set(ours)) >= 30
     assert len({block.id for block in GGML_TYPES.values()}) == len(GGML_TYPES)
 
@@ -45,9 +43,7 @@ def test_long_arrays_are_lazy_sequences(small: Path):
     file = GGUFFile.open(small)
     tokens, scores = file.metadata["tokens"], file.metadata["scores"]
     assert not isinstance(tokens, list) and len(tokens) == len(WORDS)
-    assert (
-        list(tokens) == WORDS and tokens[7] == WORDS[7] and tokens[-2:] == WORDS[-2:] and "piece9" in tokens
-    )
+    assert list(tokens) == WORDS and tokens[7] == WORDS[7] and tokens[-2:] == WORDS[-2:] and "piece9" in tokens
     assert len(scores) == len(SCORES) and list(scores) == SCORES
     assert scores[3] == SCORES[3] and type(scores[3]) is float and scores[:2] == SCORES[:2]
     assert np.asarray(scores).dtype == np.float32 and np.asarray(scores, np.float64).tolist() == SCORES
@@ -141,9 +137,7 @@ def test_gemma3_is_read_whole(gemma3_path: Path):
     metadata = file.metadata
     vocabulary = [metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type")]
     assert [len(array) for array in vocabulary] == [262_144] * 3
-    assert vocabulary[0][:4] == ["<pad>", "<eos>", "<bos>", "<unk>"] and set(vocabulary[2]) <= set(
-        range(1, 7)
-    )
+    assert vocabulary[0][:4] == ["<pad>", "<eos>", "<bos>", "<unk>"] and set(vocabulary[2]) <= set(range(1, 7))
     assert metadata["gemma3.block_count"] == 18 and len(file.tensors) == 236
     assert file.tensors["token_embd.weight"].shape == (262_144, 640)
     ordered = sorted(file.tensors.values(), key=lambda tensor: tensor.offset)

@@ -200,9 +200,7 @@ def test_dimensions_that_overflow(dims: tuple[int, ...]):
 
 @pytest.mark.parametrize("type_id", [4, 5, 31, 36, 200, (1 << 32) - 1])
 def test_unknown_tensor_type(type_id: int):
-    assert f"tensor 't' has the unknown type {type_id}" in refusal(
-        build(tensors=(entry(type_id=type_id),), data=64)
-    )
+    assert f"tensor 't' has the unknown type {type_id}" in refusal(build(tensors=(entry(type_id=type_id),), data=64))
 
 
 def test_rows_that_are_no_whole_blocks():
@@ -265,14 +263,10 @@ def test_fuzzed_files_raise_nothing_but_model_errors(small: Path, data: st.DataO
     hot = parse(bytes(blob)).data_offset
     for _ in range(data.draw(st.integers(1, 4))):
         # Lengths and counts stand near the start and, for tensors, near the end of the header.
-        where = data.draw(
-            st.integers(0, 600) | st.integers(hot - 300, hot - 8) | st.integers(0, len(blob) - 8)
-        )
+        where = data.draw(st.integers(0, 600) | st.integers(hot - 300, hot - 8) | st.integers(0, len(blob) - 8))
         patch = data.draw(
             st.binary(min_size=1, max_size=8)
-            | st.sampled_from(
-                [b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 1 << 63), struct.pack("<Q", len(blob))]
-            )
+            | st.sampled_from([b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 1 << 63), struct.pack("<Q", len(blob))])
         )
         blob[where : where + len(patch)] = patch
     blob = blob[: data.draw(st.integers(0, len(blob)) | st.just(len(blob)))]
@@ -284,9 +278,7 @@ def test_fuzzed_files_raise_nothing_but_model_errors(small: Path, data: st.DataO
 
 
 @settings(max_examples=200, deadline=timedelta(seconds=2))
-@given(
-    blob=st.binary(max_size=200), version=st.sampled_from([2, 3]), counts=st.tuples(*[st.integers(0, 3)] * 2)
-)
+@given(blob=st.binary(max_size=200), version=st.sampled_from([2, 3]), counts=st.tuples(*[st.integers(0, 3)] * 2))
 def test_random_headers_raise_nothing_but_model_errors(blob: bytes, version: int, counts: tuple[int, int]):
     blob = b"GGUF" + struct.pack("<IQQ", version, *counts) + blob
     for size in (len(blob), len(blob) + 1000):

@@ -263,11 +263,7 @@ def test_safetensors(files: dict[str, bytes], site: RangeSite, tmp_path: Path) -
     path = on_disk(tmp_path / "model", files)
     add_repository(site, "org/toy", files)
     local, header = read(str(path)), read("org/toy")
-    assert (
-        same_model(local, header)
-        and header.container == "safetensors"
-        and header.source == "org/toy:safetensors"
-    )
+    assert same_model(local, header) and header.container == "safetensors" and header.source == "org/toy:safetensors"
     assert header.config == CONFIG and header.metadata == {}
     assert header.tensors["a"] == ((64, 8), "F32", 2048) and header.tensors["b"] == ((3,), "F16", 6)
     weights = {name: body for name, body in files.items() if name.endswith(".safetensors")}
@@ -275,9 +271,7 @@ def test_safetensors(files: dict[str, bytes], site: RangeSite, tmp_path: Path) -
     for name, body in weights.items():
         end = 8 + struct.unpack("<Q", body[:8])[0]
         assert site.ranges(f"/org/toy/resolve/{COMMIT}/{name}") == ["bytes=0-7", f"bytes=8-{end - 1}"]
-    small = sum(
-        len(body) for name, body in files.items() if name.endswith(".json") and name != "tokenizer.json"
-    )
+    small = sum(len(body) for name, body in files.items() if name.endswith(".json") and name != "tokenizer.json")
     assert header.bytes_read < small + 2000 + len(site.bodies["/api/models/org/toy"])
     sent = site.sent
     assert same_model(read("org/toy"), local) and site.sent == sent

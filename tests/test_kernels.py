@@ -159,7 +159,9 @@ def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str
     x = wide[:, 5:].unflatten(1, (3, dim))
     ops.rope_(x, angles.cos().float(), angles.sin().float())
     old = before[:, 5:].unflatten(1, (3, dim)).double()
-    turned = torch.complex(old[..., :half], old[..., half:rope_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = (
+        torch.complex(old[..., :half], old[..., half:rope_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
     expected = torch.cat([turned.real, turned.imag, old[..., rope_dim:]], -1)
     assert torch.allclose(x.double(), expected, atol=1e-6, rtol=0)
     assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(x[..., rope_dim:].double(), old[..., rope_dim:])

@@ -315,7 +315,11 @@ def test_the_pool_counts():
     assert torch.equal(pool.page(1, twin), pool.page(1, page)) and twin != page
     assert (pool.refcount(1, page), pool.refcount(1, twin), pool.used(1), pool.used_bytes) == (2, 1, 2, 512)
     pool.check([(1, page), (1, page), (1, twin)])
-    for wrong in ([(1, page), (1, twin)], [(1, page)] * 3 + [(1, twin)], [(1, page), (1, page), (1, twin), (1, twin + 1)]):
+    for wrong in (
+        [(1, page), (1, twin)],
+        [(1, page)] * 3 + [(1, twin)],
+        [(1, page), (1, page), (1, twin), (1, twin + 1)],
+    ):
         with pytest.raises(ValueError, match="references"):
             pool.check(wrong)
     for each in (page, page, twin):

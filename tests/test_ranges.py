@@ -251,9 +251,7 @@ def _raw(answer: bytes) -> Callable[[RangeHandler], None]:
 )
 def test_answers_that_are_no_http(answer: bytes, site: RangeSite) -> None:
     act(site, _raw(answer))
-    assert failure(remote(site)).message.startswith(
-        ("cannot read org/repo/f: ", "127.0.0.1 answered HTTP 999")
-    )
+    assert failure(remote(site)).message.startswith(("cannot read org/repo/f: ", "127.0.0.1 answered HTTP 999"))
 
 
 def test_nobody_listens() -> None:
@@ -331,10 +329,7 @@ def test_a_server_that_never_accepts() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert (
-            "did not answer in time"
-            in failure(RemoteFile(Session(url, None, QUICK), f"{url}/f", "f")).message
-        )
+        assert "did not answer in time" in failure(RemoteFile(Session(url, None, QUICK), f"{url}/f", "f")).message
 
 
 def test_silence_instead_of_a_tls_handshake() -> None:
@@ -342,10 +337,7 @@ def test_silence_instead_of_a_tls_handshake() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
-        assert (
-            "did not answer in time"
-            in failure(RemoteFile(Session(url, None, QUICK), f"{url}/f", "f")).message
-        )
+        assert "did not answer in time" in failure(RemoteFile(Session(url, None, QUICK), f"{url}/f", "f")).message
 
 
 def test_no_tls_where_it_should_be(site: RangeSite) -> None:
@@ -433,17 +425,13 @@ def test_tokens_that_cannot_be_sent(token: str) -> None:
     assert token not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["http://example.com", "http://127.0.0.1.example.com", "http://10.0.0.1"]
-)
+@pytest.mark.parametrize("endpoint", ["http://example.com", "http://127.0.0.1.example.com", "http://10.0.0.1"])
 def test_endpoints_need_https(endpoint: str) -> None:
     with pytest.raises(DownloadError, match="HF_ENDPOINT is not https"):
         Session(endpoint)
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["example.com", "ftp://example.com", "https://", "https://u@h", "https://h:x"]
-)
+@pytest.mark.parametrize("endpoint", ["example.com", "ftp://example.com", "https://", "https://u@h", "https://h:x"])
 def test_endpoints_must_be_addresses(endpoint: str) -> None:
     with pytest.raises(DownloadError, match="HF_ENDPOINT is no address"):
         Session(endpoint)
@@ -473,9 +461,7 @@ def test_a_proxy_is_asked_for_a_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("NO_PROXY", "no_proxy", "https_proxy"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HTTPS_PROXY", f"http://me:p%40ss@127.0.0.1:{listener.getsockname()[1]}")
-        error = failure(
-            RemoteFile(Session("https://hub.example", TOKEN, QUICK), "https://hub.example/f", "f")
-        )
+        error = failure(RemoteFile(Session("https://hub.example", TOKEN, QUICK), "https://hub.example/f", "f"))
         thread.join(5)
     assert seen[0].startswith(b"CONNECT hub.example:443 HTTP/1.") and TOKEN.encode() not in seen[0]
     assert b"Proxy-Authorization: Basic bWU6cEBzcw==\r\n" in seen[0]

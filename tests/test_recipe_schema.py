@@ -47,8 +47,6 @@ def test_a_recipe_that_is_not_valid(old: str, new: str, what: str) -> None:
 
 def test_a_source_may_have_its_own_file() -> None:
     other = hashlib.sha256(b"other").hexdigest()
-    text = recipe_text(CONTENT, REPO).replace(
-        'file = "toy.gguf"', f'file = "toy.gguf"\nsize = 5\nsha256 = "{other}"'
-    )
+    text = recipe_text(CONTENT, REPO).replace('file = "toy.gguf"', f'file = "toy.gguf"\nsize = 5\nsha256 = "{other}"')
     recipe = recipes.parse_recipe(recipes.tomllib.loads(text))
     assert [variant.size for variant in recipe.variants] == [len(CONTENT), 5]

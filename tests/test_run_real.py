@@ -76,9 +76,7 @@ def test_json_and_stop_string(kv, model):
     assert whole["kv"]["bytes"] >= whole["kv"]["pages"] * 64
     text = whole["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 9]  # begins and ends inside tokens
-    stopped = json.loads(
-        kv("run", *model, *GREEDY, "-n", "24", "--json", "-r", stop, "Why is the sky blue?").stdout
-    )
+    stopped = json.loads(kv("run", *model, *GREEDY, "-n", "24", "--json", "-r", stop, "Why is the sky blue?").stdout)
     assert (stopped["finish_reason"], stopped["stop"]) == ("stop", stop)
     assert stopped["text"] == text[: text.index(stop)]
     plain = kv("run", *model, *GREEDY, "-n", "24", "--no-newline", "-r", stop, "Why is the sky blue?")
@@ -128,9 +126,7 @@ def test_head_ends_it_with_141_and_no_message(kv_command, kv_env, model):
 
 def test_a_full_disk_is_exit_74(kv, model):
     with open("/dev/full", "w") as full:
-        outcome = kv(
-            "run", *model, "-n", "4", "hi", capture_output=False, stdout=full, stderr=subprocess.PIPE
-        )
+        outcome = kv("run", *model, "-n", "4", "hi", capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert outcome.returncode == 74
     assert outcome.stderr.startswith("kv: error: ") and "No space left" in outcome.stderr
 

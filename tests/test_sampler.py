@@ -182,9 +182,7 @@ def test_presence_and_frequency_penalties():
     assert adjusted(both, logits, history) == pytest.approx([0.5, 0.75, -3.75, 0.25, 1.0], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("last_n", "penalised"), [(0, set()), (1, {3}), (2, {2, 3}), (64, {1, 2, 3}), (-1, {1, 2, 3})]
-)
+@pytest.mark.parametrize(("last_n", "penalised"), [(0, set()), (1, {3}), (2, {2, 3}), (64, {1, 2, 3}), (-1, {1, 2, 3})])
 def test_penalties_look_at_the_last_n_tokens(last_n: int, penalised: set[int]):
     options = replace(OFF, presence_penalty=1.0, repeat_last_n=last_n)
     found = adjusted(options, torch.zeros(4), [1, 2, 3])

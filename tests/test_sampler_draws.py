@@ -76,9 +76,7 @@ def test_numbers_are_those_of_triton(tmp_path):
     script = tmp_path / "draw.py"
     script.write_text(TRITON_SCRIPT)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "equal\n", done.stderr[-2000:]
 
 
@@ -137,9 +135,7 @@ def test_random_seeds_are_reported_and_repeatable():
     seed = samplers[0].effective["seed"]
     logits = torch.zeros(50)
     again = Sampler(replace(OFF, seed=seed), {}, 50)
-    assert [samplers[0].sample(logits, [], i) for i in range(20)] == [
-        again.sample(logits, [], i) for i in range(20)
-    ]
+    assert [samplers[0].sample(logits, [], i) for i in range(20)] == [again.sample(logits, [], i) for i in range(20)]
 
 
 @pytest.mark.gpu

@@ -35,9 +35,7 @@ def test_a_terminal_gets_neutral_text_at_once_and_a_pipe_gets_it_raw():
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "out.txt"
     path.write_text("old")
-    monkeypatch.setattr(
-        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OutputError, match="No space"):
         OutputFile(str(path)).write("new")
     assert path.read_text() == "old"

@@ -130,9 +130,7 @@ def test_a_terminal_is_not_waited_for(kv_command, kv_env, model):
 def test_a_reader_that_leaves_early(kv_command, kv_env, model):
     data = b"the pages\0" * 30_000
     words = [*kv_command, "tokenize", "-m", model, "-0"]
-    process = subprocess.Popen(
-        words, env=kv_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen(words, env=kv_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(data)
     process.stdin.close()
@@ -160,9 +158,7 @@ def test_torch_and_jinja_stay_unimported(kv_env, model):
     import kvcli
 
     root = str(Path(kvcli.__file__).parent.parent)
-    subprocess.run(
-        [sys.executable, "-c", code], env=kv_env | {"PYTHONPATH": root}, check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-c", code], env=kv_env | {"PYTHONPATH": root}, check=True, capture_output=True)
 
 
 @pytest.mark.models

@@ -25,9 +25,7 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 def _trained(digits: bool) -> Oracle:
     tokenizer = Oracle(models.BPE())
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

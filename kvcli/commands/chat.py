@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class ChatFlags:
     """How the conversation is held."""
 
-    script: Annotated[
-        bool, typer.Option("--script", help="Messages from stdin, one a line; answers on stdout.")
-    ] = False
+    script: Annotated[bool, typer.Option("--script", help="Messages from stdin, one a line; answers on stdout.")] = (
+        False
+    )
     null: Annotated[bool, typer.Option("-0", "--null", help="With --script: messages end with NUL.")] = False
     stats: Annotated[
         bool | None,
@@ -53,9 +53,7 @@ class ChatFlags:
                 "kv chat needs a terminal", "--script takes messages from stdin; kv run answers one prompt"
             )
         if not render.is_terminal(sys.stdout):
-            raise UsageError(
-                "kv chat needs a terminal to write to", "kv run and kv chat --script write to files"
-            )
+            raise UsageError("kv chat needs a terminal to write to", "kv run and kv chat --script write to files")
 
 
 def register(app: typer.Typer) -> None:
@@ -125,9 +123,7 @@ def _talk(session: ChatSession, invocation: Invocation) -> None:
 
     names = [name.split()[0] for name in COMMANDS if not name.startswith("//")]
     editor = LineEditor(open_history(partial(render.warn, invocation=invocation)), names)
-    render.notice(
-        f"{session.engine.config.name}, {session.engine.ctx_size} tokens of context; /help", invocation
-    )
+    render.notice(f"{session.engine.config.name}, {session.engine.ctx_size} tokens of context; /help", invocation)
     while True:
         try:
             if not session.handle(editor.read()):

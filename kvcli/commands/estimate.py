@@ -57,9 +57,7 @@ class PlanFlags:
     cache_type_v: Annotated[
         str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
     ] = None
-    cache_type: Annotated[
-        str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")
-    ] = None
+    cache_type: Annotated[str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")] = None
     page_size: Annotated[int, _plan("--page-size", metavar="16|32|64|128", help="Tokens per page (64).")] = 64
     ubatch_size: Annotated[
         int, _plan("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step (512).")
@@ -88,7 +86,9 @@ class PlanFlags:
         shared = parse_tokens(self.shared_prefix, "--shared-prefix")
         if shared > min(contexts):
             raise UsageError(f"--shared-prefix is {shared:,}, more than the context of {min(contexts):,}")
-        return Wish(contexts, self.pairs(), self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads())
+        return Wish(
+            contexts, self.pairs(), self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
+        )
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length
@@ -96,7 +96,9 @@ class PlanFlags:
         asked = [parse_tokens(word, "--ctx-size") for word in words]
         contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
         if 0 in contexts:
-            key = f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
+            key = (
+                f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
+            )
             raise UsageError(key, "-c N supplies it")
         return contexts
 
@@ -151,7 +153,8 @@ class DeviceFlags:
     gpu: Annotated[str | None, _device("--gpu", metavar="NAME", help="A card that need not be here.")] = None
     vram: Annotated[str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")] = None
     device: Annotated[
-        str | None, _device("--device", metavar="cpu|cuda:N", help="A device that is here; the first GPU, else the CPU.")
+        str | None,
+        _device("--device", metavar="cpu|cuda:N", help="A device that is here; the first GPU, else the CPU."),
     ] = None
     margin: Annotated[str | None, _device("--margin", metavar="SIZE", help="Left unused (512MiB).")] = None
     bandwidth: Annotated[
@@ -196,7 +199,8 @@ def estimate(
         str | None, typer.Argument(help="A name, a .gguf file, a safetensors folder or org/repo[:quant].")
     ] = None,
     model_option: Annotated[
-        str | None, typer.Option("-m", "--model", "--preset", metavar="MODEL", help="The same as MODEL.", show_default=False)
+        str | None,
+        typer.Option("-m", "--model", "--preset", metavar="MODEL", help="The same as MODEL.", show_default=False),
     ] = None,
 ) -> None:
     """Plan memory before loading: what fits, at which cache type, up to which context."""
@@ -280,7 +284,9 @@ def _check(report: Report, plan: PlanFlags) -> None:
 def _print_args(report: Report, name: str | None) -> None:
     choice = report.usable[0]
     if choice is None:
-        raise DoesNotFit("nothing fits with the types of this version", "kv estimate without --print-args shows the table")
+        raise DoesNotFit(
+            "nothing fits with the types of this version", "kv estimate without --print-args shows the table"
+        )
     args = [] if name is None or name != "".join(name.split()) else ["-m", name]
     args += choice.args
     wish = report.wish
@@ -293,7 +299,9 @@ def _list(output: OutputFlags, invocation: Invocation) -> None:
     if output.list_gpus:
         from kvcli.runtime.cards import CARDS
 
-        cards = [[c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"] for c in CARDS.values()]
+        cards = [
+            [c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"] for c in CARDS.values()
+        ]
         render.print_table(["name", "card", "MiB", "usable MiB", "GB/s"], cards, invocation, right={2, 3, 4})
         return
     from kvcli.runtime.layout import KVLayout

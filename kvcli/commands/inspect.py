@@ -26,9 +26,7 @@ def inspect(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A name (kv models ls) or a .gguf file.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
-    template: Annotated[
-        bool, typer.Option("--template", help="Print the chat template and nothing else.")
-    ] = False,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
     json: JsonFlag = False,
 ) -> None:
     """Show sizes, attention, layers, quantization, tokenizer and template of a model."""

@@ -30,18 +30,14 @@ def _option(*names: str, help: str, metavar: str | None = None) -> typer.models.
 class PromptFlags:
     """What the model is asked."""
 
-    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT.")] = (
-        None
-    )
+    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT.")] = None
     file: Annotated[
         list[str],
         _option("-f", "--file", metavar="FILE", help="Text before the prompt; - = stdin here (repeat)."),
     ] = field(default_factory=list)
     no_stdin: Annotated[bool, _option("--no-stdin", help="Never read stdin.")] = False
     raw: Annotated[bool, _option("--raw", help="No chat template: continue the text.")] = False
-    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = (
-        False
-    )
+    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
 
     def read(self, instruction: str | None, invocation: Invocation) -> str:
         """The prompt's text. Raises UsageError, InputBytesError."""
@@ -59,9 +55,7 @@ class OutputFlags:
     """Where the answer goes, and what is told about it."""
 
     json: JsonFlag = False
-    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event a line.")] = (
-        False
-    )
+    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event a line.")] = False
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the text to a file.")
     ] = None
@@ -69,9 +63,7 @@ class OutputFlags:
         bool | None,
         typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
     ] = None
-    no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = (
-        False
-    )
+    no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = False
     raw_output: Annotated[
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
     ] = False

@@ -28,15 +28,11 @@ def attention(
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
-    parts = [
-        _attend(q[a:b], kv, start + a, window, scale, softcap) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
     return torch.cat(parts).flatten(1)
 
 
-def _attend(
-    q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float) -> torch.Tensor:
     r = kv.record
     n, heads = q.shape[0], q.shape[1]
     group, padded = heads // r.kv_heads, -(-n // PAD_ROWS) * PAD_ROWS

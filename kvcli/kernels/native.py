@@ -67,7 +67,9 @@ def library() -> ctypes.CDLL:
     """The compiled kernels. Raises KVError with the reason when they were not built or do not load."""
     built = sorted(Path(__file__).parent.glob("_cpu*.so")) + sorted(Path(__file__).parent.glob("_cpu*.pyd"))
     if not built:
-        raise KVError("the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv")
+        raise KVError(
+            "the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv"
+        )
     try:
         lib = ctypes.CDLL(str(built[0]))
     except OSError as e:
@@ -89,9 +91,7 @@ def _address(x: torch.Tensor | None) -> int | None:
 
 
 def _record(r: RecordLayout) -> _Record:
-    return _Record(
-        r.record_bytes, r.v_offset, r.k_scales, r.v_scales, r.mean, CODECS[r.codec_k], CODECS[r.codec_v]
-    )
+    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, r.mean, CODECS[r.codec_k], CODECS[r.codec_v])
 
 
 class NativeBackend:
@@ -129,18 +129,14 @@ class NativeBackend:
 
     def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         out = torch.empty(ids.shape[0], weight.cols)
-        self._lib.kv_rows(
-            self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr()
-        )
+        self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         d = x.shape[-1]
         if x.dim() == 2:
             out = torch.empty(x.shape[0], d)
-            self._lib.kv_rms_norm(
-                x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d
-            )
+            self._lib.kv_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d)
             return out
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -149,9 +145,7 @@ class NativeBackend:
 
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         t, heads, dim = x.shape
-        self._lib.kv_rope(
-            x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr()
-        )
+        self._lib.kv_rope(x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr())
 
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor:
         t, f = x.shape[0], x.shape[1] // 2
@@ -183,9 +177,7 @@ class NativeBackend:
         self._lib.kv_seal(self._paged(kv), first, end, _address(means))
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
-        self._lib.kv_store(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv)
-        )
+        self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
 
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0

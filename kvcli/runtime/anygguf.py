@@ -37,7 +37,9 @@ def config_from_gguf_any(
     given = given or Given()
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
-        raise ModelError("the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file")
+        raise ModelError(
+            "the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file"
+        )
     try:
         config = from_gguf(metadata, shapes)
     except ModelError:  # not an architecture that kv runs, or not in this form: planning needs less
@@ -187,7 +189,9 @@ class _Reader:
         if self.has("full_attention_interval") or self.arch in _ATTENTION_INTERVALS:
             every = self.count("full_attention_interval", "", _ATTENTION_INTERVALS.get(self.arch))
             return [(i + 1) % max(1, every) != 0 for i in range(self.n_layers)]
-        has_state = any(self.has(key) for key in ("ssm.state_size", "kda.head_dim", "shortconv.l_cache", "wkv.head_size"))
+        has_state = any(
+            self.has(key) for key in ("ssm.state_size", "kda.head_dim", "shortconv.l_cache", "wkv.head_size")
+        )
         widths = [0] * self.n_layers
         if self.arch.startswith("nemotron_h"):  # a layer is attention, or recurrent, or feed-forward
             widths = self.each("feed_forward_length")

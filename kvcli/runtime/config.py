@@ -98,9 +98,7 @@ class _Keys:
         value = self.get(key, default)
         full = f"{self.arch}.{key}"
         if value is None:
-            raise ModelError(
-                f"the GGUF file lacks the key {full}", "the file is incomplete; convert it again"
-            )
+            raise ModelError(f"the GGUF file lacks the key {full}", "the file is incomplete; convert it again")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or (positive and not value > 0):
             raise ModelError(f"the GGUF key {full} has the value {value!r}, a positive number is needed")
         return value
@@ -130,9 +128,7 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
     return reader(metadata, tensor_shapes)
 
 
-def _common(
-    keys: _Keys, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
+def _common(keys: _Keys, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     n_heads = keys.integer("attention.head_count", limit=4096)
     d_model = keys.integer("embedding_length", limit=1 << 20)
     embedding = shapes.get("token_embd.weight")
@@ -166,9 +162,7 @@ def _rope(keys: _Keys, shapes: Mapping[str, tuple[int, ...]], dim: int) -> RopeC
     if "rope_freqs.weight" in shapes:
         scaling = "llama3"
     if scaling not in ("none", "linear", "llama3"):
-        raise ModelError(
-            f"RoPE scaling '{scaling}' is not supported", "supported: none, linear, llama3 factors"
-        )
+        raise ModelError(f"RoPE scaling '{scaling}' is not supported", "supported: none, linear, llama3 factors")
     rope_dim = keys.integer("rope.dimension_count", dim, limit=4096)
     if rope_dim > dim or rope_dim % 2:
         raise ModelError(f"the GGUF key {keys.arch}.rope.dimension_count is {rope_dim}, head dim is {dim}")
@@ -203,9 +197,7 @@ def _gemma3(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
     if isinstance(pattern, Sequence) and not isinstance(pattern, str):
         local = [bool(x) for x in pattern]
         if len(local) != n_layers:
-            raise ModelError(
-                f"gemma3.attention.sliding_window_pattern names {len(local)} layers of {n_layers}"
-            )
+            raise ModelError(f"gemma3.attention.sliding_window_pattern names {len(local)} layers of {n_layers}")
     else:
         every = keys.integer("attention.sliding_window_pattern", 6, limit=4096)
         local = [(i + 1) % every != 0 for i in range(n_layers)]

@@ -106,9 +106,7 @@ class Conversation:
 
     def _render(self, messages: list[dict[str, str]], generation_prompt: bool = True) -> Segments:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        segments = self.template.render_segments(
-            [*system, *messages], add_generation_prompt=generation_prompt
-        )
+        segments = self.template.render_segments([*system, *messages], add_generation_prompt=generation_prompt)
         return _merged(segments)
 
     def _match(self, rendering: Segments) -> tuple[int, Segments]:

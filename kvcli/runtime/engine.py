@@ -264,4 +264,6 @@ def physical_cores() -> int:
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
     prefix = "general.sampling."
-    return {k[len(prefix) :]: v for k, v in file.metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))}
+    return {
+        k[len(prefix) :]: v for k, v in file.metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))
+    }

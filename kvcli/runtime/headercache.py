@@ -73,9 +73,7 @@ class HeaderCache:
                 raise
             self._prune()
         except OSError as error:
-            self._warn(
-                f"cannot keep a header in {self.folder}: {error.strerror or error}; going on without it"
-            )
+            self._warn(f"cannot keep a header in {self.folder}: {error.strerror or error}; going on without it")
 
     def _prune(self) -> None:
         """Remove the oldest entries until the rest is within MAX_FOLDER_BYTES."""

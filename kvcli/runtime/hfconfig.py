@@ -124,7 +124,9 @@ class _Reader:
             return [FULL if i % every == offset % every else RECURRENT for i in range(self.n_layers)]
         if not window:
             return [FULL] * self.n_layers
-        every = self.count("sliding_window_pattern", "_sliding_window_pattern", default=_SLIDING_FAMILIES.get(self.model_type, 0))
+        every = self.count(
+            "sliding_window_pattern", "_sliding_window_pattern", default=_SLIDING_FAMILIES.get(self.model_type, 0)
+        )
         # Qwen2 slides from this layer on only; its other layers see everything.
         first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0
         slides = [i >= first and (every < 2 or (i + 1) % every != 0) for i in range(self.n_layers)]
@@ -133,7 +135,9 @@ class _Reader:
     def _kind(self, name: Any, window: int) -> str:
         if name in _SLIDING_KINDS:
             if not window:
-                raise ModelError("config.json has sliding layers but lacks the key sliding_window", "--swa-window supplies it")
+                raise ModelError(
+                    "config.json has sliding layers but lacks the key sliding_window", "--swa-window supplies it"
+                )
             return SLIDING
         if name in _RECURRENT_KINDS:
             return RECURRENT

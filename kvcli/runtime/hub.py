@@ -90,9 +90,7 @@ def check_path(name: str) -> Path:
 
 def unknown_name(name: str) -> ModelError:
     """The error for a name that is neither a recipe nor a path nor a repository."""
-    names = {
-        alias: recipe.name for recipe in load_recipes().values() for alias in (recipe.name, *recipe.aliases)
-    }
+    names = {alias: recipe.name for recipe in load_recipes().values() for alias in (recipe.name, *recipe.aliases)}
     close = dict.fromkeys(names[match] for match in difflib.get_close_matches(name.lower(), names, n=3))
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return ModelError(f"no model named '{name}'", hint + "kv models ls lists the known ones")

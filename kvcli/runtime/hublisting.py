@@ -136,9 +136,7 @@ def choose(listing: Listing, quant: str) -> tuple[Choice, list[Choice]]:
     offered = choices(listing)
     if not offered:
         what = "has neither GGUF files nor model.safetensors"
-        raise DownloadError(
-            f"the repository {listing.repo} {what}", "its model is in a form kv does not read"
-        )
+        raise DownloadError(f"the repository {listing.repo} {what}", "its model is in a form kv does not read")
     wanted = quant or hubrepo.DEFAULT_QUANT
     match = next((choice for choice in offered if _is_named(choice, wanted)), None)
     if match is None and quant:

@@ -84,9 +84,7 @@ def _is_model(name: str) -> bool:
 
 def cache_folder() -> Path:
     """The hub's cache, by the rules of huggingface_hub; it may not exist."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
@@ -140,17 +138,11 @@ def choose_remote(reference: Reference) -> RemoteFile:
     usable = [name for name in files if _is_model(name)]
     if not usable:
         what = "only files in several parts" if files else "no GGUF file"
-        raise DownloadError(
-            f"the repository {reference.repo} has {what}", "kv needs a model in one .gguf file"
-        )
+        raise DownloadError(f"the repository {reference.repo} has {what}", "kv needs a model in one .gguf file")
     name = choose_file(files, reference.quant)
     if name is None:
         options = ", ".join(quant_of(name) or name for name in usable)
-        what = (
-            f"no file for '{reference.quant}'"
-            if reference.quant
-            else f"no {DEFAULT_QUANT} but several others"
-        )
+        what = f"no file for '{reference.quant}'" if reference.quant else f"no {DEFAULT_QUANT} but several others"
         raise DownloadError(
             f"the repository {reference.repo} has {what}",
             f"choose one as {reference.repo}:QUANT; there are {options}",
@@ -168,9 +160,7 @@ def download_to_cache(repo: str, file: RemoteFile, force: bool, progress: Progre
     whole = file.size in (0, size) and (not file.sha256 or sha256_of(path, progress) == file.sha256)
     if not whole:
         remove_cached(path)
-        raise DownloadError(
-            f"{file.name} of {repo} arrived damaged ({size} bytes) and was removed", "try again"
-        )
+        raise DownloadError(f"{file.name} of {repo} arrived damaged ({size} bytes) and was removed", "try again")
     return path
 
 
@@ -182,9 +172,7 @@ def download_to_folder(repo: str, name: str, revision: str, folder: Path) -> Pat
     return _download(repo, name, revision, local_dir=folder)
 
 
-def _download(
-    repo: str, name: str, revision: str | None, local_dir: Path | None = None, force: bool = False
-) -> Path:
+def _download(repo: str, name: str, revision: str | None, local_dir: Path | None = None, force: bool = False) -> Path:
     library = _library()
     options = {"cache_dir": cache_folder(), "local_dir": local_dir, "force_download": force}
     try:
@@ -226,9 +214,7 @@ def explain(error: Exception, repo: str) -> DownloadError:
     while isinstance(cause := chain[-1].__cause__ or chain[-1].__context__, Exception):
         chain.append(cause)
     if any(isinstance(each, errors.GatedRepoError) for each in chain):
-        return DownloadError(
-            f"the repository {repo} is gated", "accept its terms on its page, then set HF_TOKEN"
-        )
+        return DownloadError(f"the repository {repo} is gated", "accept its terms on its page, then set HF_TOKEN")
     if any(isinstance(each, errors.RepositoryNotFoundError) for each in chain):
         return DownloadError(f"the hub has no {repo}, or does not show it", f"check the name; {token}")
     for each in chain:
@@ -238,9 +224,7 @@ def explain(error: Exception, repo: str) -> DownloadError:
         if status in (401, 403):
             return DownloadError(f"the hub does not let us read {repo} (HTTP {status})", token)
         if isinstance(each, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-            return DownloadError(
-                f"the repository {repo} lacks this file or revision", "it may have been changed"
-            )
+            return DownloadError(f"the repository {repo} lacks this file or revision", "it may have been changed")
         if status is not None:
             return DownloadError(f"the hub answered HTTP {status} for {repo}", "try again later")
     if any("timeout" in type(each).__name__.lower() for each in chain):

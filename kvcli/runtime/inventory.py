@@ -101,16 +101,12 @@ def verify(entry: Entry, progress: Progress) -> None:
     except OSError as error:
         raise ModelError(f"cannot read {entry.path}: {error.strerror or error}") from error
     if actual not in expected:
-        raise CheckFailed(
-            f"{entry.path} is damaged: its sha256 is {actual[:12]}…", f"kv pull --force {entry.name}"
-        )
+        raise CheckFailed(f"{entry.path} is damaged: its sha256 is {actual[:12]}…", f"kv pull --force {entry.name}")
 
 
 def _checksums(entry: Entry) -> set[str]:
     recipe = find_recipe(entry.name)
     if recipe is not None:
         return {file.sha256 for file in recipe.variants}
-    blob = os.path.basename(
-        os.path.realpath(entry.path or "")
-    )  # the hub's cache names large files by checksum
+    blob = os.path.basename(os.path.realpath(entry.path or ""))  # the hub's cache names large files by checksum
     return {blob} if re.fullmatch(r"[0-9a-f]{64}", blob) else set()

@@ -26,7 +26,13 @@ class AttentionWeights:
 
 
 def attention(
-    ops: Backend, x: torch.Tensor, weights: AttentionWeights, config: ModelConfig, step: Step, layer: int, ropes: RopeTables
+    ops: Backend,
+    x: torch.Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    step: Step,
+    layer: int,
+    ropes: RopeTables,
 ) -> torch.Tensor:
     """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer."""
     shape: LayerConfig = config.layers[layer]

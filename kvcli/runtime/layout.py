@@ -246,7 +246,9 @@ class KVLayout:
                 slots.append((group, len(members[group])))
                 members[group].append(i)
         groups = tuple(
-            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size, sinks, tail)
+            GroupLayout(
+                kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size, sinks, tail
+            )
             for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))

@@ -144,9 +144,7 @@ def _visible(found: list[tuple[str, Memory]]) -> list[Memory]:
         return [memory for _, memory in found]
     chosen = []
     for word in filter(None, (w.strip() for w in wanted.split(","))):
-        matches = [
-            memory for i, (uuid, memory) in enumerate(found) if word == str(i) or uuid.startswith(word)
-        ]
+        matches = [memory for i, (uuid, memory) in enumerate(found) if word == str(i) or uuid.startswith(word)]
         if not matches:
             break  # CUDA, too, ignores what follows an unknown device
         chosen.append(matches[0])

@@ -188,9 +188,7 @@ def _hidden(engine: Engine, pool: PagePool, ids: list[int], first: int) -> torch
 
 
 @torch.inference_mode()
-def _score(
-    engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]
-) -> Iterator[tuple[Types, Scores]]:
+def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]) -> Iterator[tuple[Types, Scores]]:
     """Compare all types with f16, slice by slice."""
     rows = max(1, min(SLICE_ROWS, SLICE_ELEMENTS // engine.config.vocab_size))
     parts: dict[Types, list[Scores]] = {t: [] for t in hidden}

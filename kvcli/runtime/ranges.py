@@ -42,9 +42,7 @@ def read_document(session: Session, url: str, label: str) -> bytes:
 def _offline(entry: Entry | None, label: str) -> Entry:
     if entry is None:
         hint = "run the command once while online, or give a downloaded file"
-        raise DownloadError(
-            f"the header of {label} is not here, and the network may not be used (--offline)", hint
-        )
+        raise DownloadError(f"the header of {label} is not here, and the network may not be used (--offline)", hint)
     return entry
 
 
@@ -55,9 +53,7 @@ class RemoteFile:
     version needs no request. Without it the first request asks whether the cached one still holds.
     """
 
-    def __init__(
-        self, session: Session, url: str, label: str, size: int | None = None, version: str = ""
-    ) -> None:
+    def __init__(self, session: Session, url: str, label: str, size: int | None = None, version: str = "") -> None:
         self._session, self._url, self.label, self._listed = session, url, label, size
         self._talk, self._final_url = Conversation(session, label), url
         self._prefix, self._total, self._etag, self._version = b"", size, "", version
@@ -156,9 +152,7 @@ class RemoteFile:
 
     def _append(self, body: bytes, wanted: int) -> None:
         if len(body) != wanted:
-            raise self._talk.error(
-                f"the answer broke off after {len(body):,} of {wanted:,} bytes", "try again"
-            )
+            raise self._talk.error(f"the answer broke off after {len(body):,} of {wanted:,} bytes", "try again")
         self._prefix += body
 
     def keep(self, n_bytes: int) -> None:

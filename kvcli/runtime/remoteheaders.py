@@ -24,9 +24,7 @@ from kvcli.runtime.hublisting import Choice, Listing, choose, endpoint, list_rep
 from kvcli.runtime.websession import Limits, Session
 
 
-def read_remote(
-    reference: hubrepo.Reference, offline: bool = False, limits: Limits | None = None
-) -> ModelHeader:
+def read_remote(reference: hubrepo.Reference, offline: bool = False, limits: Limits | None = None) -> ModelHeader:
     """The header of a model on the hub. Raises ModelError (damaged, hostile) or DownloadError."""
     session = Session(endpoint(), stored_token(), limits, offline)
     listing = list_repository(session, reference.repo)

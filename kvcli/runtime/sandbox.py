@@ -42,9 +42,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(concat)  # joins the output of templates, macros and blocks
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-        )
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
         self.filters |= {"tojson": _tojson, "join": _join, _CONCAT: _concat_any}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -107,9 +105,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: Any) -> None:

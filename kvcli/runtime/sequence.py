@@ -234,7 +234,9 @@ class Sequence:
         views = self._layers(group, held.first, held.pages)
         if arena is not None:
             sealed = zip(views, self._layers(arena, held.first, opened), held.bases, strict=True)
-            views = tuple(replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed)
+            views = tuple(
+                replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed
+            )
         self._views[group] = key, held.bases, views
         return views
 

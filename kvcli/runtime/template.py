@@ -106,9 +106,7 @@ class ChatTemplate:
         except sandbox.SecurityError as error:
             raise TemplateError(f"the chat template tried what is forbidden: {error}", _GO_WITHOUT) from error
         except Exception as error:  # a template is a program: any error can come out of it
-            lines = [
-                at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"
-            ]
+            lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"]
             where = f" in line {lines[-1]}" if lines else ""
             what = f"{type(error).__name__}: {error}"
             raise TemplateError(f"the chat template failed{where}: {what}", _GO_WITHOUT) from error

@@ -128,9 +128,7 @@ class Conversation:
                 return connection.getresponse()
             except (OSError, http.client.HTTPException, UnicodeError) as problem:
                 self.close()
-                if fresh or not isinstance(
-                    problem, ConnectionError
-                ):  # a kept connection may have been closed
+                if fresh or not isinstance(problem, ConnectionError):  # a kept connection may have been closed
                     raise self.explain(problem, origin.host) from problem
 
     def read(self, response: http.client.HTTPResponse, n_bytes: int) -> bytes:

@@ -19,10 +19,17 @@ TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "n
 class _Layer:
     def __init__(self, w: Weights, config: ModelConfig, i: int) -> None:
         d, shape, p = config.d_model, config.layers[i], f"blk.{i}."
-        n_q, n_k, n_v = (n * x for n, x in ((config.n_heads, shape.dim_k), (shape.kv_heads, shape.dim_k), (shape.kv_heads, shape.dim_v)))
+        n_q, n_k, n_v = (
+            n * x
+            for n, x in ((config.n_heads, shape.dim_k), (shape.kv_heads, shape.dim_k), (shape.kv_heads, shape.dim_v))
+        )
         self.attn_norm = w.vector(p + "attn_norm.weight", d)
         self.attn = AttentionWeights(
-            (w.matrix(p + "attn_q.weight", n_q, d), w.matrix(p + "attn_k.weight", n_k, d), w.matrix(p + "attn_v.weight", n_v, d)),
+            (
+                w.matrix(p + "attn_q.weight", n_q, d),
+                w.matrix(p + "attn_k.weight", n_k, d),
+                w.matrix(p + "attn_v.weight", n_v, d),
+            ),
             (w.matrix(p + "attn_output.weight", d, config.n_heads * shape.dim_v),),
             w.vector(p + "attn_q_norm.weight", shape.dim_k),
             w.vector(p + "attn_k_norm.weight", shape.dim_k),

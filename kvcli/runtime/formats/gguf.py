@@ -154,9 +154,7 @@ def _read_version(cursor: Cursor) -> int:
     cursor.pos = 4
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:
-        raise cursor.error(
-            "it is a big-endian GGUF file", "convert it with gguf_convert_endian.py of llama.cpp"
-        )
+        raise cursor.error("it is a big-endian GGUF file", "convert it with gguf_convert_endian.py of llama.cpp")
     if version not in (2, 3):
         raise cursor.error(f"GGUF version {version} is not supported", "kv reads versions 2 and 3")
     return version
@@ -213,22 +211,16 @@ def _map_file(path: Path) -> mmap.mmap:
             raise ModelError(f"{path} is a directory, not a GGUF file", "give the .gguf file inside it")
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise ModelError(
-            f"no such file: {path}", "check the path; kv models ls lists the known names"
-        ) from None
+        raise ModelError(f"no such file: {path}", "check the path; kv models ls lists the known names") from None
     except PermissionError:
-        raise ModelError(
-            f"{path} cannot be read: permission denied", "check its owner and mode (ls -l)"
-        ) from None
+        raise ModelError(f"{path} cannot be read: permission denied", "check its owner and mode (ls -l)") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(f"{str(path)!r} cannot be opened: {reason}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ModelError(
-                f"{path} is not a regular file", "a model is memory-mapped, so a pipe will not do"
-            )
+            raise ModelError(f"{path} is not a regular file", "a model is memory-mapped, so a pipe will not do")
         if status.st_size == 0:
             raise ModelError(f"{path} is empty (0 bytes)", "download it again")
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)

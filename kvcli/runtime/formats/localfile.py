@@ -16,9 +16,7 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError: missing, unreadable, empty, a folder or a device."""
         self.label = str(path)
-        flags = (
-            os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        )  # a FIFO must not block
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO must not block
         try:
             descriptor = os.open(path, flags)
         except (OSError, ValueError) as error:
