@@ -117,7 +117,8 @@ def measure(
     types = list(dict.fromkeys((BASE, *types)))
     pools = {t: PagePool(layout_of(engine, t)) for t in types}
     total = sum(len(chunk) for chunks in texts for chunk in chunks) * len(types)
-    done, found = 0, {t: [] for t in types}
+    done = 0
+    found: dict[Types, list[Scores]] = {t: [] for t in types}
     for chunks in texts:
         parts: dict[Types, list[Scores]] = {t: [] for t in types}
         for chunk in chunks:
@@ -135,7 +136,8 @@ def measure(
 
 def layout_of(engine: Engine, types: Types) -> KVLayout:
     """The engine's layout with other cache types."""
-    return KVLayout.build(engine.config, *types, engine.layout.page_size)
+    like = engine.layout.groups[0]
+    return KVLayout.build(engine.config, *types, engine.layout.page_size, sinks=like.sinks, tail=like.tail)
 
 
 def summarize(scores: list[Scores], base: list[Scores]) -> Summary:
