@@ -57,8 +57,7 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
     yield f"    a row: {row}"
     each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
     yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
-    mean = f" + mean row {g.mean_bytes}" if g.mean_bytes else ""
-    yield f"    a record: {size} x {each}{mean}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
+    yield f"    a record: {size} x {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
     yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
     yield f"    pages: {_pages(report, g, count, tokens, opened)}"
     chunks = -(-count // g.pages_per_chunk)

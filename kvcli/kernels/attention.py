@@ -4,7 +4,7 @@ Rows are read page by page and never expanded whole. A query's result depends on
 hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
 softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
 
-Sealed pages hold k - c (c the page's mean); q . c is added to the scores of such a page, so that all scores are the true
+Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all scores are the true
 ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the basis of v.
 """
 
@@ -13,26 +13,34 @@ from __future__ import annotations
 import torch
 
 from kvcli.kernels.matmul import PAD_ROWS
-from kvcli.kernels.paged import PagedKV
+from kvcli.kernels.paged import Angles, PagedKV
 
 
 def attention(
-    q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+    q: torch.Tensor,
+    kv: PagedKV,
+    start: int,
+    window: int = 0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    angles: Angles | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim_k] at positions start.. over the pages -> float32 [T, heads * dim_v].
 
     A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap` c > 0 replaces a score
-    s by c * tanh(s / c).
+    s by c * tanh(s / c). `angles`: see `store.seal`.
     """
     size, cuts = kv.record.page_size, [0]
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
-    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
     return torch.cat(parts).flatten(1)
 
 
-def _attend(q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float, angles: Angles | None
+) -> torch.Tensor:
     r = kv.record
     n, heads = q.shape[0], q.shape[1]
     group, padded = heads // r.kv_heads, -(-n // PAD_ROWS) * PAD_ROWS
@@ -52,9 +60,9 @@ def _attend(q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float,
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
         keys[:, lo:hi], values[:, lo:hi] = source.rows(page, lo, hi)
         scores = queries @ keys.transpose(1, 2)  # [kv_heads, rows, page_size]
-        mean = source.mean(page)
-        if mean is not None:
-            scores = scores + queries @ mean.float()[:, :, None]
+        centre = source.centre(page, angles)
+        if centre is not None:
+            scores = scores + queries @ centre.transpose(1, 2)
         scores = scores * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

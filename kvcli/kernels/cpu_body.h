@@ -553,13 +553,18 @@ INLINE void NAME(hadamard)(float *x, int64_t size) {
     for (int64_t j = 0; j < size; j++) x[j] *= scale;
 }
 
-static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, const float *scale) {
+static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) {
     int64_t size = dim & -dim;
-    for (int64_t r = 0; r < t; r++) {
-        float *row = x + r * ldx;
-        for (int64_t i = 0; scale && i < heads * dim; i++) row[i] *= scale[i];
-        for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(row + i, size);
-    }
+    for (int64_t r = 0; r < t; r++)
+        for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(x + r * ldx + i, size);
+}
+
+/* The mean of a head's keys as they stand around row `row` (a multiple of CENTRE_ROWS): RoPE, then rotation. */
+static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t row, float *out) {
+    int64_t half = kv->rope_half, at = (row - kv->first_page * kv->page_size) / CENTRE_ROWS;
+    memcpy(out, kv->centre + head * kv->dim_k, kv->dim_k * sizeof(float));
+    if (half) NAME(rope)(out, 0, 1, 1, kv->dim_k, 2 * half, kv->cos + at * half, kv->sin + at * half);
+    NAME(rotate)(out, 0, 1, 1, kv->dim_k);
 }
 
 /* Bytes of one row of n elements, without its scale. */
@@ -688,7 +693,6 @@ INLINE void NAME(put_half)(float x, uint8_t *out) {
 typedef struct {
     const kv_paged *kv;
     int64_t first, end;
-    const float *means;
 } NAME(seal_args);
 
 static void NAME(decode_row)(const uint8_t *, int64_t, float, float *, int64_t);
@@ -701,17 +705,13 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     int64_t lo = a->first > page * size ? a->first - page * size : 0, hi = a->end < (page + 1) * size ? a->end - page * size : size;
     const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
     uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
-    float *x = scratch(thread, (size_t)(kv->dim_k + kv->dim_v + kv->dim_k)), *mean = x + kv->dim_k + kv->dim_v;
-    int centred = a->means && to->mean;
-    for (int64_t i = 0; centred && i < kv->dim_k; i++) {
-        mean[i] = NAME(round_half)(a->means[task * kv->dim_k + i]);
-        NAME(put_half)(mean[i], out + to->mean + 2 * i);
-    }
+    float *x = scratch(thread, (size_t)(2 * kv->dim_k + kv->dim_v)), *mean = x + kv->dim_k + kv->dim_v;
     int64_t ki = NAME(row_bytes)(from->codec_k, kv->dim_k), vi_ = NAME(row_bytes)(from->codec_v, kv->dim_v);
     int64_t ko = NAME(row_bytes)(to->codec_k, kv->dim_k), vo = NAME(row_bytes)(to->codec_v, kv->dim_v);
     for (int64_t j = lo; j < hi; j++) {
         NAME(decode_row)(in + j * ki, from->codec_k, 1.0f, x, kv->dim_k);
-        for (int64_t i = 0; centred && i < kv->dim_k; i++) x[i] -= mean[i];
+        if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, page * size + j / CENTRE_ROWS * CENTRE_ROWS, mean);
+        for (int64_t i = 0; kv->centre && i < kv->dim_k; i++) x[i] -= mean[i];
         float scale = NAME(encode_row)(x, kv->dim_k, to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * ko);
         if (to->k_scales) NAME(put_half)(scale, out + to->k_scales + 2 * j);
         NAME(decode_row)(in + from->v_offset + j * vi_, from->codec_v, 1.0f, x, kv->dim_v);
@@ -720,8 +720,8 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     }
 }
 
-static void NAME(seal)(const kv_paged *kv, int64_t first, int64_t end, const float *means) {
-    NAME(seal_args) a = {kv, first, end, means};
+static void NAME(seal)(const kv_paged *kv, int64_t first, int64_t end) {
+    NAME(seal_args) a = {kv, first, end};
     parallel(((end - 1) / kv->page_size - first / kv->page_size + 1) * kv->kv_heads, NAME(seal_task), &a);
 }
 
@@ -786,17 +786,18 @@ INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, cons
 INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const float *keys, const float *values, float *scores,
                              const float *mean, int64_t lo, int64_t hi, float *m, float *l, float *acc) {
     int64_t from = lo / VL * VL;
-    float top = *m, bias = 0; /* the score of the mean that was taken out of the page's keys */
-    if (mean) {
-        vf sum = {0};
-        for (int64_t d = 0; d < a->dkp; d += VL) sum = FMA(LOAD(q + d), LOAD(mean + d), sum);
-        bias = NAME(hsum)(sum);
-    }
+    float top = *m, bias = 0; /* the score of the mean that the page's keys lack */
     for (int64_t j = from; j < hi; j += VL) {
         vf dot[VL] = {0};
         for (int64_t d = 0; d < a->dkp; d += VL) {
             vf x = LOAD(q + d);
             for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
+        }
+        if (mean && (j == from || j % CENTRE_ROWS == 0)) {
+            const float *c = mean + j / CENTRE_ROWS * a->dkp;
+            vf sum = {0};
+            for (int64_t d = 0; d < a->dkp; d += VL) sum = FMA(LOAD(q + d), LOAD(c + d), sum);
+            bias = NAME(hsum)(sum);
         }
         for (int i = 0; i < VL; i++) {
             float s = (NAME(hsum)(dot[i]) + bias) * a->scale;
@@ -826,8 +827,9 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
     *m = top;
 }
 
-/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero, only rows [lo, hi); the page's
- * mean row into `mean`, or returns 0. Sinks, and the last `tail` pages up to the queries' own, are read in 16 bits. */
+/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero, only rows [lo, hi); what its keys
+ * lack into `mean` [page / CENTRE_ROWS, dkp], or returns 0. Sinks, and the last `tail` pages up to the queries' own, are
+ * read in 16 bits. */
 INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, int64_t head, int64_t lo, int64_t hi,
                            float *keys, float *values, float *mean) {
     const kv_paged *kv = a->kv;
@@ -841,14 +843,16 @@ INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, 
         NAME(decode_row)(r + rec->v_offset + j * v_bytes, rec->codec_v, rec->v_scales ? HALF(r + rec->v_scales + 2 * j) : sv,
                          values + j * a->dvp, kv->dim_v);
     }
-    if (rec->mean) NAME(decode_f16)(r + rec->mean, mean, kv->dim_k);
-    return rec->mean != 0;
+    if (open || !kv->centre) return 0;
+    for (int64_t j = lo / CENTRE_ROWS * CENTRE_ROWS; j < hi; j += CENTRE_ROWS)
+        NAME(centre_at)(kv, head, page * kv->page_size + j, mean + j / CENTRE_ROWS * a->dkp);
+    return 1;
 }
 
 /* Floats of scratch a task needs besides its rows' state. */
 INLINE size_t NAME(attn_scratch)(const NAME(attn_args) *a, int64_t rows) {
     int64_t padded = (a->kv->page_size + VL - 1) / VL * VL;
-    return (size_t)(padded * (a->dkp + a->dvp + 1) + a->dkp + rows * (a->dkp + 2 * a->dvp + 4));
+    return (size_t)(padded * (a->dkp + a->dvp + 1) + (padded / CENTRE_ROWS + rows) * a->dkp + rows * (2 * a->dvp + 4));
 }
 
 /* Queries [t0, t1) x the group of one kv head over spans [s0, s1); state is [rows][dvp + 2] = acc, max, sum. */
@@ -857,10 +861,10 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
     const kv_paged *kv = a->kv;
     int64_t size = kv->page_size, padded = (size + VL - 1) / VL * VL, group = a->heads / kv->kv_heads, rows = (t1 - t0) * group;
     float *keys = work, *values = keys + padded * a->dkp, *scores = values + padded * a->dvp;
-    float *mean = scores + padded, *queries = mean + a->dkp, *part = queries + rows * a->dkp;
+    float *mean = scores + padded, *queries = mean + padded / CENTRE_ROWS * a->dkp, *part = queries + rows * a->dkp;
     int64_t stride = a->dvp + 2;
     memset(work, 0, (size_t)padded * (a->dkp + a->dvp) * sizeof(float));
-    memset(mean, 0, (size_t)(rows + 1) * a->dkp * sizeof(float)); /* and the queries, which follow it */
+    memset(mean, 0, (size_t)(padded / CENTRE_ROWS + rows) * a->dkp * sizeof(float)); /* and the queries, which follow */
     for (int64_t r = 0; r < rows; r++) {
         memcpy(queries + r * a->dkp, a->q + (t0 + r / group) * a->ldq + (head * group + r % group) * kv->dim_k,
                kv->dim_k * sizeof(float));

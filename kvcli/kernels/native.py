@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import KVError
 from kvcli.kernels.matmul import QuantTensor
-from kvcli.kernels.paged import PagedKV, RecordLayout
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
 
 # GGML type ids; the formats that cpu.c decodes.
 FORMATS = {
@@ -32,7 +32,7 @@ class _Weight(ctypes.Structure):
 
 
 class _Record(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in "bytes v_offset k_scales v_scales mean codec_k codec_v".split()]
+    _fields_ = [(name, c_int64) for name in ("bytes", "v_offset", "k_scales", "v_scales", "codec_k", "codec_v")]
 
 
 class _Paged(ctypes.Structure):
@@ -40,8 +40,8 @@ class _Paged(ctypes.Structure):
         ("pages", c_void_p),
         ("open", c_void_p),
         *((name, c_int64) for name in "first_page page_size kv_heads dim_k dim_v sinks tail".split()),
-        ("static_k", c_void_p),
-        ("static_v", c_void_p),
+        *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
+        ("rope_half", c_int64),
         ("record", _Record),
         ("open_record", _Record),
     ]
@@ -53,8 +53,8 @@ _SIGNATURES = {
     "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
-    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
-    "kv_seal": [c_void_p, c_int64, c_int64, c_void_p],
+    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
+    "kv_seal": [c_void_p, c_int64, c_int64],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_attention": [
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
@@ -91,7 +91,7 @@ def _address(x: torch.Tensor | None) -> int | None:
 
 
 def _record(r: RecordLayout) -> _Record:
-    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, r.mean, CODECS[r.codec_k], CODECS[r.codec_v])
+    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, CODECS[r.codec_k], CODECS[r.codec_v])
 
 
 class NativeBackend:
@@ -153,38 +153,48 @@ class NativeBackend:
         self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
         return out
 
-    def _paged(self, kv: PagedKV) -> object:
+    def _paged(self, kv: PagedKV, angles: Angles | None = None) -> object:
         """The C view of a layer's pages, by reference."""
-        view = kv.descriptors.get(self.name)
-        if view is None or kv.descriptors["basis"] != kv.basis.known:
+        key = (kv.basis.known, _address(angles[0]) if angles else None)
+        view = kv.descriptors.get(key)
+        if view is None:
             r, basis = kv.record, kv.basis
-            view = kv.descriptors[self.name] = ctypes.byref(
+            half = angles[0].shape[1] if angles else 0
+            skipped = kv.first_page * r.page_size // CENTRE_ROWS * half * 4
+            cos, sin = (x.data_ptr() + skipped for x in angles) if angles else (None, None)
+            view = kv.descriptors[key] = ctypes.byref(
                 _Paged(
                     kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
                     kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
-                    _address(basis.scale_k), _address(basis.scale_v),
+                    _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
                     _record(r), _record(kv.open.record if kv.open else r),
                 )
             )  # fmt: skip
-            kv.descriptors["basis"] = basis.known
         return view
 
-    def rotate_(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    def rotate_(self, x: torch.Tensor) -> None:
         t, heads, dim = x.shape
-        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim, _address(scale))
+        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim)
 
-    def seal(self, kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
-        self._lib.kv_seal(self._paged(kv), first, end, _address(means))
+    def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
+        self._lib.kv_seal(self._paged(kv, angles), first, end)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
         self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
 
     def attention(
-        self, q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        start: int,
+        window: int = 0,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        angles: Angles | None = None,
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
-        out = torch.empty(t, heads * kv.record.dim_v)
+        out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
         self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, self._paged(kv), out.data_ptr()
+            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, view, out.data_ptr()
         )
         return out

@@ -9,14 +9,18 @@ import numpy as np
 import torch
 
 from kvcli.kernels import codecs
+from kvcli.kernels.pointwise import rope_
+from kvcli.kernels.rotation import rotate
+
+CENTRE_ROWS = 16  # rows that share one rotation of the mean
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """One (page, KV head) record: `page_size` K rows, V rows, then scales and the mean row. Sizes and offsets in bytes.
+    """One (page, KV head) record: `page_size` K rows, V rows, then their scales. Sizes and offsets in bytes.
 
-    `k_scales`, `v_scales`: where the float16 scale of each row stands; `mean`: where the float16 row stands that was
-    subtracted from the keys. 0 = there is none.
+    `k_scales`, `v_scales`: where the float16 scale of each row stands; 0 = there are none.
     """
 
     page_size: int
@@ -31,18 +35,17 @@ class RecordLayout:
     record_bytes: int
     k_scales: int = 0
     v_scales: int = 0
-    mean: int = 0
 
 
 @dataclass
 class Basis:
     """What a sequence's first page fixes for one layer of a sealed cache; None until that page is full.
 
-    `mean`: mean of its keys before RoPE, float32 [kv_heads, dim_k]; `scale_k`, `scale_v`: float32 [kv_heads], for
-    codecs with one scale a head.
+    `centre`: mean of its keys before RoPE, float32 [kv_heads, dim_k], which sealed keys lack; `scale_k`, `scale_v`:
+    float32 [kv_heads], for codecs with one scale a head.
     """
 
-    mean: torch.Tensor | None = None
+    centre: torch.Tensor | None = None
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     known: bool = False
@@ -114,13 +117,23 @@ class PagedKV:
             found.append(records[:, at : at + 2 * r.page_size].view(torch.float16) if at else fixed)
         return found[0], found[1]
 
-    def mean(self, page: int) -> torch.Tensor | None:
-        """The mean row of a page's keys: float16 [kv_heads, dim_k], writable, or None."""
-        r = self.record
-        return self.records(page)[:, r.mean : r.mean + 2 * r.dim_k].view(torch.float16) if r.mean else None
+    def centre(self, page: int, angles: Angles | None) -> torch.Tensor | None:
+        """What the keys of each row of a sealed page lack: float32 [kv_heads, page_size, dim_k], rotated, or None.
+
+        The mean takes part in RoPE like a key, at the middle of each CENTRE_ROWS rows; `angles` are for those of the
+        whole sequence.
+        """
+        if self.basis.centre is None or self.open is None:
+            return None
+        size = self.record.page_size
+        first, n = page * size // CENTRE_ROWS, size // CENTRE_ROWS
+        rows = self.basis.centre.repeat(n, 1, 1)  # [n, kv_heads, dim_k]
+        if angles is not None:
+            rope_(rows, *(x[first : first + n] for x in angles))
+        return rotate(rows).repeat_interleave(CENTRE_ROWS, 0).transpose(0, 1)
 
     def rows(self, page: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [lo, hi) decoded: K float32 [kv_heads, n, dim_k] (less the mean row, where there is one), and V."""
+        """Slots [lo, hi) decoded: K float32 [kv_heads, n, dim_k] (less `centre`, where there is one), and V."""
         r, (k, v) = self.record, self.slots(page, lo, hi)
         decoded = []
         for codec, data, scales, dim in zip(self.codecs, (k, v), self.scales(page), (r.dim_k, r.dim_v), strict=True):

@@ -28,6 +28,6 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return (y * size**-0.5).reshape(x.shape)
 
 
-def rotate_(x: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    """x float32 [T, heads, D], times `scale` [heads, D] where given, rotated in place."""
-    x.copy_(rotate(x if scale is None else x * scale))
+def rotate_(x: torch.Tensor) -> None:
+    """`rotate` in place; x float32 [T, heads, D]."""
+    x.copy_(rotate(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcli.kernels.paged import PagedKV
+from kvcli.kernels.paged import Angles, PagedKV
 
 
 def store(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
@@ -24,11 +24,10 @@ def store(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
         done += n
 
 
-def seal(kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
+def seal(kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
     """Encode rows [first, end) of the open pages into the sealed pages, once and for ever.
 
-    `means` float32 [pages touched, kv_heads, dim_k]: what is subtracted from each page's keys (in their rotated
-    basis), for records that have a mean row.
+    `angles`: RoPE at the middle of each CENTRE_ROWS rows of the sequence, for the mean that is taken out of keys.
     """
     if kv.open is None:
         raise ValueError("this cache has no pages to seal")
@@ -36,10 +35,9 @@ def seal(kv: PagedKV, first: int, end: int, means: torch.Tensor | None) -> None:
     for page in range(first // size, (end - 1) // size + 1):
         lo, hi = max(first - page * size, 0), min(end - page * size, size)
         keys, values = kv.open.rows(page, lo, hi)
-        mean = kv.mean(page)
-        if mean is not None and means is not None:
-            mean.copy_(means[page - first // size])
-            keys = keys - mean.float()[:, None]
+        centre = kv.centre(page, angles)
+        if centre is not None:
+            keys = keys - centre[:, lo:hi]
         for codec, rows, data, scales in zip(
             kv.codecs, (keys, values), kv.slots(page, lo, hi), kv.scales(page), strict=True
         ):

@@ -21,8 +21,6 @@ class AttentionWeights:
     out: tuple[QuantTensor]
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
-    balance_q: torch.Tensor | None = None  # [heads, dim_k], [kv_heads, dim_k]: see balance.py; the inverse of each
-    balance_k: torch.Tensor | None = None  # other, for a sealed cache
 
 
 def attention(
@@ -53,13 +51,13 @@ def attention(
         ops.rope_(k, cos, sin)
     rotated_k, rotated_v = kv.rotated
     if rotated_k:
-        ops.rotate_(k, weights.balance_k)
-        ops.rotate_(q, weights.balance_q)
+        ops.rotate_(k)
+        ops.rotate_(q)
     if rotated_v:
         ops.rotate_(v)
     ops.store(k, v, kv, step.start)
-    seal_step(ops, kv, step.start, step.start + x.shape[0], rope)
-    out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap)
+    centres = seal_step(ops, kv, step.start, step.start + x.shape[0], rope)
+    out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap, centres)
     if rotated_v:
         ops.rotate_(out.unflatten(1, (config.n_heads, shape.dim_v)))
     return out

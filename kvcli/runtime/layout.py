@@ -1,8 +1,8 @@
 """`KVLayout`: the bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
 
 Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a *record* is
-the part of a page that belongs to one layer and one KV head: K rows, V rows, then K scales, V scales and the mean row
-of the keys where a codec has them.
+the part of a page that belongs to one layer and one KV head: K rows, V rows, then the scales
+of K and V where a codec has them.
 
 Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
 sequence also holds pages of a 16-bit class in such a group: the sinks, and those that are being filled.
@@ -22,7 +22,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
-MEAN_BYTES = 2  # an element of a mean row is a float16
+CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 
 
@@ -31,15 +31,15 @@ class CodecSpec:
     """Storage of one cache type, for keys or for values.
 
     `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows are padded
-    to whole multiples of `packing` elements. With `mean_row` each (page, head) of keys has one more row in float16:
-    the mean that was subtracted. `runs`: this version's engine can use it; the others are planned with only.
+    to whole multiples of `packing` elements. `centred`: as keys they lack a mean, kept once per (sequence, layer,
+    head). `runs`: this version's engine can use it; the others are planned with only.
     """
 
     name: str
     bits: int
     scale_bytes: int = 0
     packing: int = 1
-    mean_row: bool = False
+    centred: bool = False
     static_bytes: int = 0
     runs: bool = False
 
@@ -62,9 +62,9 @@ CODEC_SPECS: dict[str, CodecSpec] = {
         CodecSpec("bf16", 16, runs=True),
         CodecSpec("fp8", 8, static_bytes=4, runs=True),
         CodecSpec("fp8_e5m2", 8, static_bytes=4, runs=True),
-        CodecSpec("int8", 8, scale_bytes=2, packing=1, mean_row=True, runs=True),
-        CodecSpec("int6", 6, scale_bytes=2, packing=4, mean_row=True, runs=True),
-        CodecSpec("int4", 4, scale_bytes=2, packing=4, mean_row=True, runs=True),
+        CodecSpec("int8", 8, scale_bytes=2, packing=1, centred=True, runs=True),
+        CodecSpec("int6", 6, scale_bytes=2, packing=4, centred=True, runs=True),
+        CodecSpec("int4", 4, scale_bytes=2, packing=4, centred=True, runs=True),
     )
 }
 RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
@@ -107,14 +107,9 @@ class GroupLayout:
         return self.codec_k.scale_bytes + (self.codec_v.scale_bytes if self.dim_v else 0)
 
     @property
-    def mean_bytes(self) -> int:
-        """Bytes of the mean row of the keys in a record; 0 if the keys' type has none."""
-        return self.dim_k * MEAN_BYTES if self.codec_k.mean_row else 0
-
-    @property
     def record_bytes(self) -> int:
         row = self.k_row_bytes + self.v_row_bytes + self.scale_bytes
-        return -(-(self.page_size * row + self.mean_bytes) // ALIGN) * ALIGN
+        return -(-(self.page_size * row) // ALIGN) * ALIGN
 
     @property
     def layer_bytes(self) -> int:
@@ -132,8 +127,9 @@ class GroupLayout:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes per sequence that stand outside the pages (the scales of fp8)."""
-        each = self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
+        """Bytes per sequence that stand outside the pages: the scales of fp8, the means of centred keys."""
+        means = self.dim_k * CENTRE_BYTES if self.codec_k.centred else 0
+        each = means + self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
         return len(self.layers) * self.kv_heads * each
 
     @property
@@ -142,15 +138,13 @@ class GroupLayout:
         return max(1, CHUNK_BYTES // self.page_bytes)
 
     @property
-    def side_offsets(self) -> tuple[int, int, int]:
-        """Where in a record the scales of K and of V and the mean row stand; 0 = there are none."""
+    def scale_offsets(self) -> tuple[int, int]:
+        """Where in a record the scales of K and of V stand; 0 = there are none."""
         k_scales = self.v_offset + self.page_size * self.v_row_bytes
         v_scales = k_scales + self.page_size * self.codec_k.scale_bytes
-        mean = v_scales + self.page_size * (self.codec_v.scale_bytes if self.dim_v else 0)
         return (
             k_scales if self.codec_k.scale_bytes else 0,
             v_scales if self.codec_v.scale_bytes and self.dim_v else 0,
-            mean if self.codec_k.mean_row else 0,
         )
 
     def committed_bytes(self, pages: int) -> int:

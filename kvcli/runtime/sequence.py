@@ -253,5 +253,5 @@ class Sequence:
 def _record(g: GroupLayout) -> RecordLayout:
     return RecordLayout(
         g.page_size, g.kv_heads, g.dim_k, g.dim_v, g.codec_k.name, g.codec_v.name,
-        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.side_offsets,
+        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.scale_offsets,
     )  # fmt: skip
