@@ -65,7 +65,7 @@ class Cache:
         return (ops or self.ops).attention(q, self.kv, start, window, scale, softcap, self.angles)
 
     def rows(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """float64 [kv_heads, n, dim]: the rows of a page up to slot `end`, as a query of page `own` has to read them."""
+        """float64 [kv_heads, n, dim]: a page up to slot `end`, as a query of page `own` has to read it."""
         source = self.kv.view(page, own)
         k, v = (x.double() for x in source.rows(page, 0, end))
         centre = source.centre(page, self.angles)

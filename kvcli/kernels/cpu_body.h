@@ -7,6 +7,7 @@ typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 #define LOAD(p) (*(const vf *)(p))
 #define STORE(p, v) (*(vf *)(p) = (v))
 #define SPLAT(x) ((x) - (vf){0}) /* x - 0 is x, so the compiler keeps only the broadcast */
@@ -37,6 +38,27 @@ INLINE float NAME(hsum)(vf v) {
     for (int half = VL / 2; half; half /= 2)
         for (int i = 0; i < half; i++) t[i] += t[i + half];
     return t[0];
+#endif
+}
+
+/* Sums of the lanes of VL vectors, as one vector. */
+INLINE vf NAME(hsums)(const vf *v) {
+#if VL == 16 && defined(__AVX512F__)
+    __m512 t[8], u[4];
+    for (int i = 0; i < 8; i++)
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]),
+                             _mm512_unpackhi_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+        u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+#else
+    vf sums;
+    for (int i = 0; i < VL; i++) sums[i] = NAME(hsum)(v[i]);
+    return sums;
 #endif
 }
 
@@ -725,37 +747,73 @@ static void NAME(seal)(const kv_paged *kv, int64_t first, int64_t end) {
     parallel(((end - 1) / kv->page_size - first / kv->page_size + 1) * kv->kv_heads, NAME(seal_task), &a);
 }
 
+/* VL 16-bit numbers as 32-bit integers. */
+INLINE vi NAME(u16)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = read16(p + 2 * i);
+    return v;
+#endif
+}
+
+/* VL bytes as the high bytes of halves, shifted right by `shift` below the sign: e5m2 (0) is a half, e4m3 (1) is 2^-8 of one. */
+INLINE vf NAME(load_fp8)(const uint8_t *p, int shift) {
+    uint16_t h[VL];
+    for (int i = 0; i < VL; i++) h[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << (8 - shift));
+    return NAME(load_f16)((const uint8_t *)h);
+}
+
+/* Element i of a packed row as its code less the centre of the grid. */
+INLINE float NAME(grid_at)(const uint8_t *b, int64_t codec, int64_t quarter, int64_t i) {
+    if (codec == CODEC_INT8) return (float)b[i] - 128.0f;
+    int64_t j = i % quarter, part = i / quarter;
+    int low = read16(b + 2 * j) >> (4 * part) & 15;
+    if (codec == CODEC_INT4) return (float)low - 7.5f;
+    return (float)(low | (b[2 * quarter + j] >> (2 * part) & 3) << 4) - 31.5f;
+}
+
+INLINE void NAME(decode_grid)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
+    int64_t quarter = (n + 3) / 4, done = 0; /* whole vectors of every quarter, then what is left one by one */
+    if (codec == CODEC_INT8) {
+        for (; done + VL <= n; done += VL) STORE(out + done, (FLOATS(NAME(u8)(b + done)) - 128.0f) * scale);
+        for (; done < n; done++) out[done] = NAME(grid_at)(b, codec, quarter, done) * scale;
+        return;
+    }
+    if (4 * quarter == n)
+        for (; done + VL <= quarter; done += VL) {
+            vi word = NAME(u16)(b + 2 * done), pair = codec == CODEC_INT6 ? NAME(u8)(b + 2 * quarter + done) : word;
+            for (int p = 0; p < 4; p++) {
+                vi code = word >> (4 * p) & 15;
+                if (codec == CODEC_INT6) code |= (pair >> (2 * p) & 3) << 4;
+                STORE(out + p * quarter + done, (FLOATS(code) - (codec == CODEC_INT6 ? 31.5f : 7.5f)) * scale);
+            }
+        }
+    for (int64_t j = done; j < quarter; j++)
+        for (int64_t i = j; i < n; i += quarter) out[i] = NAME(grid_at)(b, codec, quarter, i) * scale;
+}
+
 /* One row of n elements to float32; `scale` is the row's (grids) or the head's (fp8). */
 static void NAME(decode_row)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
-    int64_t quarter = (n + 3) / 4;
     switch (codec) {
     case CODEC_F32: NAME(decode_f32)(b, out, n); break;
     case CODEC_F16: NAME(decode_f16)(b, out, n); break;
     case CODEC_BF16: NAME(decode_bf16)(b, out, n); break;
-    case CODEC_INT8:
-        for (int64_t i = 0; i < n; i++) out[i] = ((float)b[i] - 128.0f) * scale;
+    case CODEC_INT8: NAME(decode_grid)(b, CODEC_INT8, scale, out, n); break;
+    case CODEC_INT6: NAME(decode_grid)(b, CODEC_INT6, scale, out, n); break;
+    case CODEC_INT4: NAME(decode_grid)(b, CODEC_INT4, scale, out, n); break;
+    case CODEC_FP8:
+    case CODEC_FP8_E5M2: {
+        int shift = codec == CODEC_FP8;
+        float factor = shift ? 256.0f * scale : scale;
+        int64_t i = 0;
+        for (; i + VL <= n; i += VL) STORE(out + i, NAME(load_fp8)(b + i, shift) * factor);
+        for (; i < n; i++) out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << (8 - shift))) * factor;
         break;
-    case CODEC_INT4:
-    case CODEC_INT6:
-        for (int part = 0; part < 4; part++) {
-            int64_t len = n - part * quarter < quarter ? n - part * quarter : quarter;
-            const uint8_t *nibble = b + part / 2, *pair = b + 2 * quarter;
-            int shift = 4 * (part % 2);
-            float *o = out + part * quarter;
-            if (codec == CODEC_INT4)
-                for (int64_t j = 0; j < len; j++) o[j] = ((float)(nibble[2 * j] >> shift & 15) - 7.5f) * scale;
-            else
-                for (int64_t j = 0; j < len; j++)
-                    o[j] = ((float)((nibble[2 * j] >> shift & 15) | (pair[j] >> (2 * part) & 3) << 4) - 31.5f) * scale;
-        }
-        break;
-    case CODEC_FP8: /* as the bits of a half, which is the value / 256 */
-        for (int64_t i = 0; i < n; i++)
-            out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << 7)) * 256.0f * scale;
-        break;
-    case CODEC_FP8_E5M2:
-        for (int64_t i = 0; i < n; i++) out[i] = NAME(half)((uint16_t)(b[i] << 8)) * scale;
-        break;
+    }
     }
 }
 
@@ -791,7 +849,7 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
         vf dot[VL] = {0};
         for (int64_t d = 0; d < a->dkp; d += VL) {
             vf x = LOAD(q + d);
-            for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
+            UNROLL for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
         }
         if (mean && (j == from || j % CENTRE_ROWS == 0)) {
             const float *c = mean + j / CENTRE_ROWS * a->dkp;
@@ -799,12 +857,12 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
             for (int64_t d = 0; d < a->dkp; d += VL) sum = FMA(LOAD(q + d), LOAD(c + d), sum);
             bias = NAME(hsum)(sum);
         }
-        for (int i = 0; i < VL; i++) {
-            float s = (NAME(hsum)(dot[i]) + bias) * a->scale;
-            if (a->softcap > 0) s = a->softcap * tanhf(s / a->softcap);
-            scores[j + i] = j + i >= lo && j + i < hi ? s : -INFINITY;
-            if (scores[j + i] > top) top = scores[j + i];
-        }
+        vf s = (NAME(hsums)(dot) + bias) * a->scale;
+        STORE(scores + j, s);
+        for (int i = 0; a->softcap > 0 && i < VL; i++) scores[j + i] = a->softcap * tanhf(scores[j + i] / a->softcap);
+        for (int64_t i = j; i < lo; i++) scores[i] = -INFINITY;
+        for (int64_t i = hi; i < j + VL; i++) scores[i] = -INFINITY;
+        for (int i = 0; i < VL; i++) top = scores[j + i] > top ? scores[j + i] : top;
     }
     float old = *m == -INFINITY ? 0.0f : NAME(exp)(SPLAT(*m - top))[0], sum = 0;
     vf sums = {0};
@@ -819,7 +877,7 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
         for (int i = 0; i < 4; i++) o[i] = LOAD(acc + d + i * VL) * old;
         for (int64_t j = lo; j < hi; j++) {
             vf p = SPLAT(scores[j]);
-            for (int i = 0; i < 4; i++) o[i] = FMA(p, LOAD(values + j * a->dvp + d + i * VL), o[i]);
+            UNROLL for (int i = 0; i < 4; i++) o[i] = FMA(p, LOAD(values + j * a->dvp + d + i * VL), o[i]);
         }
         for (int i = 0; i < 4; i++) STORE(acc + d + i * VL, o[i]);
     }
@@ -980,6 +1038,7 @@ static const kernels NAME(kernels) = {
 #undef vf
 #undef vi
 #undef INLINE
+#undef UNROLL
 #undef LOAD
 #undef STORE
 #undef SPLAT
