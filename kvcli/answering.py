@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvcli.interrupt import FINISH, Interrupts
 from kvcli.options import SampleOptions
-from kvcli.report import CacheFacts, Result
+from kvcli.report import CacheFacts, MemoryFacts, Result
 from kvcli.runtime.events import Prefill, Token
 from kvcli.sinks import Sink
+from kvcli.verification import verify
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -25,6 +26,7 @@ class Job:
     sampling: SampleOptions  # settled
     sink: Sink
     interrupts: Interrupts
+    verify: bool = False  # compare the memory plan with what the process took
 
 
 def settle(engine: Engine, sampling: SampleOptions) -> SampleOptions:
@@ -54,8 +56,10 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
             job.sink.token(event)
         else:
             end = event
-    text = "".join(parts) + end.text
-    result = Result(job.model, text, end, cache_facts(engine, sequence), job.sampling, engine.notices)
+    text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
+    memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
+    checked = verify(engine, max(1, sequence.length)) if job.verify else None
+    result = Result(job.model, text, end, cache, job.sampling, engine.notices, memory, checked)
     job.sink.end(result, end.text)
     return result
 

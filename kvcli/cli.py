@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.invocation import Invocation
 
 # Modules of kvcli.commands.
-COMMANDS = ("run", "chat", "estimate", "pull", "models", "inspect", "tokenize", "perplexity", "eval")
+COMMANDS = ("run", "chat", "estimate", "doctor", "pull", "models", "inspect", "tokenize", "perplexity", "eval")
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -44,7 +44,7 @@ def main() -> NoReturn:
         _die_of_broken_pipe()
     if code == EXIT_INTERRUPTED:
         # Python remembers a KeyboardInterrupt that passed through an exec(), such as those of dataclasses,
-        # and would in the end kill itself by SIGINT, whatever was made of it. One more exec() makes it forget.
+        # and would in the end kill itself by SIGINT whatever was made of it. One more exec() makes it forget.
         exec("")
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""What `kv estimate` compares: cache types at each context on one device, and which of them to take. No torch."""
+"""What `kv estimate` compares: cache types at each context on one device, and which to take. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvcli.runtime.plannedmodel import PlannedModel
 
 Pair = tuple[str, str]  # cache types of keys and values
 ALL_PAIRS: tuple[Pair, ...] = (
-    ("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("fp8", "fp8"), ("int6", "int6"), ("int8", "int4"), ("int4", "int4"),
+    ("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("fp8", "fp8"), ("int6", "int6"), ("int8", "int4"),
+    ("int4", "int4"),
 )  # fmt: skip
 # From the best quality down; fp8 takes as much as int8 and is worse, f32 is for checking.
 LADDER: tuple[Pair, ...] = (("f16", "f16"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
@@ -98,7 +99,7 @@ def label(pair: Pair) -> str:
 def find_target(
     card: str | None, vram: str | None, device: str | None, margin: str | None, bandwidth: float | None
 ) -> tuple[Target, list[str]]:
-    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. Raises UsageError."""
+    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. UsageError."""
     memory, rate, source = _memory(card, vram, device)
     measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
     if measured.bandwidth is not None and card is None:
@@ -119,7 +120,11 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
         known = find_card(card)
         memory, rate = known.memory(), known.bandwidth
         free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
-        return Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"), rate, "table"
+        return (
+            Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"),
+            rate,
+            "table",
+        )
     if device is None and vram is not None:
         size = parse_size(vram, "--vram", max((g.total for g in gpus()), default=None))
         return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
@@ -204,7 +209,8 @@ def _outcome(
 
 
 def recommend(outcomes: Sequence[Outcome], runnable: bool) -> Recommendation | None:
-    """The best types of LADDER (of those compared, if they are others) that hold the context; else a shorter one.
+    """The best types of LADDER (of those compared, if they are others) that hold the context; else a shorter
+    one.
 
     `runnable`: only types that this version's engine has. None where nothing fits at all.
     """
@@ -213,7 +219,7 @@ def recommend(outcomes: Sequence[Outcome], runnable: bool) -> Recommendation | N
     for outcome in ladder:
         if outcome.fits:
             why = "highest precision that fits" if len(ladder) > 1 else "it fits"
-            return Recommendation(outcome, outcome.plan.tokens, why)
+            return Recommendation(outcome, min(outcome.plan.tokens, outcome.max_context), why)
     best = max(ladder, key=lambda o: o.max_context, default=None)
     if best is None or best.max_context == 0:
         return None

@@ -1,4 +1,5 @@
-"""The memory plan as numbers: ideal cache formulas, what a run needs byte by byte, and the largest context that fits.
+"""The memory plan as numbers: ideal cache formulas, what a run needs byte by byte, and the largest context
+that fits.
 
 No torch. Cache bytes come from `KVLayout`, the class that the allocator itself uses.
 """
@@ -11,7 +12,7 @@ from fractions import Fraction
 
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions
-from kvcli.runtime import footprint
+from kvcli.runtime import footprint, overheads
 from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.footprint import ASSUMED, CHOSEN, COMPUTED, EXACT, WeightBytes
 from kvcli.runtime.layout import KVLayout
@@ -31,7 +32,7 @@ IDEAL_BYTES = {
 
 @dataclass(frozen=True)
 class IdealGroup:
-    """`layers` alike: KV heads, elements per head of K and of V, tokens seen (0 = all). MLA: one head, dim_v 0."""
+    """`layers` alike: elements per head of K and V, tokens seen (0 = all). MLA: one head, dim_v 0."""
 
     layers: int
     kv_heads: int
@@ -44,7 +45,7 @@ class IdealGroup:
         return self.layers * self.kv_heads * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
 
     def per_rank(self, ranks: int) -> IdealGroup:
-        """The group on one of `ranks` tensor-parallel devices: heads are divided while they last, then repeated."""
+        """The group on one of `ranks` devices: heads are divided while they last, then repeated."""
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks))
 
 
@@ -76,7 +77,8 @@ def heads_per_rank(kv_heads: int, ranks: int) -> int:
 
 
 def per_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of `ranks` tensor-parallel devices holds: its share of heads and MLP; a latent cache is repeated.
+    """What one of `ranks` tensor-parallel devices holds: its share of heads and MLP; a latent cache is
+    repeated.
 
     Raises UsageError if the query heads cannot be divided evenly.
     """
@@ -107,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All memory of one run. `kv_bytes` is the pool, committed in full; constants and tables are rows of their own."""
+    """All memory of one run. `kv_bytes` is the pool alone, committed in full."""
 
     rows: tuple[Row, ...]
     tokens: int
@@ -179,9 +181,11 @@ class Setting:
         return rows
 
     def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:
-        """The most tokens up to `limit` that need no more than `budget` bytes: whole pages, or `limit`; 0 = none.
+        """The most tokens up to `limit` that need no more than `budget` bytes: whole pages, or `limit`; 0 =
+        none.
 
-        Every row grows with the context, so a search over pages finds the end of the line whatever its slope.
+        Every row grows with the context, so a search over pages finds the end of the line whatever its
+        slope.
         """
         if self.plan(layout, limit).needed <= budget:
             return limit
@@ -197,11 +201,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a process may use in all, in words what they are, and what to leave of them."""
+    """Bytes that a process may use in all, in words what they are, and what to leave of them.
+
+    `runtime_bytes`: what is measured of the interpreter and its libraries; None = not measured.
+    """
 
     bytes: int
     label: str
     margin: int = DEFAULT_MARGIN
+    runtime_bytes: int | None = None
+
+
+def engine_setting(
+    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
+) -> Setting:
+    """What the plan of an engine on a CPU depends on, cache types and context aside."""
+    margin, runtime = (budget.margin, budget.runtime_bytes) if budget else (0, None)
+    return Setting(config, weights, CPU, cache.ubatch, threads, runtime_bytes=runtime, margin=margin)
 
 
 def plan_for_engine(
@@ -209,12 +225,13 @@ def plan_for_engine(
 ) -> tuple[int, Plan, str]:
     """(context size, its plan, notice) for an engine on a CPU; "" = nothing to say.
 
-    `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a reduction; any
-    other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits, UsageError for types.
+    `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
+    reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
+    UsageError for types.
     """
     type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
     layout = KVLayout.build(config, type_k, type_v, cache.page_size)
-    setting = Setting(config, weights, CPU, cache.ubatch, threads, margin=budget.margin if budget else 0)
+    setting = engine_setting(config, weights, cache, budget, threads)
     trained = config.context_length
     wanted = cache.ctx_size or trained
     plan = setting.plan(layout, wanted)
@@ -224,7 +241,7 @@ def plan_for_engine(
     if fits == 0:
         least = setting.plan(layout, layout.page_size).needed
         raise DoesNotFit(
-            f"the model needs {_mib(least)} without any context to speak of, {_mib(budget.bytes)} are {budget.label}",
+            f"the model needs {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
             "use a smaller model or free memory; kv estimate shows what takes how much",
         )
     if cache.ctx_size:
@@ -241,13 +258,14 @@ def plan_for_engine(
 
 
 def engine_budget(limit: str | None) -> Budget:
-    """What an engine on a CPU may use: `limit` (--vram-limit) as it is, else what is free and what we hold already."""
+    """What an engine on a CPU may use: `limit` (--vram-limit) as it is, else what is free and ours."""
     from kvcli.runtime.memory import main_memory, parse_size
 
-    memory = main_memory()
+    memory, measured = main_memory(), overheads.load(CPU)[0].runtime_bytes
     if limit is not None:
-        return Budget(parse_size(limit, "--vram-limit", memory.total), "allowed by --vram-limit", 0)
-    return Budget(memory.free + process_bytes(), f"available ({memory.source})")
+        size = parse_size(limit, "--vram-limit", memory.total)
+        return Budget(size, "allowed by --vram-limit", 0, measured)
+    return Budget(memory.free + process_bytes(), f"available ({memory.source})", runtime_bytes=measured)
 
 
 def chosen_row(margin: int) -> Row:

@@ -23,7 +23,7 @@ _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found out; `outcomes` by context, each with its recommendation (best, and best that runs)."""
+    """All that was found out; by context the outcomes, the best choice, and the best that runs today."""
 
     model: PlannedModel
     target: Target
@@ -110,7 +110,10 @@ def _attention(config: ModelConfig) -> str:
     shared = sum(1 for layer in config.layers if layer.shares_kv_with is not None)
     if shared:
         counts.append(f"{shared} sharing")
-    parts = [f"{config.attention_kind} · {' + '.join(counts)} layers", f"{config.n_heads} query heads"]
+    layers = f"{' + '.join(counts)} layers"
+    if not config.n_heads:  # a shape by hand that names KV heads only
+        return layers
+    parts = [f"{config.attention_kind} · {layers}", f"{config.n_heads} query heads"]
     heads = {g.kv_heads for g in groups if g.kind != LATENT}
     if len(heads) == 1:
         n = heads.pop()
@@ -151,7 +154,7 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     wish, context = report.wish, outcomes[0].plan.tokens
     times = f" x {wish.sequences:,} sequences" if wish.sequences > 1 else ""
     common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
-    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max context", "≤ tok/s"]]
+    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max ctx", "≤ tok/s"]]
     for o in outcomes:
         star = "*" if o.memory_context > o.max_context else ""
         rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
@@ -162,7 +165,10 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"At a context of {context:,} tokens{times}{common}:"]
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells))
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
@@ -178,13 +184,20 @@ def _beyond(outcomes: Sequence[Outcome]) -> str:
 
 
 def _advice(
-    report: Report, outcomes: Sequence[Outcome], best: Recommendation | None, usable: Recommendation | None, units: str
+    report: Report,
+    outcomes: Sequence[Outcome],
+    best: Recommendation | None,
+    usable: Recommendation | None,
+    units: str,
 ) -> list[str]:
     if best is None:
         return ["recommend  a smaller model: not even one page of cache fits"]
     lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
     if usable is None:
-        lines.append(f"{'':<11}(planned; with the types of this version nothing fits)")
+        why = (
+            "nothing fits with the types of this version" if any(o.runs for o in outcomes) else "this version lacks it"
+        )
+        lines.append(f"{'':<11}(planned: {why})")
     elif usable.outcome is not best.outcome:
         lines.append(f"{'today':<11}{' '.join(usable.args)}")
     sixteen = next((o for o in outcomes if o.pair == ("f16", "f16")), None)

@@ -34,7 +34,8 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     yield f"  total = {' + '.join(f'{row.bytes:,}' for row in o.plan.rows)}"
     yield f"        = {o.plan.total:,} B"
     free = report.target.memory.free
-    yield f"  left = {free:,} - {o.plan.total:,} = {o.left:,} B; margin {o.plan.margin:,} B: fits {_yes(o.fits)}"
+    verdict = "fits" if o.fits else "does not fit"
+    yield f"  left = {free:,} - {o.plan.total:,} = {o.left:,} B, margin {o.plan.margin:,} B: {verdict}"
     yield f"  largest context: {o.max_context:,} (by memory alone {o.memory_context:,})"
     if o.tokens_per_s is not None and report.target.bandwidth is not None:
         weights = report.model.weights
@@ -48,7 +49,8 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
 def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> Iterator[str]:
     wish, size = report.wish, g.page_size
     title = "16-bit tail and sinks" if opened else f"{g.kind} layers" + (f", window {g.window:,}" if g.window else "")
-    yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {g.codec_k.name} keys, {g.codec_v.name} values"
+    types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
+    yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {types}"
     row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
     if g.dim_v:
         row += f", V {g.dim_v} x {g.codec_v.bits}/8 = {g.v_row_bytes} B"
@@ -81,7 +83,3 @@ def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
         common = 0 if g.kind == SLIDING else min(wish.shared, tokens) // size
         text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
     return f"{text} = {count:,}"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -18,6 +18,7 @@ import typer
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.runtime.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
 PAGE_SIZES = (16, 32, 64, 128)
@@ -87,6 +88,15 @@ class ModelFlags:
     force_pretokenizer: Annotated[
         bool, _model("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
     ] = False
+    vram_limit: Annotated[
+        str | None,
+        _model(
+            "--vram-limit",
+            metavar="SIZE",
+            help="Most memory to use, of a GPU or on a CPU of the process: 6G, or a share such as 0.9.",
+            show_default="what is free",
+        ),
+    ] = None
 
     def options(self, offline: bool = False) -> LoadOptions:
         """Raises UsageError for a value out of range."""
@@ -95,7 +105,9 @@ class ModelFlags:
         if self.backend not in ("auto", "native", "reference"):
             raise UsageError(f"--backend is '{self.backend}'", "it is one of auto, native, reference")
         _at_least(0, self.threads, "--threads")
-        return LoadOptions(self.model, self.threads, self.backend, offline, self.force_pretokenizer)
+        if self.vram_limit is not None:
+            parse_size(self.vram_limit, "--vram-limit", main_memory().total)
+        return LoadOptions(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit)
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class CacheFlags:
             "-c",
             "--ctx-size",
             metavar="N",
-            help="Most tokens in the context (32k works); 0 = as the model was trained.",
+            help="Most tokens in the context (32k works); 0 = as trained, or what fits in memory.",
         ),
     ] = "0"
     cache_type_k: Annotated[

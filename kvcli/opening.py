@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
-    """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError.
+    """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
+    DoesNotFit.
 
     An interrupt unwinds while files are written and leaves at once while weights are read.
     """
@@ -29,5 +30,6 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
 
     engine = Engine.open(path, load, cache)  # maps the file: too quick for a bar
     for text in engine.notices:
-        render.notice(text, invocation)
+        tell = render.announce if text == engine.shortened else render.notice
+        tell(text, invocation)
     return engine

@@ -14,13 +14,14 @@ class LoadOptions:
     backend: str = "auto"  # "auto" = the fastest one that works here; "reference" = plain torch
     offline: bool = False
     force: bool = False  # go on with an unknown pre-tokenizer
+    memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
 
 
 @dataclass(frozen=True)
 class CacheOptions:
     """The KV cache: how long, which types, how cut into pages."""
 
-    ctx_size: int = 0  # most tokens in a sequence; 0 = the model's training context
+    ctx_size: int = 0  # most tokens in a sequence; 0 = the training context or what fits
     type_k: str = "auto"
     type_v: str = "auto"
     page_size: int = 64  # tokens per page

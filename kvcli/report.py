@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ from kvcli.invocation import Invocation
 from kvcli.options import SampleOptions
 from kvcli.render import human_bytes, is_terminal
 from kvcli.runtime.events import End
+from kvcli.runtime.processmemory import peak_bytes
+from kvcli.verification import Verification, as_json
 
 SCHEMA = 1
 
@@ -38,6 +39,14 @@ class CacheFacts:
 
 
 @dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes that the plan says: of the whole process for the tokens now in the cache, and for a full context."""
+
+    predicted: int
+    full_context: int
+
+
+@dataclass(frozen=True)
 class Result:
     """One finished (or interrupted) answer and what it took."""
 
@@ -47,6 +56,8 @@ class Result:
     cache: CacheFacts
     params: SampleOptions  # with every default filled in
     warnings: list[str]
+    memory: MemoryFacts
+    verification: Verification | None = None  # with --verify-estimate
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
@@ -59,12 +70,6 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
 def context_full(cache: CacheFacts) -> str:
     """Why an answer ended early."""
     return f"stop: context full ({cache.tokens}/{cache.limit})"
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def stats_line(result: Result, loaded: bool = True) -> str:
@@ -122,7 +127,12 @@ def result_object(result: Result) -> dict[str, Any]:
             "limit": cache.limit,
             "bytes": cache.nbytes,
         },
-        "memory": {"peak_bytes": peak_bytes()},
+        "memory": {
+            "predicted_bytes": result.memory.predicted,
+            "peak_bytes": peak_bytes(),
+            "full_context_bytes": result.memory.full_context,
+            **({"verification": as_json(result.verification)} if result.verification else {}),
+        },
         "params": params_object(result.params),
         "warnings": result.warnings,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from kvcli.errors import ContextOverflow, ModelError
+from kvcli.estimate import Plan, Row
 from kvcli.options import SampleOptions
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 
@@ -112,6 +113,13 @@ class FakeEngine:
         self.calls: list[tuple[list[int], SampleOptions]] = []
         self.before_token: Callable[[int], None] = lambda number: None
         self.before_prefill: Callable[[], None] = lambda: None
+
+    @property
+    def plan(self) -> Plan:
+        return self.predict(self.ctx_size)
+
+    def predict(self, tokens: int) -> Plan:
+        return Plan((Row("KV pool", tokens << 14, "exact"),), tokens, tokens << 14, 0)
 
     def new_sequence(self) -> FakeSequence:
         return FakeSequence()

@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -122,7 +124,7 @@ def serving_ranges(certificate: Path | None = None) -> Iterator[RangeSite]:
 
 
 def add_repository(site: RangeSite, repo: str, files: dict[str, bytes], named: bool = True) -> str:
-    """Put a repository onto the site; the path of its files. `named`: the list tells what each file contains."""
+    """Put a repository onto the site; the path of its files. `named`: the list tells each file's checksum."""
     siblings: list[dict[str, Any]] = []
     for name, body in files.items():
         entry: dict[str, Any] = {"rfilename": name, "size": len(body)}
@@ -135,3 +137,12 @@ def add_repository(site: RangeSite, repo: str, files: dict[str, bytes], named: b
     site.bodies[f"/api/models/{repo}"] = info
     site.etags[f"/api/models/{repo}"] = f'W/"{hashlib.sha256(info).hexdigest()[:20]}"'
     return f"/{repo}/resolve/{COMMIT}"
+
+
+def as_hub(site: RangeSite, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the site the hub of this process, without a token, and with caches inside `folder`."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", site.url)

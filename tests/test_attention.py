@@ -10,13 +10,24 @@ from itertools import cycle, product
 
 import pytest
 import torch
-
 from kernelcases import ISAS, backend, native, poisoned, record, same_bits, stored
+
 from kvcli.kernels import Backend, PagedKV, RecordLayout
 from kvcli.runtime.engine import physical_cores
 
 BACKENDS = (*ISAS, "reference")
-DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (8, 40))
+DIMS = (
+    (64, 64),
+    (72, 72),
+    (80, 80),
+    (96, 96),
+    (112, 112),
+    (128, 128),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+    (8, 40),
+)
 WINDOWS = (0, 1, 5, 64, 100)
 CODECS = tuple(product(("f32", "f16", "bf16"), repeat=2))
 HEADS = ((2, 2), (6, 2), (4, 1), (3, 3), (8, 2), (3, 1))  # (query heads, KV heads)
@@ -112,7 +123,10 @@ def test_attention_is_right_and_queries_do_not_depend_on_each_other(dims: tuple[
 @pytest.mark.parametrize("softcap", (0.5, 30.0))
 def test_softcap(softcap: float, name: str):
     ops = backend(name)
-    for case in (Case(record(2, 64, 64), 4, 120, 20, 0), Case(record(1, 72, 72, page_size=64), 4, 520, 1, 90)):
+    for case in (
+        Case(record(2, 64, 64), 4, 120, 20, 0),
+        Case(record(1, 72, 72, page_size=64), 4, 520, 1, 90),
+    ):
         kv = case.cache(ops)
         assert worst(case.run(ops, kv, softcap=softcap), case.dense(softcap)) < 3e-6
         assert worst(case.run(ops, kv), case.dense(softcap)) > 1e-4 or softcap == 30.0
@@ -149,7 +163,12 @@ def test_store_writes_the_specified_bytes_and_nothing_else(codecs: tuple[str, st
                 continue
             again = poisoned(r, start, start + n)
             ops.store(k, v, again, start)
-            assert all(torch.equal(a, b) for a, b in zip(again.pages, expected, strict=True)), (isa, dims, start, n)
+            assert all(torch.equal(a, b) for a, b in zip(again.pages, expected, strict=True)), (
+                isa,
+                dims,
+                start,
+                n,
+            )
 
 
 def test_threads_change_no_bit():

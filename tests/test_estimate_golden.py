@@ -1,4 +1,4 @@
-"""The cache formulas against figures that others published or that we computed by hand: every row to the byte."""
+"""The cache formulas against figures published by others or computed by hand: every row to the byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,15 @@ def groups_of(row: dict[str, str]) -> list[IdealGroup]:
 
 def test_the_file_is_whole() -> None:
     assert len(ROWS) == 52
-    assert {row["type"] for row in ROWS} >= {"bf16", "f16", "fp8-bare", "int8-bare", "int4-bare", "q8_0", "q4_0"}
+    assert {row["type"] for row in ROWS} >= {
+        "bf16",
+        "f16",
+        "fp8-bare",
+        "int8-bare",
+        "int4-bare",
+        "q8_0",
+        "q4_0",
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
@@ -98,7 +106,8 @@ def test_sharing_a_prefix(sequences: int, tokens: int, shared: int, saving: floa
 def test_a_shared_prefix_is_rounded_down_to_pages() -> None:
     layout = KVLayout.build(_one_layer(), "f16", "f16", 16)
     assert layout.arena_pages(165, 512, sequences=1, shared=150) == layout.arena_pages(165, 512)
-    # 150 tokens are 9 whole pages of 16 (144 tokens); each of the ten needs the other two of its eleven itself.
+    # 150 tokens are 9 whole pages of 16 (144 tokens); each of the ten needs the other two of its eleven
+    # itself.
     assert layout.arena_pages(165, 512, sequences=10, shared=150) == (9 + 10 * 2,)
     assert round(144 / 165, 4) == 0.8727
 

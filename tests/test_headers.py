@@ -1,25 +1,20 @@
-"""Headers of whole models: the hub's answer equals the local file's, for few bytes; hostile ones fail in time."""
+"""Headers of whole models: the hub's answer equals the local file's, for few bytes."""
 
 from __future__ import annotations
 
 import json
-import re
 import struct
-import time
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from ggufbytes import array, build, entry, key, text
-from rangeserver import COMMIT, RangeHandler, RangeSite, add_repository, serving_ranges
+from rangeserver import COMMIT, RangeSite, add_repository, as_hub, serving_ranges
 from safetensors.numpy import save
 
 from kvcli import paths
-from kvcli.errors import DownloadError, KVError, ModelError
+from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime import headers
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers import Alternative, ModelHeader, read_header
@@ -58,12 +53,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSite]:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     with serving_ranges() as site:
-        monkeypatch.setenv("HF_ENDPOINT", site.url)
+        as_hub(site, tmp_path, monkeypatch)
         yield site
 
 
@@ -81,20 +72,6 @@ def same_model(one: ModelHeader, other: ModelHeader) -> bool:
         assert list(value) == list(twin) if hasattr(value, "__len__") else value == twin, name
     figures = [(h.container, h.config, h.tensors, h.file_bytes) for h in (one, other)]
     return figures[0] == figures[1]
-
-
-def no_time_lost(source: str, error: type[KVError], within_s: float = 5) -> str:
-    start = time.monotonic()
-    tracemalloc.start()
-    try:
-        with pytest.raises(error) as caught:
-            read_header(source)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert time.monotonic() - start < within_s and peak < 300 << 20
-    assert "\n" not in caught.value.message
-    return caught.value.message
 
 
 # --- GGUF ---
@@ -208,7 +185,7 @@ def test_missing_parts(site: RangeSite, tmp_path: Path) -> None:
     missing = list(files)[1]
     (tmp_path / missing).unlink()
     with pytest.raises(ModelError, match="is one of 3 parts, 2 are there"):
-        read_header(str(tmp_path / list(files)[0]))
+        read_header(str(tmp_path / next(iter(files))))
     del files[missing]
     add_repository(site, REPO, files)
     with pytest.raises(DownloadError, match="neither GGUF files"):
@@ -308,7 +285,7 @@ def test_a_wrong_config(config: bytes, site: RangeSite, tmp_path: Path) -> None:
     files = single() | {"config.json": config}
     add_repository(site, "org/toy", files)
     for source in ("org/toy", str(on_disk(tmp_path / "model", files))):
-        with pytest.raises(ModelError, match="config.json"):
+        with pytest.raises(ModelError, match=r"config\.json"):
             read_header(source)
 
 
@@ -323,40 +300,11 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     for source in ("no-such-model", str(tmp_path / "none.gguf"), "", "a b"):
         with pytest.raises(ModelError):
             read_header(source)
-    with pytest.raises(ModelError, match="is a folder without model.safetensors"):
+    with pytest.raises(ModelError, match=r"is a folder without model\.safetensors"):
         read_header(str(tmp_path))
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(ModelError, match="not a regular file|Is a directory"):
+    with pytest.raises(ModelError, match=r"not a regular file"):
         read_header(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("listing", "expected"),
-    [
-        (b"<html>", "not valid JSON"),
-        (b"[]", "not an object"),
-        (b"{}", "lists no files"),
-        (b'{"siblings": [1]}', "lists no files"),
-        (b'{"siblings": []}', "neither GGUF files"),
-        (b'{"siblings": [{"rfilename": "../../x-Q4_K_M.gguf", "size": 5}]}', "neither GGUF files"),
-        (
-            b'{"siblings": [{"rfilename": "a\\u001b-Q4_K_M.gguf"}, {"rfilename": 5}, {}]}',
-            "neither GGUF files",
-        ),
-    ],
-)
-def test_wrong_listings(listing: bytes, expected: str, site: RangeSite) -> None:
-    site.bodies[f"/api/models/{REPO}"] = listing
-    assert expected in no_time_lost(REPO, DownloadError)
-
-
-@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
-def test_refused_listings_and_files(status: int, big: Path, site: RangeSite) -> None:
-    folder = add_repository(site, REPO, {big.name: big.read_bytes()})
-    site.acts[f"{folder}/{big.name}"] = lambda handler: handler.reply(status)
-    assert f"{REPO}/{big.name}" in no_time_lost(REPO, DownloadError)
-    site.acts[f"/api/models/{REPO}"] = lambda handler: handler.reply(status)
-    assert f"the file list of {REPO}" in no_time_lost(REPO, DownloadError)
 
 
 # --- the token ---
@@ -390,82 +338,6 @@ def test_where_the_token_is_found(site: RangeSite, tmp_path: Path, monkeypatch: 
     (tmp_path / "hf" / "token").write_bytes(b"\xff\xfe")
     with pytest.raises(DownloadError, match="cannot be read"):
         stored_token()
-
-
-# --- hostile headers ---
-
-HUGE = 10**18
-
-
-def _claims(size: int, content: bytes) -> Any:
-    """A server whose file has `size` bytes, as it says; it sends `content` and then zeros, as many as asked."""
-
-    def answer(handler: RangeHandler) -> None:
-        start, stop = handler.asked() or (0, 0)
-        part = (content[start : stop + 1] + bytes(stop + 1 - start))[: stop + 1 - start]
-        handler.reply(206, part, Content_Range=f"bytes {start}-{stop}/{size}")
-
-    return answer
-
-
-def hostile_gguf() -> dict[str, tuple[bytes, str]]:
-    words = array(8, HUGE, text("word") * 100)
-    return {
-        "10^18 tensors": (build(n_tensors=HUGE), "claims 1,000,000,000,000,000,000 tensors"),
-        "10^18 keys": (build(n_keys=HUGE), "claims 1,000,000,000,000,000,000 keys"),
-        "10^18 strings": (
-            build(keys=(key("tokenizer.ggml.tokens", 9, words),)),
-            "claims 1,000,000,000,000,000,000 elements",
-        ),
-        "10^18 numbers": (
-            build(keys=(key("a", 9, array(4, HUGE, b"")),)),
-            "claims 1,000,000,000,000,000,000 elements",
-        ),
-        "a string of 10^18": (build(keys=(key("a", 8, struct.pack("<Q", HUGE)),)), "runs past the end"),
-        "a name of 10^18": (build(keys=(struct.pack("<Q", HUGE),)), "runs past the end"),
-        "a tensor of 2^160": (build(tensors=(entry(dims=(1 << 40,) * 4),)), "truncated"),
-        "ten million strings": (
-            build(keys=(key("a", 9, array(8, 10_000_000, b"")),)),
-            "header would need|claims 10,000,000",
-        ),
-        "a million keys of nothing": (build(n_keys=1 << 16), "appears twice"),
-        "not GGUF": (b"\x7fELF" + bytes(100), "not a GGUF file"),
-    }
-
-
-@pytest.mark.parametrize("case", hostile_gguf())
-@pytest.mark.parametrize("size", [1 << 20, 1 << 34, 1 << 50])
-def test_hostile_gguf(case: str, size: int, site: RangeSite) -> None:
-    content, expected = hostile_gguf()[case]
-    folder = add_repository(site, REPO, {"toy-Q4_K_M.gguf": content})
-    site.bodies[f"/api/models/{REPO}"] = json.dumps(
-        {"sha": COMMIT, "siblings": [{"rfilename": "toy-Q4_K_M.gguf", "size": size}]}
-    ).encode()
-    site.acts[f"{folder}/toy-Q4_K_M.gguf"] = _claims(size, content)
-    message = no_time_lost(REPO, ModelError, 20)
-    assert message.startswith(f"{REPO}/toy-Q4_K_M.gguf") and re.search(expected, message), message
-    assert site.sent < (65 << 20) + 1000
-
-
-@pytest.mark.parametrize("length", [HUGE, 100_000_001, 99_000_000])
-def test_hostile_safetensors(length: int, site: RangeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_repository(site, "org/toy", {"config.json": b"{}"})
-    site.bodies["/api/models/org/toy"] = json.dumps(
-        {"sha": COMMIT, "siblings": [{"rfilename": "model.safetensors", "size": 1 << 40}]}
-    ).encode()
-    content = struct.pack("<Q", length) + b'{"t":[' + b"{}," * 5_000_000
-    site.acts[f"/org/toy/resolve/{COMMIT}/model.safetensors"] = _claims(1 << 40, content)
-    message = no_time_lost("org/toy", ModelError, 20)
-    expected = "more values than kv accepts" if length < 100_000_000 else "more than 100,000,000"
-    assert expected in message
-    assert site.sent < (length + 1000 if length < 100_000_000 else 1000)
-
-
-def test_a_listing_that_disagrees_with_the_file(big: Path, site: RangeSite) -> None:
-    content = big.read_bytes()
-    folder = add_repository(site, REPO, {big.name: content})
-    site.bodies[f"{folder}/{big.name}"] = content + b"x"
-    assert "were expected" in no_time_lost(REPO, DownloadError)
 
 
 def test_a_damaged_cache_is_not_believed(big: Path, site: RangeSite, tmp_path: Path) -> None:

@@ -20,25 +20,25 @@ kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
 kvcli.runtime
 kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth kvcli.runtime.headercache kvcli.runtime.memory
-kvcli.runtime.provenance kvcli.runtime.stops kvcli.runtime.wire
+kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.stops kvcli.runtime.wire
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
 kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.sandbox kvcli.runtime.shapes
 kvcli.runtime.vocabulary kvcli.runtime.websession
 kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
 kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
-kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence kvcli.runtime.tokenizer
-kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.hub
+kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
+kvcli.runtime.tokenizer
+kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
+kvcli.runtime.archs kvcli.runtime.diskspeed kvcli.runtime.hub
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
-kvcli.runtime.hublisting
+kvcli.runtime.hublisting kvcli.runtime.measuring
 kvcli.runtime.remoteheaders
 kvcli.runtime.plannedmodel
-kvcli.estimate
-kvcli.comparison
+kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
-kvcli.locate kvcli.report
-kvcli.opening kvcli.sinks
+kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
+kvcli.explanation kvcli.opening kvcli.sinks
 kvcli.answering
 kvcli.chatsession
 kvcli.commands

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-
 from kernelcases import FORMATS, ISAS, backend, native, packed, same_bits
+
 from kvcli.kernels import QuantTensor, ggml
 from kvcli.kernels.native import FORMATS as NATIVE_FORMATS
 from kvcli.runtime.engine import physical_cores
@@ -63,7 +63,9 @@ def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: s
 @pytest.mark.parametrize("m", ROWS_OF_X)
 def test_stacked_matrices_of_all_formats(m: int, name: str):
     ops = backend(name)
-    weights = tuple(packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2)))
+    weights = tuple(
+        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2, strict=False))
+    )
     x = torch.randn(m, 256, generator=torch.manual_seed(m))
     found = ops.matmul(x, weights)
     assert found.shape == (m, sum(w.rows for w in weights))
@@ -97,6 +99,8 @@ def test_rows_are_the_specified_values_to_the_bit(type: str, name: str):
         assert expected.isfinite().all() and expected.abs().max() > 0
         assert same_bits(ops.rows(w, ids), expected)
         assert same_bits(ops.rows(w, ids, 25.298221), expected * 25.298221)
+    with pytest.raises(IndexError):
+        ops.rows(w, torch.tensor([0, 37]))
 
 
 @pytest.mark.parametrize("type", FORMATS)

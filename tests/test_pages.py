@@ -1,35 +1,18 @@
-"""Pages and sequences: whatever is taken, forked, rewound and dropped, every row that can still be seen is right."""
+"""Pages and sequences by example: sharing, copying on write, windows, full pools."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from cachecases import append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import PagedKV
-from kvcli.kernels.store import store
 from kvcli.runtime import layout as layouts
-from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import Sequence, Step
-
-SIZE, WINDOW = 16, 21
-KINDS = (SLIDING, FULL, SLIDING)  # groups are numbered as they appear: 0 slides, 1 is full
-
-
-def tiny_layout(window: int = WINDOW, size: int = SIZE) -> KVLayout:
-    layers = tuple(LayerConfig(kind, 1, 2, 2, window if kind == SLIDING else 0) for kind in KINDS)
-    config = ModelConfig("llama", "tiny", 10, 2, 2, 1, 4096, 1e-5, layers, 1.0)
-    return KVLayout.build(config, "f32", "f32", size)
+from kvcli.runtime.sequence import Sequence
 
 
 @pytest.fixture
@@ -37,173 +20,6 @@ def small_steps() -> Iterator[None]:
     """The pool commits one page at a time."""
     with mock.patch.object(layouts, "CHUNK_BYTES", 1):
         yield
-
-
-def chunks(start: int, end: int, ubatch: int, size: int = SIZE) -> Iterator[tuple[int, int]]:
-    """As the engine cuts a prompt."""
-    return Engine.chunks(SimpleNamespace(layout=SimpleNamespace(page_size=size), ubatch=ubatch), start, end)  # type: ignore[arg-type]
-
-
-def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the test keeps for tokens at positions start..: [T, 1, 2] keys and values that name both and the layer."""
-    token, position = torch.tensor(tokens, dtype=torch.float32), torch.arange(start, start + len(tokens)).float()
-    return torch.stack([token, position], 1)[:, None], torch.stack([token + 0.5, position + 1000 * layer], 1)[:, None]
-
-
-def write(step: Step, tokens: list[int]) -> None:
-    for layer in range(len(KINDS)):
-        store(*rows(tokens, step.start, layer), step.kv(layer), step.start)
-
-
-def append(seq: Sequence, tokens: list[int]) -> None:
-    write(seq.reserve(tokens), tokens)
-    seq.commit(tokens)
-
-
-def read(kv: PagedKV, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [start, end) of a layer, float32 [T, 1, 2] each."""
-    size, parts = kv.record.page_size, []
-    for page in range(start // size, -(-end // size)):
-        k, v = kv.slots(page, max(0, start - page * size), min(size, end - page * size))
-        parts.append([x[0].contiguous().view(torch.float32) for x in (k, v)])
-    k, v = (torch.cat(x)[:, None] for x in zip(*parts, strict=True))
-    return k, v
-
-
-def check_rows(seq: Sequence, tokens: list[int]) -> None:
-    """Every row that a query at the sequence's end, or a later one, can see."""
-    assert seq.tokens == tokens and seq.length == len(tokens)
-    index = {0: 0, 1: 0}
-    for layer, kind in enumerate(KINDS):
-        group = 0 if kind == SLIDING else 1
-        first = max(0, seq.length - WINDOW + 1) if kind == SLIDING else 0
-        if first < seq.length:
-            kv = seq._view(group)[index[group]]
-            for found, expected in zip(read(kv, first, seq.length), rows(tokens[first:], first, layer), strict=True):
-                assert torch.equal(found, expected), f"layer {layer} of {len(tokens)} tokens"
-        index[group] += 1
-
-
-class PagesMachine(RuleBasedStateMachine):
-    """Sequences on one pool that is too small for all of them; the oracle is the list of each one's tokens."""
-
-    sequences = Bundle("sequences")
-    budget = 28 * 512  # pages of 1 x 256 or 2 x 256 bytes
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = mock.patch.object(layouts, "CHUNK_BYTES", 1)
-        self.patch.start()
-        self.layout = tiny_layout()
-        self.pool = PagePool(self.layout, self.budget)
-        self.live: dict[int, tuple[Sequence, list[int]]] = {}
-        self.tokens = iter(range(1, 1 << 24))
-        self.refused = 0
-
-    def teardown(self) -> None:
-        for seq, _ in self.live.values():
-            seq.close()
-        self.pool.check([])
-        assert [self.pool.used(g) for g in (0, 1)] == [0, 0]
-        self.patch.stop()
-
-    def _new(self, seq: Sequence, tokens: list[int]) -> int:
-        self.live[id(seq)] = seq, tokens
-        return id(seq)
-
-    def _append(self, key: int, tokens: list[int], ubatch: int) -> None:
-        seq, known = self.live[key]
-        done = len(known)
-        for start, end in chunks(done, done + len(tokens), ubatch):
-            ids = tokens[start - done : end - done]
-            try:
-                step = seq.reserve(ids)
-            except DoesNotFit:
-                assert self.pool.committed_bytes > self.budget - 512
-                return self._unchanged(seq, known)
-            assert step.start == start and step.ids.tolist() == ids
-            held = tuple(seq.pages(g) for g in (0, 1))
-            assert all(h <= most for h, most in zip(held, self.layout.pages(end, ubatch), strict=True)), held
-            write(step, ids)
-            seq.commit(ids)
-            known += ids
-
-    def _unchanged(self, seq: Sequence, known: list[int]) -> None:
-        assert seq.tokens == known and seq.rewindable(len(known)) == len(known)
-        assert seq.pages(1) == -(-len(known) // SIZE)
-        assert seq.pages(0) <= -(-len(known) // SIZE)
-
-    @initialize(target=sequences)
-    def first(self) -> int:
-        return self._new(Sequence(self.pool), [])
-
-    @rule(target=sequences)
-    def new(self) -> int:
-        return self._new(Sequence(self.pool), [])
-
-    @rule(key=sequences, n=st.integers(1, 60), ubatch=st.sampled_from((1, 7, 16, 17, 32, 40)))
-    def append(self, key: int, n: int, ubatch: int) -> None:
-        self._append(key, [next(self.tokens) for _ in range(n)], ubatch)
-
-    @rule(key=sequences, n=st.integers(1, 40))
-    def give_up_a_step(self, key: int, n: int) -> None:
-        """Interrupted between reserve and commit: rows were written, and none of them count."""
-        seq, known = self.live[key]
-        try:
-            write(seq.reserve([0] * n), [0] * n)
-        except DoesNotFit:
-            self._unchanged(seq, known)
-
-    @rule(target=sequences, key=sequences)
-    def fork(self, key: int) -> int:
-        seq, known = self.live[key]
-        used = [self.pool.used(g) for g in (0, 1)]
-        twin = seq.fork()
-        assert [self.pool.used(g) for g in (0, 1)] == used
-        return self._new(twin, list(known))
-
-    @rule(key=sequences, share=st.floats(0, 1), replay=st.booleans(), ubatch=st.sampled_from((1, 9, 64)))
-    def rewind(self, key: int, share: float, replay: bool, ubatch: int) -> None:
-        seq, known = self.live[key]
-        wanted = int(share * len(known))
-        kept = seq.rewindable(wanted)
-        assert kept in (0, wanted)
-        if kept != wanted:
-            with pytest.raises(ValueError, match="cannot go back"):
-                seq.rewind(wanted)
-        seq.rewind(kept)
-        undone, known[:] = known[kept:], known[:kept]
-        assert seq.pages(1) == -(-kept // SIZE)
-        if replay:
-            self._append(key, undone, ubatch)
-
-    @rule(key=sequences)
-    def drop(self, key: int) -> None:
-        seq, known = self.live[key]
-        seq.drop()
-        assert seq.drop() == 0
-        assert seq.pages(1) >= -(-len(known) // SIZE)
-
-    @rule(key=consumes(sequences))
-    def close(self, key: int) -> None:
-        seq, _ = self.live.pop(key)
-        seq.close()
-        assert seq.tokens == [] and list(seq.holds()) == []
-
-    @invariant()
-    def nothing_is_lost_or_held_twice(self) -> None:
-        self.pool.check(holding for seq, _ in self.live.values() for holding in seq.holds())
-        assert self.pool.used_bytes <= self.pool.committed_bytes <= self.budget
-        assert all(self.pool.used(g) <= self.pool.peak(g) for g in (0, 1))
-
-    @invariant()
-    def every_row_is_right(self) -> None:
-        for seq, known in self.live.values():
-            check_rows(seq, known)
-
-
-PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-test_machine = PagesMachine.TestCase
 
 
 def test_replay_gives_the_same_bytes(small_steps: None):

@@ -214,7 +214,7 @@ def test_random_entries(entries: dict[str, Any], data: int) -> None:
     ],
 )
 def test_wrong_indexes(index: bytes, expected: str) -> None:
-    with pytest.raises(ModelError, match="model.index") as caught:
+    with pytest.raises(ModelError, match=r"^model\.index") as caught:
         parse_index(index, "model.index")
     assert expected in caught.value.message
 

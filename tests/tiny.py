@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import torch
-
 import tinyvocab
+import torch
 
 CONTEXT, WINDOW = 512, 20
 
@@ -71,13 +71,18 @@ class Tiny:
 
 
 @functools.cache
-def make(folder: Path, name: str) -> Tiny:
-    """The variant of that name (a key of VARIANTS), written to `folder` once."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-models-")  # removed when the process ends
+
+
+@functools.cache
+def make(name: str) -> Tiny:
+    """The variant of that name (a key of VARIANTS); its file is written once."""
     variant = VARIANTS[name]
     sizes = importlib.import_module(f"kvcli.runtime.archs.{variant.arch}").TINY
     tokenizer, _ = tinyvocab.byte_level()
     reference = _reference(variant, sizes, len(tokenizer["tokenizer.ggml.tokens"]))
-    path = folder / f"{name}.gguf"
+    path = Path(_folder().name) / f"{name}.gguf"
     _write(path, variant, reference, tokenizer)
     return Tiny(path, reference)
 
@@ -85,7 +90,11 @@ def make(folder: Path, name: str) -> Tiny:
 def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": vocab_size, "max_position_embeddings": CONTEXT}
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": CONTEXT,
+    }
     settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | sizes
     if variant.arch == "gemma3":
         settings |= {"sliding_window": WINDOW, "query_pre_attn_scalar": sizes["head_dim"]}
@@ -131,7 +140,7 @@ def _write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any]) 
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    adders = {
+    adders: dict[type, Any] = {
         str: writer.add_string,
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -145,7 +154,7 @@ def _tensors(variant: Variant, model: Any, heads: tuple[int, int]) -> list[tuple
     """Names and values as in GGUF files: llama's q and k rows in interleaved order, gemma's norms with their 1."""
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == variant.arch)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
-    found = []
+    found: list[tuple[str, torch.Tensor]] = []
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -155,7 +164,9 @@ def _tensors(variant: Variant, model: Any, heads: tuple[int, int]) -> list[tuple
             weight = _interleaved(weight, heads[1])
         if variant.arch == "gemma3" and "norm" in name:
             weight = weight + 1
-        found.append((names.get_name(name, try_suffixes=(".weight",)), weight))
+        known = names.get_name(name, try_suffixes=(".weight",))
+        assert known is not None, f"GGUF has no name for {name}"
+        found.append((known, weight))
     if variant.settings.get("rope_scaling") == _LLAMA3:
         frequencies, dim = model.model.rotary_emb.inv_freq.double(), model.config.head_dim
         plain = 1e4 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

@@ -1,187 +1,20 @@
-"""`kv estimate`: what a model needs before it is loaded, and which cache types and contexts fit. Never imports torch."""
+"""`kv estimate`: what a model needs before it is loaded, and what fits. Never imports torch."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli import render
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.flags import grouped, parse_tokens
-from kvcli.invocation import Invocation, JsonFlag
+from kvcli.estimateflags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
+from kvcli.flags import grouped
+from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions
 
 if TYPE_CHECKING:
-    from kvcli.comparison import Pair, Wish
     from kvcli.estimateview import Report
-    from kvcli.runtime.plannedmodel import PlannedModel
-    from kvcli.runtime.shapes import Given
-
-_UNITS = ("GiB", "GB", "B")
-
-
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
-
-
-def _plan(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("What to plan", *names, help=help, metavar=metavar)
-
-
-def _shape(*names: str, help: str, metavar: str = "N") -> typer.models.OptionInfo:
-    return _option("Shape by hand (also over a model's own)", *names, help=help, metavar=metavar)
-
-
-def _device(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("Device", *names, help=help, metavar=metavar)
-
-
-def _output(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("Output", *names, help=help, metavar=metavar)
-
-
-@dataclass(frozen=True)
-class PlanFlags:
-    """Contexts, cache types and how the run is cut."""
-
-    ctx_size: Annotated[
-        str | None,
-        _plan("-c", "--ctx-size", metavar="N[,N]", help="Contexts (32k works); as trained by default."),
-    ] = None
-    cache_type_k: Annotated[
-        str | None, _plan("-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys; all by default.")
-    ] = None
-    cache_type_v: Annotated[
-        str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
-    ] = None
-    cache_type: Annotated[str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")] = None
-    page_size: Annotated[int, _plan("--page-size", metavar="16|32|64|128", help="Tokens per page (64).")] = 64
-    ubatch_size: Annotated[
-        int, _plan("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step (512).")
-    ] = CacheOptions.ubatch
-    batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Sequences at a time (1).")] = 1
-    shared_prefix: Annotated[
-        str, _plan("--shared-prefix", metavar="N", help="Tokens that the sequences have in common.")
-    ] = "0"
-    tp: Annotated[int, _plan("--tp", metavar="N", help="Tensor-parallel devices; figures are for each.")] = 1
-
-    @property
-    def names_types(self) -> bool:
-        return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
-
-    def wish(self, model: PlannedModel) -> Wish:
-        """Raises UsageError for a value out of range, or for a context that nobody names."""
-        from kvcli.comparison import Wish
-        from kvcli.runtime.layout import PAGE_SIZES
-
-        if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
-        for flag, value in (("--ubatch-size", self.ubatch_size), ("--batch-size", self.batch_size), ("--tp", self.tp)):
-            if not 1 <= value <= 1 << 20:
-                raise UsageError(f"{flag} is {value}", "it is 1 or more")
-        contexts = self.contexts(model)
-        shared = parse_tokens(self.shared_prefix, "--shared-prefix")
-        if shared > min(contexts):
-            raise UsageError(f"--shared-prefix is {shared:,}, more than the context of {min(contexts):,}")
-        return Wish(
-            contexts, self.pairs(), self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
-        )
-
-    def contexts(self, model: PlannedModel) -> tuple[int, ...]:
-        trained = model.config.context_length
-        words = [] if self.ctx_size is None else self.ctx_size.split(",")
-        asked = [parse_tokens(word, "--ctx-size") for word in words]
-        contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
-        if 0 in contexts:
-            key = (
-                f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
-            )
-            raise UsageError(key, "-c N supplies it")
-        return contexts
-
-    def pairs(self) -> tuple[Pair, ...]:
-        """The pairs of types to compare. Raises UsageError for a type that does not exist."""
-        from kvcli.comparison import ALL_PAIRS
-
-        if not self.names_types:
-            return ALL_PAIRS
-        keys = _types(self.cache_type_k or self.cache_type or self.cache_type_v or "", "--cache-type-k")
-        if self.cache_type_v:
-            values = _types(self.cache_type_v, "--cache-type-v")
-            return tuple(dict.fromkeys((k, v) for k in keys for v in values))
-        return tuple(dict.fromkeys((k, k) for k in keys))
-
-
-@dataclass(frozen=True)
-class ShapeFlags:
-    """A model's sizes by hand."""
-
-    layers: Annotated[int | None, _shape("--layers", help="Layers.")] = None
-    heads: Annotated[int | None, _shape("--heads", help="Query heads.")] = None
-    kv_heads: Annotated[int | None, _shape("--kv-heads", help="KV heads.")] = None
-    head_dim: Annotated[int | None, _shape("--head-dim", help="Elements per head, of K and of V.")] = None
-    dim_k: Annotated[int | None, _shape("--dim-k", help="Elements per head of K.")] = None
-    dim_v: Annotated[int | None, _shape("--dim-v", help="Elements per head of V.")] = None
-    kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: elements of the latent.")] = None
-    rope_dim: Annotated[int | None, _shape("--rope-dim", help="MLA: elements that carry RoPE.")] = None
-    swa_layers: Annotated[int | None, _shape("--swa-layers", help="Layers with a sliding window.")] = None
-    swa_window: Annotated[int | None, _shape("--swa-window", help="Tokens in that window.")] = None
-    vocab: Annotated[int | None, _shape("--vocab", help="Tokens of the vocabulary.")] = None
-    hidden: Annotated[int | None, _shape("--hidden", help="Width of the residual stream.")] = None
-    ffn: Annotated[int | None, _shape("--ffn", help="Width of the feed-forward part.")] = None
-    params: Annotated[str | None, _shape("--params", help="Number of weights (8e9 and 8b work).")] = None
-    bpw: Annotated[float | None, _shape("--bpw", metavar="F", help="Bits per weight.")] = None
-
-    def given(self) -> Given:
-        """Raises UsageError for a size that is not positive."""
-        from kvcli.runtime.shapes import Given
-
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "head_dim"}
-        for dim in ("dim_k", "dim_v"):
-            values[dim] = self.head_dim if values[dim] is None else values[dim]
-        values["params"] = None if self.params is None else _parameters(self.params)
-        return Given(**values)
-
-
-@dataclass(frozen=True)
-class DeviceFlags:
-    """The device planned for."""
-
-    gpu: Annotated[str | None, _device("--gpu", metavar="NAME", help="A card that need not be here.")] = None
-    vram: Annotated[str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")] = None
-    device: Annotated[
-        str | None,
-        _device("--device", metavar="cpu|cuda:N", help="A device that is here; the first GPU, else the CPU."),
-    ] = None
-    margin: Annotated[str | None, _device("--margin", metavar="SIZE", help="Left unused (512MiB).")] = None
-    bandwidth: Annotated[
-        float | None, _device("--bandwidth", metavar="GB/s", help="Of memory, for the tokens/s ceiling.")
-    ] = None
-
-
-@dataclass(frozen=True)
-class OutputFlags:
-    """The form of the answer."""
-
-    json: JsonFlag = False
-    csv: Annotated[bool, _output("--csv", help="Print the table as CSV, sizes in bytes.")] = False
-    explain: Annotated[bool, _output("--explain", help="Print every multiplication.")] = False
-    print_args: Annotated[bool, _output("--print-args", help="Print the flags for kv run, nothing else.")] = False
-    check: Annotated[bool, _output("--check", help="Print nothing; exit 0 if it fits, 4 if not.")] = False
-    units: Annotated[str, _output("--units", metavar="GiB|GB|B", help="Of sizes in the table (GiB).")] = "GiB"
-    list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
-    list_gpus: Annotated[bool, _output("--list-gpus", help="List the cards that --gpu knows.")] = False
-
-    def __post_init__(self) -> None:
-        forms = [f.name for f in fields(self) if f.name != "units" and getattr(self, f.name)]
-        if len(forms) > 1:
-            flags = " and ".join("--" + name.replace("_", "-") for name in forms)
-            raise UsageError(f"{flags} exclude each other")
-        if self.units not in _UNITS:
-            raise UsageError(f"--units is '{self.units}'", f"it is one of {', '.join(_UNITS)}")
 
 
 def register(app: typer.Typer) -> None:
@@ -221,6 +54,8 @@ def estimate(
         _print_args(report, model or model_option)
     else:
         _show(report, output)
+        if report.model.weights is None:  # the cache alone was asked for, of no device
+            return
         if plan.ctx_size is not None and not all(any(o.fits for o in each) for each in report.outcomes):
             raise typer.Exit(DoesNotFit.exit_code)
         if report.best[0] is None:
@@ -238,6 +73,8 @@ def _report(
     if name is None and not given.shapes:
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     plan.pairs()  # a wrong type is told before anything is read
+    for alias, own in plan.aliases():
+        render.notice(f"{alias} is taken as {own}: the same size class, not the same bits", invocation)
     if device.bandwidth is not None and not 0 < device.bandwidth < 1e6:
         raise UsageError(f"--bandwidth is {device.bandwidth}", "it is in GB/s, above 0")
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
@@ -269,7 +106,7 @@ def _show(report: Report, output: OutputFlags) -> None:
 
 
 def _check(report: Report, plan: PlanFlags) -> None:
-    """Raises DoesNotFit unless every pair asked for (by default f16, what kv run takes) fits at every context."""
+    """DoesNotFit unless every pair asked for (by default f16, as kv run takes) fits at every context."""
     wanted = report.wish.pairs if plan.names_types else (("f16", "f16"),)
     for outcomes in report.outcomes:
         for o in outcomes:
@@ -315,33 +152,3 @@ def _list(output: OutputFlags, invocation: Invocation) -> None:
             cost = KVLayout.build(config, "f16", "f16").token_bytes()
             rows.append([recipe.name, config.attention_kind, f"{cost:,}", f"{config.context_length:,}"])
     render.print_table(["name", "attention", "B/token at f16", "context"], rows, invocation, right={2, 3})
-
-
-def _types(text: str, flag: str) -> list[str]:
-    from kvcli.runtime.layout import ALIASES, codec
-
-    names = []
-    for word in text.split(","):
-        try:
-            spec = codec("f16" if word.strip() == "auto" else word.strip(), planned=True)
-        except UsageError as error:
-            raise UsageError(f"{flag}: {error.message}", error.hint) from None
-        names.append(ALIASES.get(spec.name, spec.name))
-    return names
-
-
-def _parameters(text: str) -> int:
-    """'8e9', '8b', '135m' or '8030261248' -> a number. Raises UsageError."""
-    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    word = text.strip().lower().replace(",", "")
-    factor = scale.get(word[-1:], 1.0)
-    try:
-        number = float(word[:-1] if word[-1:] in scale else word) * factor
-        return int(number)
-    except (ValueError, OverflowError):
-        raise UsageError(f"--params is '{text}'", "write a number of weights: 8e9, 8b or 8030261248") from None
-
-
-def _threads() -> int:
-    """CPUs this process may run on: no fewer threads than the engine starts."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli import opening, render, report
+from kvcli import opening, render, report, verification
 from kvcli.answering import Job, answer, settle
-from kvcli.errors import EXIT_CONTEXT_FULL, ModelError, UsageError
+from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ModelError, UsageError
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
@@ -64,6 +64,10 @@ class OutputFlags:
         typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
     ] = None
     no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = False
+    verify_estimate: Annotated[
+        bool,
+        typer.Option("--verify-estimate", help="Compare the memory plan with the process; exit 8 if it is off."),
+    ] = False
     raw_output: Annotated[
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
     ] = False
@@ -130,7 +134,7 @@ def run(
         question = _Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         ids = question.ids(engine)
-        job = Job(load.model, settle(engine, sampling), sink, interrupts)
+        job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate)
         result = answer(engine, engine.new_sequence(), ids, job)
         if copy is not None and not interrupts.code:
             copy.write(output.finished(result.text))
@@ -140,4 +144,9 @@ def run(
     if result.end.finish_reason == "context":
         say(report.context_full(result.cache))
         code = code or EXIT_CONTEXT_FULL
+    if result.verification is not None:
+        say(verification.block(result.verification))
+        if not result.verification.passed:
+            say(verification.failure(result.verification))
+            code = code or CheckFailed.exit_code
     raise typer.Exit(code)

@@ -34,7 +34,9 @@ def attention(
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
-    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [
+        _attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
     return torch.cat(parts).flatten(1)
 
 

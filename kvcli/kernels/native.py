@@ -39,7 +39,7 @@ class _Paged(ctypes.Structure):
     _fields_ = [
         ("pages", c_void_p),
         ("open", c_void_p),
-        *((name, c_int64) for name in "first_page page_size kv_heads dim_k dim_v sinks tail".split()),
+        *((name, c_int64) for name in ["first_page", "page_size", "kv_heads", "dim_k", "dim_v", "sinks", "tail"]),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
         ("rope_half", c_int64),
         ("record", _Record),
@@ -194,7 +194,5 @@ class NativeBackend:
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
         out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
-        self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, view, out.data_ptr()
-        )
+        self._lib.kv_attention(q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, view, out.data_ptr())
         return out

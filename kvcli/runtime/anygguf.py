@@ -1,8 +1,9 @@
 """`config_from_gguf_any`: the shape of a GGUF file of any architecture, from its keys alone, for planning.
 
-An architecture that kv runs is read by `config.from_gguf`, so that a plan is that of the engine. For all others:
-per-layer head counts, separate K and V dims, sliding windows with their patterns, latent attention, layers that share
-K and V, and recurrent layers with a constant state. A missing key is named together with the flag that supplies it.
+An architecture that kv runs is read by `config.from_gguf`, so that a plan is that of the engine. For all
+others: per-layer head counts, separate K and V dims, sliding windows with their patterns, latent attention,
+layers that share K and V, and recurrent layers with a constant state. A missing key is named together with
+the flag that supplies it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvcli.runtime.shapes import Given, flag_of, override, planning_config
 _LIMITS = {"block_count": 4096}
 _STATE_BYTES = 4  # recurrent states are kept in float32
 
-# Architectures whose files may lack the pattern: one full layer in so many, and the window where that is missing too.
+# Architectures whose files may lack the pattern: one full layer in so many, and the window where that is
+# missing too.
 _SLIDING_FAMILIES = {
     "gemma2": (2, 4096), "gemma3": (6, 0), "gemma3n": (5, 0), "gpt-oss": (2, 0), "cohere2": (4, 0),
     "llama4": (4, 8192), "exaone4": (4, 0), "olmo2": (4, 0), "smallthinker": (4, 0),
@@ -162,7 +164,7 @@ class _Reader:
         return LayerConfig(SLIDING if window else FULL, kv_heads, dim_k, dim_v, window)
 
     def _latent(self) -> LayerConfig | None:
-        """The rows of multi-head latent attention: the compressed K and V, and the key part that carries RoPE."""
+        """The rows of latent attention (MLA): K and V compressed, and the key part that carries RoPE."""
         rank = self.count("attention.kv_lora_rank", "", 0)
         if not rank:
             return None
@@ -198,7 +200,7 @@ class _Reader:
         return [has_state and heads == 0 and width == 0 for heads, width in zip(kv_heads, widths, strict=True)]
 
     def _state_bytes(self) -> int:
-        """Bytes that one recurrent layer keeps per sequence: the last inputs of its convolution, and its state."""
+        """Bytes of one recurrent layer per sequence: the last inputs of its convolution, and its state."""
         if self.has("kda.head_dim"):
             head, heads = self.count("kda.head_dim"), max(self.heads)
             values = 3 * (self.count("ssm.conv_kernel") - 1) * heads * head + heads * head * head

@@ -70,7 +70,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """The card of that name; the size may be left out where one model has one size only. Raises UsageError."""
+    """The card of that name; the size may be left out where a model has only one. Raises UsageError."""
     wanted = re.sub(r"[\s_-]|nvidia", "", name.lower())
     found = [c for c in CARDS.values() if wanted in (c.name.replace("-", ""), c.name.partition("-")[0])]
     if len(found) == 1:

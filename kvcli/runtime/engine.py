@@ -12,12 +12,15 @@ import torch
 
 from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime import archs, guard
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
+from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.layout import KVLayout, canonical
+from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
@@ -30,17 +33,22 @@ Event = Prefill | Token | End
 
 
 class Engine:
-    """One model, one pool of pages, any number of sequences. Not for use from several threads at once."""
+    """One model, one pool of pages, any number of sequences. Not for use from several threads at once.
+
+    `plan` is the memory of a run over the whole context (`ctx_size`); `shortened` says why that is less than
+    the training context although no size was asked for ("" = it is not).
+    """
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
-        self.ctx_size = self._context(cache.ctx_size)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         self.ubatch = cache.ubatch
+        threads = load.threads or physical_cores()
+        pool_bytes = self._plan(file, load, cache, threads)
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(
@@ -51,7 +59,6 @@ class Engine:
         )
         self.template = ChatTemplate.from_gguf(file.metadata, bos, eos)
         self.sampling_defaults = _sampling_defaults(file)
-        threads = load.threads or physical_cores()
         torch.set_num_threads(threads)
         ops, notice = kernels.backend(load.backend, threads)
         self.backend = ops.name
@@ -61,10 +68,9 @@ class Engine:
         doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
         if doubt:
             self.notices.append(doubt)
-        self.weights = weights
         self.model = archs.build(self.config, weights, ops)
-        self.pool = PagePool(self.layout)
-        self.load_s = 0.0
+        self.pool = PagePool(self.layout, pool_bytes)
+        self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
 
     @classmethod
     def open(
@@ -76,9 +82,10 @@ class Engine:
     ) -> Engine:
         """Check everything that can be refused, then map the weights.
 
-        `progress(stage, done, total)` is called with the stage "load". Raises ModelError, UsageError.
+        `progress(stage, done, total)` is called with the stage "load". Raises ModelError, UsageError, and
+        DoesNotFit before any weight is read.
         """
-        began = time.perf_counter()
+        began, before = time.perf_counter(), process_bytes()
         file = GGUFFile.open(path)
         if progress:
             progress("load", 0, file.size)
@@ -86,16 +93,27 @@ class Engine:
             engine = cls(file, load, cache)
         if progress:
             progress("load", file.size, file.size)
-        engine.load_s = time.perf_counter() - began
+        engine.load_s, engine.bytes_before_open = time.perf_counter() - began, before
         return engine
 
-    def _context(self, asked: int) -> int:
-        trained = self.config.context_length
+    def _plan(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions, threads: int) -> int:
+        """Settle the context and its memory plan; the bytes that the pool may grow to. Raises DoesNotFit."""
+        asked, trained = cache.ctx_size, self.config.context_length
         if asked < 0:
-            raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = the model's training context")
+            raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = as trained, or what fits")
         if asked > trained:
             self.notices.append(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
-        return asked or trained
+        weights = weights_of_tensors(file.tensors, self.config, CPU)
+        budget = engine_budget(load.memory_limit)
+        self._setting = engine_setting(self.config, weights, cache, budget, threads)
+        self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
+        if self.shortened:
+            self.notices.append(self.shortened)
+        return self.plan.kv_bytes + budget.bytes - self.plan.needed
+
+    def predict(self, tokens: int) -> Plan:
+        """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
+        return self._setting.plan(self.layout, tokens)
 
     def new_sequence(self) -> Sequence:
         """An empty context."""

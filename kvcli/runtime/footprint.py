@@ -1,7 +1,8 @@
-"""The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch, tables.
+"""The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch,
+tables.
 
-Formulas over `ModelConfig`, no torch. They follow the code: `weights.py` and `archs/*` for what is kept and alive,
-`kernels/cpu_body.h` for scratch.
+Formulas over `ModelConfig`, no torch. They follow the code: `weights.py` and `archs/*` for what is kept and
+alive, `kernels/cpu_body.h` for scratch.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Weights in memory. `packed`: as the file stores them; `copies`: what the engine keeps besides (reordered rows,
-    norms in float32); `read`: what one token reads (no input embedding, only the experts that are used)."""
+    """Weights in memory. `packed`: as the file stores them; `copies`: what the engine keeps besides
+    (reordered rows, norms in float32); `read`: what one token reads (no input embedding, only the experts
+    that are used)."""
 
     packed: int
     copies: int
@@ -58,11 +60,12 @@ class WeightBytes:
         if ranks == 1:
             return self
         packed, copies, read = (-(-x // ranks) for x in (self.packed, self.copies, self.read))
-        return WeightBytes(packed, copies, read, COMPUTED, f"1/{ranks} of all")
+        source = ASSUMED if self.source == ASSUMED else COMPUTED
+        return WeightBytes(packed, copies, read, source, f"1/{ranks} of all")
 
 
 def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind: str) -> WeightBytes:
-    """The weights of a file. On a CPU its pages stay mapped, so copies come on top; a GPU gets one form of each."""
+    """The weights of a file. On a CPU it stays mapped, so copies come on top; a GPU gets one form of each."""
     packed = copies = read = 0
     own_head = not _HEADS.isdisjoint(tensors)
     for name, tensor in tensors.items():
@@ -87,7 +90,7 @@ def weights_of_params(params: int, active: int, bits: float, detail: str) -> Wei
 
 
 def activation_bytes(config: ModelConfig, rows: int, kind: str) -> int:
-    """The most that is alive at once while `rows` tokens pass through one layer: float32 on a CPU, else 16 bit."""
+    """The most alive at once while `rows` tokens pass through a layer: float32 on a CPU, else 16 bit."""
     width = max((_widest(config, layer) for layer in set(config.layers)), default=0)
     element = 4 if kind == CPU else 2
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
@@ -96,7 +99,7 @@ def activation_bytes(config: ModelConfig, rows: int, kind: str) -> int:
 
 
 def _widest(config: ModelConfig, layer: LayerConfig) -> int:
-    """Elements alive per row: residual, normed input, projections and their copies, attention output; or the MLP."""
+    """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
     d, f = config.d_model, config.d_ff
     q, kv, out = _projections(config, layer)
     normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
@@ -116,7 +119,7 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
 
 
 def scratch_bytes(config: ModelConfig, page_size: int, threads: int) -> int:
-    """Kernel scratch on a CPU: for each thread a panel of decoded weight rows, or a page and a block of queries."""
+    """Scratch of the CPU kernels: for each thread a panel of decoded weights, or a page and its queries."""
     most = _PANEL * _whole(max(config.d_model, config.d_ff))
     for layer in set(config.layers):
         if layer.kind != RECURRENT:

@@ -125,7 +125,9 @@ class _Reader:
         if not window:
             return [FULL] * self.n_layers
         every = self.count(
-            "sliding_window_pattern", "_sliding_window_pattern", default=_SLIDING_FAMILIES.get(self.model_type, 0)
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            default=_SLIDING_FAMILIES.get(self.model_type, 0),
         )
         # Qwen2 slides from this layer on only; its other layers see everything.
         first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0
@@ -136,7 +138,8 @@ class _Reader:
         if name in _SLIDING_KINDS:
             if not window:
                 raise ModelError(
-                    "config.json has sliding layers but lacks the key sliding_window", "--swa-window supplies it"
+                    "config.json has sliding layers but lacks the key sliding_window",
+                    "--swa-window supplies it",
                 )
             return SLIDING
         if name in _RECURRENT_KINDS:

@@ -5,11 +5,8 @@ Nothing here creates a CUDA context: that would change the number being measured
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +52,8 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
 def main_memory(root: Path = Path("/")) -> Memory:
     """What this process may still use of main memory. `root`: where /proc and /sys are looked for.
 
-    The smallest of MemAvailable and what each control group above this process leaves; files that a group merely
-    caches count as free. Raises UsageError on a system that tells neither.
+    The smallest of MemAvailable and what each control group above this process leaves; files that a group
+    merely caches count as free. Raises UsageError on a system that tells neither.
     """
     total, free, source = _meminfo(root / "proc/meminfo")
     for limit, left in _group_limits(root):
@@ -180,6 +177,10 @@ def _text(value: str | bytes) -> str:
 
 
 def _by_nvidia_smi() -> list[tuple[str, Memory]] | None:
+    import csv
+    import shutil
+    import subprocess
+
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

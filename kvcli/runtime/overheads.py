@@ -1,7 +1,8 @@
 """What was measured on this machine: memory of the runtime and its libraries, memory bandwidth.
 
-One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth": ...}}},
-a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand in.
+One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth":
+...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand
+in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`PlannedModel`: what a plan needs to know of a model, from a header, a recipe or flags. Nothing is downloaded."""
+"""`PlannedModel`: what a plan needs to know of a model, from a header, a recipe or flags."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ else:
 _COUNTS = ("layers", "hidden", "ffn", "heads", "vocab", "context", "params")
 _SHAPE = (*_COUNTS, "arch", "rope_base", "tied_embeddings", "citation", "groups", "moe")
 _GROUP_COUNTS = ("layers", "kv_heads", "dim_k", "dim_v", "window", "kv_lora_rank", "rope_dim")
+_NAME = r"[a-z0-9][a-z0-9.-]*"
 _MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn")
 
 
@@ -153,6 +154,8 @@ def load_recipes() -> dict[str, Recipe]:
 def find_recipe(name: str) -> Recipe | None:
     """The recipe of this name or alias; case does not matter."""
     wanted = name.lower()
+    if not re.fullmatch(_NAME, wanted, re.ASCII):  # a path or a repository: nothing to look for
+        return None
     for recipe in load_recipes().values():
         if wanted == recipe.name or wanted in recipe.aliases:
             return recipe
@@ -173,9 +176,9 @@ def parse_recipe(data: Mapping[str, Any]) -> Recipe:
     _check_keys(data, allowed, "the recipe")
     file = _model_file(data["file"]) if "file" in data else None
     return Recipe(
-        name=_match(r"[a-z0-9][a-z0-9.-]*", data["name"]),
+        name=_match(_NAME, data["name"]),
         title=str(data["title"]),
-        aliases=tuple(_match(r"[a-z0-9][a-z0-9.-]*", alias) for alias in data.get("aliases", ())),
+        aliases=tuple(_match(_NAME, alias) for alias in data.get("aliases", ())),
         license=str(data["license"]),
         default=bool(data.get("default", False)),
         file=file,

@@ -1,4 +1,5 @@
-"""Model shapes from flags and from recipes, for planning: what the cache and the workspace depend on, no more.
+"""Model shapes from flags and from recipes, for planning: what the cache and the workspace depend on, no
+more.
 
 The configs made here have no RoPE and are not for running. No torch.
 """
@@ -12,6 +13,7 @@ from typing import Any
 from kvcli.errors import UsageError
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
+_MAX_LAYERS = 4096
 _LATENT_HEAD_DIM = 128  # of keys (without RoPE) and values in every published model with latent attention
 
 
@@ -44,7 +46,7 @@ class Given:
 
     @property
     def shapes(self) -> bool:
-        """Whether a flag says anything about the model's shape, not only about its weights' number or size."""
+        """Whether a flag speaks of the model's shape, not only of its weights' number or size."""
         return any(getattr(self, f.name) is not None for f in fields(self) if f.name not in ("params", "bpw"))
 
 
@@ -53,29 +55,31 @@ def flag_of(name: str) -> str:
 
 
 def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], **sizes: int) -> ModelConfig:
-    """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts(_used)."""
+    """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts..."""
     dim = next((layer.dim_k for layer in layers if layer.dim_k), 1)
     return ModelConfig(arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, **sizes)
 
 
 def config_by_hand(given: Given) -> ModelConfig:
-    """A shape from flags alone; sizes that only the workspace needs may be missing. Raises UsageError."""
+    """A shape from flags alone; sizes that only the workspace needs are 0 if not given. Raises UsageError."""
     n_layers = _need(given, "layers")
     if given.kv_lora_rank is not None:
-        layer, heads = _latent(given, given.rope_dim or 0), given.heads or 1
+        layer, heads = _latent(given, given.rope_dim or 0), given.heads or 0
     else:
         kv_heads = given.kv_heads or given.heads
         if kv_heads is None:
             raise UsageError("a shape by hand needs --kv-heads", "also --layers and --head-dim; --heads for a plan")
-        heads = given.heads or kv_heads
-        dim_k = given.dim_k or (given.hidden // heads if given.hidden else None)
+        heads = given.heads or 0
+        dim_k = given.dim_k or (given.hidden // heads if given.hidden and heads else None)
         if dim_k is None:
             raise UsageError("a shape by hand needs --head-dim", "or --dim-k and --dim-v where they differ")
         layer = LayerConfig(FULL, kv_heads, dim_k, dim_k if given.dim_v is None else given.dim_v)
-    if heads % layer.kv_heads:
+    if heads and heads % layer.kv_heads:
         raise UsageError(f"{heads} query heads are not a multiple of {layer.kv_heads} KV heads")
+    if n_layers > _MAX_LAYERS:
+        raise UsageError(f"--layers is {n_layers:,}", f"the most is {_MAX_LAYERS:,}")
     layers = _slide([layer] * n_layers, given)
-    sizes = {"vocab_size": given.vocab or 0, "d_model": given.hidden or heads * layer.dim_k, "d_ff": given.ffn or 0}
+    sizes = {"vocab_size": given.vocab or 0, "d_model": given.hidden or 0, "d_ff": given.ffn or 0}
     return planning_config("by hand", "by hand", layers, **sizes, n_heads=heads, context_length=0)
 
 
@@ -84,6 +88,8 @@ def override(config: ModelConfig, given: Given) -> ModelConfig:
     if not given.shapes:
         return config
     layers = list(config.layers)
+    if given.layers is not None and given.layers > _MAX_LAYERS:
+        raise UsageError(f"--layers is {given.layers:,}", f"the most is {_MAX_LAYERS:,}")
     if given.layers is not None:
         layers = [layers[i % len(layers)] for i in range(given.layers)]
     layers = _slide([_overridden(layer, given) for layer in layers], given)
@@ -121,7 +127,7 @@ def _latent(given: Given, rope_dim: int) -> LayerConfig:
 
 
 def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
-    """The layers with --swa-window and --swa-layers applied: which layers slide does not matter to the bytes."""
+    """The layers with --swa-window and --swa-layers applied; which layers slide makes no difference."""
     if given.swa_layers is None and given.swa_window is None:
         return layers
     rows = [i for i, layer in enumerate(layers) if layer.kind in (FULL, SLIDING)]

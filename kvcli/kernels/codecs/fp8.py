@@ -18,7 +18,7 @@ class Float8:
         self.dtype, self.largest = dtype, largest
 
     def static_scale(self, first_page: torch.Tensor) -> torch.Tensor:
-        """float32 [kv_heads, P, D] -> scales float32 [kv_heads]: the largest element lands at a quarter of the range."""
+        """float32 [kv_heads, P, D] -> scales [kv_heads] that put the largest element at a quarter of the range."""
         return (first_page.abs().amax((-1, -2)) * (4 / self.largest)).clamp(min=1e-12)
 
     def encode(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -24,18 +24,16 @@ class GridCodec:
         """float32 [..., D] -> codes uint8 [..., D] and scales float16 [...], of the least squared error."""
         reach = self.highest - self.centre
         largest = rows.abs().amax(-1, keepdim=True)
-        best_error = best_codes = best_scale = None
+        best_error = torch.full_like(largest, torch.inf)
+        best_codes, best_scale = torch.zeros_like(rows), torch.ones_like(largest)
         for factor in self.shrink:
             scale = (largest * (factor / reach)).clamp(min=SMALLEST_SCALE, max=65504.0).half().float()
             codes = (rows / scale + self.centre).round().clamp(self.lowest, self.highest)
             error = ((codes - self.centre) * scale - rows).square().sum(-1, keepdim=True)
-            if best_error is None:
-                best_error, best_codes, best_scale = error, codes, scale
-            else:
-                better = error < best_error
-                best_error = torch.where(better, error, best_error)
-                best_codes = torch.where(better, codes, best_codes)
-                best_scale = torch.where(better, scale, best_scale)
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_codes = torch.where(better, codes, best_codes)
+            best_scale = torch.where(better, scale, best_scale)
         return best_codes.to(torch.uint8), best_scale.squeeze(-1).half()
 
     def values(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,13 @@ from kvcli.runtime.sequence import Step
 from kvcli.runtime.weights import Weights, half_split_rows
 
 NAMES = ("llama",)
-TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 class _Layer:

@@ -1,0 +1,220 @@
+"""GGUF files with the shapes of real Llama models and random weights, to try large plans without large downloads.
+
+    python benchmarks/synthetic.py 1b OUT.gguf                  # Llama-3.2-1B: tied embeddings, about 0.8 GB
+    python benchmarks/synthetic.py 8b OUT.gguf --quant Q8_0     # Llama-3.1-8B: 8.5 GB, 4.9 GB as Q4_K_M
+    python benchmarks/synthetic.py 8b OUT.gguf --vocab 4096     # small embeddings: quicker to write
+
+Every block is a valid one with finite scales, so `kv run` computes with real cost and says nonsense. `--vocab` is the
+number of tokens; the tokenizer is a byte-level one of exactly that size. Blocks are written in pieces: memory stays
+below 200 MiB whatever the model's size. Nothing is written unless the disk has 1 GiB more than the file needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import gguf
+import numpy as np
+
+PIECE_BYTES = 16 << 20  # random bytes made at a time
+KEEP_FREE_BYTES = 1 << 30
+SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a llama-type model."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int = 128256
+    context: int = 131072
+    tied: bool = False
+
+
+SHAPES = {
+    "1b": Shape(16, 2048, 8192, 32, 8, 64, tied=True),
+    "8b": Shape(32, 4096, 14336, 32, 8, 128),
+    "tiny": Shape(2, 256, 512, 4, 2, 64, vocab=512, context=2048),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Name, shape in rows and columns, and GGML type."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def nbytes(self) -> int:
+        elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
+        return int(np.prod(self.shape)) // elements * size
+
+
+def tensors(shape: Shape, quant: str) -> list[Tensor]:
+    """The tensors of the model. `quant`: Q8_0, or Q4_K_M with the better types where that mix has them."""
+    base, better = ("Q4_K", "Q6_K") if quant == "Q4_K_M" else (quant, quant)
+    d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = [Tensor("token_embd.weight", (shape.vocab, d), better if shape.tied else base)]
+    for i in range(shape.layers):
+        eighth = shape.layers // 8
+        more = i < eighth or i >= 7 * shape.layers // 8 or (i - eighth) % 3 == 2
+        sensitive, p = better if more else base, f"blk.{i}."
+        found += [
+            Tensor(p + "attn_norm.weight", (d,), "F32"),
+            Tensor(p + "attn_q.weight", (q, d), base),
+            Tensor(p + "attn_k.weight", (kv, d), base),
+            Tensor(p + "attn_v.weight", (kv, d), sensitive),
+            Tensor(p + "attn_output.weight", (d, q), base),
+            Tensor(p + "ffn_norm.weight", (d,), "F32"),
+            Tensor(p + "ffn_gate.weight", (shape.ffn, d), base),
+            Tensor(p + "ffn_up.weight", (shape.ffn, d), base),
+            Tensor(p + "ffn_down.weight", (d, shape.ffn), sensitive),
+        ]
+    found.append(Tensor("output_norm.weight", (d,), "F32"))
+    return found if shape.tied else [*found, Tensor("output.weight", (shape.vocab, d), better)]
+
+
+def random_blocks(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """The tensor's bytes, piece by piece: random codes, scales such that a weight is about 1 / sqrt(columns)."""
+    if tensor.type == "F32":
+        yield np.ones(tensor.shape, dtype="<f4").view(np.uint8)
+        return
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]
+    target = tensor.shape[-1] ** -0.5
+    left = tensor.nbytes // size
+    while left:
+        count = min(left, PIECE_BYTES // size)
+        blocks = np.frombuffer(rng.bytes(count * size), dtype=np.uint8).reshape(count, size).copy()
+        for offset, scale in _scales(tensor.type, target):
+            blocks[:, offset : offset + 2] = np.array([scale], dtype="<f2").view(np.uint8)
+        yield blocks
+        left -= count
+
+
+def _scales(type_: str, target: float) -> list[tuple[int, float]]:
+    """(offset in a block, value) of each 16-bit scale, for weights of standard deviation `target` around zero."""
+    if type_ == "Q8_0":
+        return [(0, target / 74)]
+    if type_ == "Q6_K":  # behind the codes and the 8-bit scales of the parts
+        return [(208, target / 1370)]
+    return [(0, target / 257), (2, 7.5 * target / 257)]  # Q4_K: the minimum takes the mean of the codes away
+
+
+def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, token types and merges of a byte-level BPE of exactly `size` tokens, control tokens last."""
+    if size < 256 + len(SPECIALS):
+        sys.exit(f"--vocab is {size}: a byte-level tokenizer has {256 + len(SPECIALS)} tokens at least")
+    letters = [_letter(byte) for byte in range(256)]
+    merges = list(islice(_merges(letters), size - 256 - len(SPECIALS)))
+    tokens = letters + ["".join(pair) for pair in merges] + list(SPECIALS)
+    return tokens, [1] * (size - len(SPECIALS)) + [3] * len(SPECIALS), [" ".join(pair) for pair in merges]
+
+
+def _letter(byte: int) -> str:
+    """The character that stands for a byte in a byte-level vocabulary: itself where it can be seen."""
+    if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
+        return chr(byte)
+    return chr(256 + sum(1 for b in range(byte) if not (33 <= b <= 126 or 161 <= b <= 172 or b >= 174)))
+
+
+def _merges(letters: list[str]) -> Iterator[tuple[str, str]]:
+    """Every pair of letters, then every pair with a third letter."""
+    yield from ((a, b) for a in letters for b in letters)
+    yield from ((a + b, c) for a in letters for b in letters for c in letters)
+
+
+def write(path: Path, shape: Shape, quant: str, seed: int = 1) -> int:
+    """Write the model; its size in bytes. Exits with a message where the disk is too small."""
+    table = tensors(shape, quant)
+    need = sum(t.nbytes for t in table)
+    free = shutil.disk_usage(path.resolve().parent).free
+    if free < need + KEEP_FREE_BYTES:
+        sys.exit(f"{path} needs {need:,} bytes and 1 GiB to spare, {free:,} are free")
+    alignment = _write_header(path, shape, quant, table)
+    rng = np.random.default_rng(seed)
+    with path.open("ab") as file:
+        _pad(file, alignment)
+        for tensor in table:
+            for piece in random_blocks(tensor, rng):
+                file.write(piece.data)
+            _pad(file, alignment)
+        return file.tell()
+
+
+def _write_header(path: Path, shape: Shape, quant: str, table: list[Tensor]) -> int:
+    """Metadata and the table of tensors; the alignment of the data."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(f"synthetic llama, {shape.layers} layers of {shape.hidden}, {quant}")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_vocab_size(shape.vocab)
+    tokens, kinds, merges = vocabulary(shape.vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    first = shape.vocab - len(SPECIALS)
+    writer.add_bos_token_id(first)
+    writer.add_eos_token_id(first + SPECIALS.index("<|eot_id|>"))
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(TEMPLATE)
+    for t in table:
+        kind = gguf.GGMLQuantizationType[t.type]
+        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return int(writer.data_alignment)
+
+
+def _pad(file: BinaryIO, alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quant", choices=("Q4_K_M", "Q8_0"), default="Q4_K_M")
+    parser.add_argument("--vocab", type=int, help="number of tokens (as in the real model)")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    if options.vocab is not None:
+        shape = replace(shape, vocab=options.vocab)
+    size = write(options.out, shape, options.quant, options.seed)
+    print(f"{options.out}: {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

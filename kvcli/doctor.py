@@ -1,0 +1,162 @@
+"""What `kv doctor` finds out, probe by probe. A probe that fails is a finding with its reason, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli import paths
+from kvcli.errors import KVError
+from kvcli.runtime import machine, overheads
+from kvcli.runtime.diskspeed import disk_speed
+from kvcli.runtime.machine import ProbeFailed
+from kvcli.runtime.measuring import measure
+from kvcli.runtime.memory import CPU, main_memory
+from kvcli.runtime.overheads import Overheads
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One section: `facts` in words for people, `values` for programs. Failed: one fact, {"error": reason}."""
+
+    name: str
+    facts: tuple[str, ...]
+    values: dict[str, Any]
+
+
+def examine() -> Iterator[Finding]:
+    """All findings in the order they are shown; measurements are stored for `kv estimate` at the end.
+
+    Takes some seconds. Raises nothing that concerns the machine.
+    """
+    yield _probe("system", machine.system, _system)
+    program = _probe("program", lambda: measure("program"), lambda v: ())
+    yield _probe("CPU", machine.processor, lambda v: _processor(v, program.values))
+    yield _kernels(program)
+    yield _probe("compiler", machine.compiler, lambda v: (v["version"], v["path"]))
+    yield _probe("packages", machine.packages, _packages)
+    memory = _probe("memory", _memory, _speeds_of_memory)
+    yield memory
+    if "error" not in program.values:
+        size = f"{_size(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
+        program = Finding("program", (size,), program.values)
+    yield program
+    measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("read_gb_s"))]
+    for finding in _graphics():
+        yield finding
+        if finding.values.get("name"):
+            values = finding.values
+            measured.append((values["name"], values.get("runtime_bytes"), values.get("read_gb_s")))
+    yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
+    yield _probe("stored", lambda: _store(measured), lambda v: (v["path"], "kv estimate uses it"))
+
+
+def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str, Any]], tuple[str, ...]]) -> Finding:
+    """What `ask` finds, said by `say`; or why it fails."""
+    try:
+        values = ask()
+    except (ProbeFailed, KVError, OSError) as error:
+        return Finding(name, (f"not known: {error}",), {"error": str(error)})
+    return Finding(name, say(values), values)
+
+
+def _system(values: dict[str, Any]) -> tuple[str, ...]:
+    return values["system"], values["machine"], f"Python {values['python']}"
+
+
+def _processor(values: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
+    usable = f"{values['usable_cpus']} of {values['cpus']} CPUs usable"
+    threads = program.get("threads")
+    return (values["name"], usable, *([f"kv takes {threads} thread{'s' * (threads > 1)}"] if threads else []))
+
+
+def _kernels(program: Finding) -> Finding:
+    """The compiled kernels' instruction set, or why there are none."""
+    values = program.values
+    if "error" in values:
+        return Finding("kernels", program.facts, values)
+    if values["isa"] is None:
+        return Finding("kernels", (values["reason"],), {"native": False, "reason": values["reason"]})
+    return Finding("kernels", ("native", values["isa"]), {"native": True, "isa": values["isa"]})
+
+
+def _packages(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name} {version or 'is not installed'}" for name, version in values.items())
+
+
+def _memory() -> dict[str, Any]:
+    memory = main_memory()
+    values: dict[str, Any] = {"total_bytes": memory.total, "free_bytes": memory.free, "source": memory.source}
+    return values | _measured("memory")
+
+
+def _measured(what: str, *arguments: str) -> dict[str, Any]:
+    """A measurement as part of a finding: the rest stands where it fails."""
+    try:
+        return measure(what, *arguments)
+    except ProbeFailed as error:
+        return {"not_measured": str(error)}
+
+
+def _speeds_of_memory(values: dict[str, Any]) -> tuple[str, ...]:
+    free = f"{_size(values['free_bytes'])} free of {_size(values['total_bytes'])} ({values['source']})"
+    return free, *_speeds(values)
+
+
+def _speeds(values: dict[str, Any]) -> tuple[str, ...]:
+    if "not_measured" in values:
+        return (f"speed not measured: {values['not_measured']}",)
+    return f"read {values['read_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s"
+
+
+def _graphics() -> Iterator[Finding]:
+    """A finding for each GPU, or the one that says that there is none."""
+    cards = machine.graphics()
+    if not cards:
+        yield Finding("GPU", ("no NVIDIA GPU found: runs on the CPU",), {})
+    for card in cards:
+        values = card | _measured("cuda", str(card["index"]))
+        yield Finding("GPU" if len(cards) == 1 else f"GPU {card['index']}", _card(values), values)
+
+
+def _card(values: dict[str, Any]) -> tuple[str, ...]:
+    facts = [values["name"], f"{_size(values['free_bytes'])} free of {_size(values['total_bytes'])}"]
+    facts.append(f"driver {values['driver'] or 'not known'}")
+    if values["compute_capability"] is None:
+        facts.append("compute capability not known")
+    else:
+        facts += [f"compute capability {values['compute_capability']}", "fp8" if values["fp8"] else "no fp8"]
+    if values.get("runtime_bytes"):
+        facts.append(f"CUDA context and libraries {_size(values['runtime_bytes'])}")
+    return (*facts, *_speeds(values))
+
+
+def _disk(values: dict[str, Any]) -> tuple[str, ...]:
+    free = f"{_size(values['free_bytes'])} free in {values['folder']}"
+    return f"read {values['read_gb_s']:,.1f} GB/s", free
+
+
+def _store(measured: list[tuple[str, int | None, float | None]]) -> dict[str, Any]:
+    """Keep what `kv estimate` reads: for each device its runtime bytes and read speed."""
+    path = overheads.state_file()
+    for device, runtime_bytes, speed in measured:
+        try:
+            path = overheads.store(device, Overheads(runtime_bytes, speed))
+        except OSError as error:
+            raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
+    return {"path": str(path)}
+
+
+def as_json(found: Iterable[Finding]) -> dict[str, Any]:
+    """The findings by name, those of GPUs as one list."""
+    found = list(found)
+    gpus = [finding.values for finding in found if finding.name.startswith("GPU") and finding.values]
+    others = {finding.name.lower(): finding.values for finding in found if not finding.name.startswith("GPU")}
+    return {"kv_schema": SCHEMA, **others, "gpus": gpus}
+
+
+def _size(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.0f} MiB"

@@ -1,0 +1,228 @@
+"""Generation on tiny models: how it ends, what it shows, what it reuses, and what is left after an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import DRAWN, GREEDY, PROMPT, last_logits, open_tiny, run
+from kernelcases import same_bits
+
+from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
+from kvcli.options import CacheOptions, SampleOptions
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.events import Prefill
+from kvcli.runtime.sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def quick() -> Engine:
+    """One engine for what does not touch numbers: sliding layers, pages of 16."""
+    return open_tiny("gemma3", "auto", CacheOptions(page_size=16, ubatch=32))
+
+
+@pytest.fixture
+def seq(quick: Engine) -> Iterator[Sequence]:
+    sequence = quick.new_sequence()
+    yield sequence
+    sequence.close()
+    quick.pool.check([])
+
+
+# --- how generation ends
+
+
+def test_length(quick: Engine, seq: Sequence):
+    for n in (0, 1, 5):
+        end = run(quick, seq, PROMPT[:50], SampleOptions(max_tokens=n, ignore_eos=True, seed=1))
+        assert (end.finish_reason, len(end.ids), end.stop) == ("length", n, None)
+
+
+def test_an_end_token_stops_and_is_not_shown(quick: Engine, seq: Sequence):
+    for eog in sorted(quick.tokenizer.eog_ids):
+        options = SampleOptions(temperature=0.0, logit_bias={eog: 1e4})
+        end = run(quick, seq, PROMPT[:50], options)
+        assert (end.finish_reason, end.ids, end.text, seq.length) == ("stop", [], "", 50)
+
+
+def test_ignore_eos_never_generates_an_end_token(quick: Engine, seq: Sequence):
+    assert len(quick.tokenizer.eog_ids) == 2
+    bias = dict.fromkeys(quick.tokenizer.eog_ids, 1e4)
+    for options in (
+        SampleOptions(temperature=0.0, logit_bias=bias, ignore_eos=True, max_tokens=30),
+        SampleOptions(5.0, 0, 1.0, 0.0, seed=3, logit_bias=bias, ignore_eos=True, max_tokens=30),
+    ):
+        end = run(quick, seq, PROMPT[:50], options)
+        assert len(end.ids) == 30 and not quick.tokenizer.eog_ids & set(end.ids)
+
+
+def test_the_context_ends():
+    engine = open_tiny("llama", "auto", CacheOptions(ctx_size=40))
+    assert engine.ctx_size == 40
+    seq = engine.new_sequence()
+    end = run(engine, seq, PROMPT[:35], SampleOptions(temperature=0.0, ignore_eos=True))
+    assert (end.finish_reason, len(end.ids), seq.length) == ("context", 6, 40)  # the last one needs no row
+    end = run(engine, seq, PROMPT[:40], SampleOptions(temperature=0.0, ignore_eos=True))
+    assert (end.finish_reason, len(end.ids)) == ("context", 1)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_happens():
+    engine = open_tiny("llama", "auto", CacheOptions(ctx_size=40))
+    seq = engine.new_sequence()
+    run(engine, seq, PROMPT[:20])
+    before = list(seq.tokens), list(seq.holds())
+    with pytest.raises(ContextOverflow, match="41 tokens, 1 more than the context of 40"):
+        engine.generate(seq, PROMPT[90:131], GREEDY)
+    for wrong in ([], [engine.config.vocab_size], [-1, 5]):
+        with pytest.raises(UsageError):
+            engine.generate(seq, wrong, GREEDY)
+    with pytest.raises(KVError):
+        engine.generate(seq, PROMPT[100:120], SampleOptions(temperature=-1.0))
+    assert (seq.tokens, list(seq.holds())) == before
+
+
+def test_stop_strings_split_over_tokens_do_not_leak(quick: Engine, seq: Sequence):
+    options = replace(DRAWN, max_tokens=40)
+    plain = run(quick, seq, PROMPT[:60], options)
+    text = quick.tokenizer.decode(plain.ids, continues=True)
+    assert len(set(text)) > 10
+    middle = len(text) // 2
+    for length in (1, 2, 5, 9):
+        stop = text[middle : middle + length]
+        end = run(quick, seq, PROMPT[:60], replace(options, stop=("never", stop)))
+        assert (end.finish_reason, end.stop) == ("stop", stop)
+        assert end.ids == plain.ids[: len(end.ids)] and len(end.ids) < 40
+
+
+def test_held_text_comes_out_at_the_end(quick: Engine, seq: Sequence):
+    """A stop string that began and did not go on."""
+    text = quick.tokenizer.decode(run(quick, seq, PROMPT[:60], DRAWN).ids, continues=True)
+    end = run(quick, seq, PROMPT[:60], replace(DRAWN, stop=(text[-2:] + "~~",)))
+    assert (end.finish_reason, end.stop) == ("length", None) and end.text.endswith(text[-2:])
+
+
+def cancel_after(calls: int) -> Callable[[], bool]:
+    left = iter([False] * calls)
+    return lambda: next(left, True)
+
+
+def test_cancelled_while_prefilling(quick: Engine, seq: Sequence):
+    expected = run(quick, seq, PROMPT, DRAWN).ids
+    quick.rewind(seq, 0)
+    end = run(quick, seq, PROMPT, DRAWN, cancelled=cancel_after(3))
+    assert (end.finish_reason, end.ids, end.text) == ("interrupted", [], "")
+    assert seq.tokens == PROMPT[:96]  # three chunks of 32
+    again = run(quick, seq, PROMPT, DRAWN)
+    assert again.usage.cache_read_tokens == 96 and again.ids == expected
+
+
+def test_cancelled_while_answering(quick: Engine, seq: Sequence):
+    whole = run(quick, seq, PROMPT[:60], DRAWN)
+    counts = set()
+    for calls in range(2, 16):
+        end = run(quick, seq, PROMPT[:60], DRAWN, cancelled=cancel_after(calls))
+        assert end.finish_reason == "interrupted" and end.ids == whole.ids[: len(end.ids)]
+        counts.add(len(end.ids))
+    assert counts >= {0, 1, 2, 3} and max(counts) < 12
+    assert run(quick, seq, PROMPT[:60], DRAWN).ids == whole.ids
+
+
+def test_a_consumer_that_walks_away_leaves_a_usable_sequence(quick: Engine, seq: Sequence):
+    expected = run(quick, seq, PROMPT[:60], DRAWN).ids
+    for events in range(1, 6):
+        running = quick.generate(seq, PROMPT[:70], DRAWN)
+        for _ in range(events):
+            next(running)
+        running.close()
+        assert run(quick, seq, PROMPT[:60], DRAWN).ids == expected
+
+
+def test_a_model_that_is_cut_short_leaves_a_usable_sequence(
+    quick: Engine, seq: Sequence, monkeypatch: pytest.MonkeyPatch
+):
+    """Ctrl-C between the reservation of rows and their commitment, in the prompt's second chunk."""
+    expected = run(quick, seq, PROMPT[:60], DRAWN).ids
+    quick.rewind(seq, 0)
+    whole, calls = quick.model.hidden, iter([False, True])
+
+    def hidden(step: object) -> torch.Tensor:
+        found = whole(step)
+        if next(calls, False):
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(quick.model, "hidden", hidden)
+    with pytest.raises(KeyboardInterrupt):
+        run(quick, seq, PROMPT[80:], DRAWN)
+    assert seq.tokens == PROMPT[80:112]
+    assert run(quick, seq, PROMPT[:60], DRAWN).ids == expected
+
+
+def test_a_full_pool_leaves_a_usable_sequence():
+    engine = open_tiny("gemma3", "auto", CacheOptions(page_size=16, ubatch=16))
+    seq = engine.new_sequence()
+    expected = run(engine, seq, PROMPT[:40]).ids
+    seq.close()
+    engine.pool.budget_bytes = engine.pool.committed_bytes
+    hogs = [(g, engine.pool.take(g)) for g in (0, 1) for _ in range(engine.pool._arenas[g].per_chunk - 5)]
+    with pytest.raises(DoesNotFit):
+        run(engine, seq, PROMPT)
+    assert 0 < seq.length < 100 and seq.tokens == PROMPT[: seq.length]
+    assert run(engine, seq, PROMPT[:40]).ids == expected
+    engine.pool.check([*hogs, *seq.holds()])
+
+
+# --- drawing, reuse and counts
+
+
+def test_the_same_seed_draws_the_same_tokens(quick: Engine, seq: Sequence):
+    def draw(seed: int) -> list[int]:
+        return run(
+            quick, seq, PROMPT[:50], SampleOptions(temperature=1.5, seed=seed, max_tokens=20, ignore_eos=True)
+        ).ids
+
+    first = draw(11)
+    assert draw(11) == first
+    assert draw(12) != first
+
+
+def test_usage_counts_what_was_reused():
+    engine = open_tiny("llama", "auto")
+    seq = engine.new_sequence()
+    same, changed = PROMPT[:50], [*PROMPT[:45], 3, *PROMPT[45:50]]
+    longer = [*changed, *PROMPT[50:60]]
+    for prompt, reused in ((same, 0), (same, 49), (changed, 45), (longer, 51), (PROMPT[100:130], 0)):
+        assert run(engine, seq, prompt).usage.cache_read_tokens == reused
+        engine.rewind(seq, len(prompt))
+
+
+def test_prefill_reports_its_progress(quick: Engine, seq: Sequence):
+    run(quick, seq, PROMPT[:40], replace(GREEDY, max_tokens=1))
+    events = [e for e in quick.generate(seq, PROMPT, GREEDY) if isinstance(e, Prefill)]
+    assert {(e.total, e.reused) for e in events} == {(100, 40)}
+    assert [e.done for e in events] == [0, 24, 56, 88, 100]  # up to page edges, 32 at a time
+
+
+def test_going_back_beyond_the_window_prefills_again(quick: Engine, seq: Sequence):
+    run(quick, seq, PROMPT)
+    assert quick.rewind(seq, 142) == 142  # its window is in the pages that are left
+    context = PROMPT[:120] + PROMPT[:30]
+    end = run(quick, seq, context)
+    assert end.usage.cache_read_tokens == 0  # rows 101..119 of the sliding layers are gone
+    other = quick.new_sequence()
+    assert run(quick, other, context).ids == end.ids
+    assert seq.tokens == other.tokens
+    assert same_bits(last_logits(quick, seq, [9]), last_logits(quick, other, [9]))
+    other.close()
+
+
+def test_sliding_layers_hold_their_window_and_a_chunk():
+    engine = open_tiny("gemma3", "auto", CacheOptions(page_size=16, ubatch=32))
+    seq = engine.new_sequence()
+    run(engine, seq, PROMPT, replace(GREEDY, max_tokens=341))
+    assert seq.length == 480
+    sliding, full = engine.layout.pages(480, 32)
+    assert (sliding, full) == (4, 30)  # ceil(19 / 16) + 32 / 16
+    assert (engine.pool.peak(0), engine.pool.peak(1)) == (sliding, full)
