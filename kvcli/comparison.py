@@ -74,7 +74,7 @@ class Outcome:
     @property
     def runs(self) -> bool:
         """Whether this version's engine can use these types."""
-        return all(codec(name, planned=True).runs for name in self.pair)
+        return all(codec(name).runs for name in self.pair)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcom
 
 
 def _layout(config: ModelConfig, pair: Pair, page_size: int) -> KVLayout:
-    return KVLayout.build(config, *pair, page_size=page_size, planned=True)
+    return KVLayout.build(config, *pair, page_size=page_size)
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:

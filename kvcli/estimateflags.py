@@ -201,7 +201,7 @@ def _types(text: str, flag: str) -> list[str]:
     names = []
     for word in text.split(","):
         try:
-            spec = codec("f16" if word.strip() == "auto" else word.strip(), planned=True)
+            spec = codec("f16" if word.strip() == "auto" else word.strip())
         except UsageError as error:
             raise UsageError(f"{flag}: {error.message}", error.hint) from None
         names.append(spec.name)

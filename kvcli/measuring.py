@@ -84,7 +84,7 @@ def warn_of_weak_keys(engine: Engine, types: list[Types], invocation: Invocation
     from kvcli.runtime import guard, quality
 
     for each in types:
-        reason = guard.weakness(engine.weights, engine.config, quality.layout_of(engine, each))
+        reason = guard.weakness(engine.model_weights, engine.config, quality.layout_of(engine, each))
         if reason:
             render.warn(f"{reason}; measured all the same", invocation)
 

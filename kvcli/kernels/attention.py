@@ -10,6 +10,8 @@ ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the o
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from kvcli.kernels.matmul import PAD_ROWS
@@ -34,9 +36,7 @@ def attention(
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
-    parts = [
-        _attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in pairwise(cuts)]
     return torch.cat(parts).flatten(1)
 
 

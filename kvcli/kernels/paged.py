@@ -74,7 +74,7 @@ class PagedKV:
     sinks: int = 0
     tail: int = 0
     basis: Basis = field(default_factory=Basis, compare=False)
-    descriptors: dict[str, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
+    descriptors: dict[object, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
     def records(self, page: int) -> torch.Tensor:
         """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""

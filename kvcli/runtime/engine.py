@@ -64,7 +64,7 @@ class Engine:
         self.backend = ops.name
         if notice:
             self.notices.append(notice)
-        weights = Weights(file)
+        self.model_weights = weights = Weights(file)
         doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
         if doubt:
             self.notices.append(doubt)

@@ -25,7 +25,7 @@ class RopeTable:
         self._centres: Angles = self._last[1]
 
     def at(self, start: int, n: int) -> Angles:
-        """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; the last answer is kept for other layers."""
+        """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; kept for the other layers of a step."""
         if self._last[0] != (start, n):
             positions = np.arange(start, start + n, dtype=np.float64)
             self._last = (start, n), self.at_positions(positions)

@@ -27,17 +27,17 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     size = kv.record.page_size
     first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     if first < last and not kv.basis.known:
-        _fix_basis(ops, kv, rope)
+        _fix_basis(ops, kv, kv.open, rope)
     angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
     if first < last:
         ops.seal(kv, first, last, angles)
     return angles
 
 
-def _fix_basis(ops: Backend, kv: PagedKV, rope: RopeTable | None) -> None:
-    """From the first page, which is full and open: the mean of its keys, and the scales of codecs with one a head."""
+def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:
+    """From the first page of the sequence, full and in 16 bits: the mean of its keys, and the scales of codecs with one a head."""
     size, basis = kv.record.page_size, kv.basis
-    keys, values = kv.open.rows(0, 0, size)  # [kv_heads, page_size, dim]
+    keys, values = first_page.rows(0, 0, size)  # [kv_heads, page_size, dim]
     if CODEC_SPECS[kv.record.codec_k].centred:
         rows = keys.transpose(0, 1).contiguous()
         ops.rotate_(rows)  # back to the basis in which RoPE turns
