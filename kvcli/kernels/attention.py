@@ -4,8 +4,9 @@ Rows are read page by page and never expanded whole. A query's result depends on
 hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
 softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
 
-Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all scores are the true
-ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the basis of v.
+Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all
+scores are the true ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the
+basis of v.
 """
 
 from __future__ import annotations

@@ -128,6 +128,9 @@ class NativeBackend:
         return out
 
     def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        low, high = torch.aminmax(ids)
+        if low < 0 or high >= weight.rows:
+            raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")
         out = torch.empty(ids.shape[0], weight.cols)
         self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
         return out

@@ -35,7 +35,7 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
 
 
 def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:
-    """From the first page of the sequence, full and in 16 bits: the mean of its keys, and the scales of codecs with one a head."""
+    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits."""
     size, basis = kv.record.page_size, kv.basis
     keys, values = first_page.rows(0, 0, size)  # [kv_heads, page_size, dim]
     if CODEC_SPECS[kv.record.codec_k].centred:
