@@ -272,13 +272,11 @@ def parse_tokens(text: str, flag: str) -> int:
 
 def check_cache_type(name: str, flag: str) -> str:
     """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
-    from kvcli.runtime.layout import ALIASES, CODEC_SPECS, RUNNABLE
+    from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS
 
-    if name == "auto" or ALIASES.get(name, name) in RUNNABLE:
+    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
         return name
-    planned = name in CODEC_SPECS or name in ALIASES
-    what = "is planned in estimates but not available yet" if planned else "is not a cache type"
-    raise UsageError(f"{flag}: '{name}' {what}", f"available: auto, {', '.join(RUNNABLE)}")
+    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float]:

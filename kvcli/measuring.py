@@ -13,7 +13,7 @@ from kvcli.flags import PAGE_SIZES, ModelFlags, check_cache_type
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions
-from kvcli.runtime.layout import alias_note, canonical
+from kvcli.runtime.cachetypes import alias_note, canonical
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

@@ -8,7 +8,7 @@ from kvcli import locate, render
 from kvcli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
-from kvcli.runtime.layout import alias_note
+from kvcli.runtime.cachetypes import alias_note
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

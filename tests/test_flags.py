@@ -84,7 +84,7 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     "args",
     [
         *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
-        *(("-ctk", "int8"), ("-ctv", "q8_0"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
         *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
         *(
             ("--temp", "nan"),

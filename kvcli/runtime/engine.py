@@ -15,11 +15,12 @@ from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime import archs, guard
+from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.layout import KVLayout, canonical
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sampler import Sampler

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cachetypes import CODEC_SPECS, CodecSpec, codec
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -24,52 +25,6 @@ CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and a
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
-
-
-@dataclass(frozen=True)
-class CodecSpec:
-    """Storage of one cache type, for keys or for values.
-
-    `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows are padded
-    to whole multiples of `packing` elements. `centred`: as keys they lack a mean, kept once per (sequence, layer,
-    head). `runs`: this version's engine can use it; the others are planned with only.
-    """
-
-    name: str
-    bits: int
-    scale_bytes: int = 0
-    packing: int = 1
-    centred: bool = False
-    static_bytes: int = 0
-    runs: bool = False
-
-    @property
-    def sealed(self) -> bool:
-        """Whether full pages are encoded, which leaves an open tail and the sinks in 16 bits."""
-        return self.bits < 16
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of one (token, head) row of `dim` elements without its scale; padding counts."""
-        padded = -(-dim // self.packing) * self.packing
-        return padded * self.bits // 8
-
-
-CODEC_SPECS: dict[str, CodecSpec] = {
-    spec.name: spec
-    for spec in (
-        CodecSpec("f32", 32, runs=True),
-        CodecSpec("f16", 16, runs=True),
-        CodecSpec("bf16", 16, runs=True),
-        CodecSpec("fp8", 8, static_bytes=4, runs=True),
-        CodecSpec("fp8_e5m2", 8, static_bytes=4, runs=True),
-        CodecSpec("int8", 8, scale_bytes=2, packing=1, centred=True, runs=True),
-        CodecSpec("int6", 6, scale_bytes=2, packing=4, centred=True, runs=True),
-        CodecSpec("int4", 4, scale_bytes=2, packing=4, centred=True, runs=True),
-    )
-}
-RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
-ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings of the same size class
-OTHERS_NAMES = ("q8_0", "q4_0")  # of these, formats of other programs
 
 
 @dataclass(frozen=True)
@@ -160,6 +115,13 @@ class GroupLayout:
         """Most 16-bit pages of a sequence of `tokens` in a sealed group: the sinks, and those of the step at hand."""
         return min(-(-tokens // self.page_size), self.sinks + -(-chunk // self.page_size)) if self.sealed else 0
 
+    def open_pages_kept(self, tokens: int) -> int:
+        """16-bit pages of a sequence of `tokens` between steps: the sinks, and the page being filled."""
+        if not self.sealed:
+            return 0
+        being_filled = bool(self.tail and tokens % self.page_size and tokens // self.page_size >= self.sinks)
+        return min(-(-tokens // self.page_size), self.sinks) + being_filled
+
     def sealed_rows(self, length: int) -> int:
         """How many of the first `length` rows are sealed, or would be if they were not sinks."""
         return sealed_rows(length, self.page_size, self.tail)
@@ -208,16 +170,14 @@ class KVLayout:
         *,
         sinks: int = 1,
         tail: int = 1,
-        planned: bool = False,
     ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        `sinks`, `tail`: see GroupLayout. `planned` also allows the types that the engine cannot run yet. Raises
-        UsageError for any other type, for an unknown page size, and for a tail that cannot be.
+        `sinks`, `tail`: see GroupLayout. Raises UsageError for an unknown type, for an unknown page size, and for a tail that cannot be.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
-        k, v = codec(type_k, planned), codec(type_v, planned)
+        k, v = codec(type_k), codec(type_v)
         if tail not in (0, 1) or sinks < 0 or (tail == 0 and sinks == 0):
             raise UsageError(
                 f"a 16-bit tail of {tail} pages with {sinks} pages of sinks is not possible",
@@ -284,7 +244,9 @@ class KVLayout:
         for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
             kept = 0 if g.kind == SLIDING else common
             counts.append(kept + sequences * (n - kept))
-        opened = [sequences * g.open_pages(tokens, chunk) for g in self.groups if g.sealed]
+        opened = [
+            (sequences - 1) * g.open_pages_kept(tokens) + g.open_pages(tokens, chunk) for g in self.groups if g.sealed
+        ]
         return (*counts, *opened)
 
     def bytes(self, tokens: int, chunk: int) -> int:
@@ -312,34 +274,9 @@ class KVLayout:
         return sum(g.token_bytes * (min(tokens, g.window) if g.window else tokens) for g in self.groups)
 
 
-def codec(name: str, planned: bool = False) -> CodecSpec:
-    """The cache type of that name. Raises UsageError if there is none or, unless `planned`, the engine lacks it."""
-    spec = CODEC_SPECS.get(ALIASES.get(name, name))
-    if spec is None:
-        raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {_listed(CODEC_SPECS)}")
-    if not spec.runs and not planned:
-        raise UsageError(
-            f"{spec.name} is planned in estimates but this version's engine runs {_listed(RUNNABLE)}",
-            "choose one of those, or auto",
-        )
-    return spec
-
-
 def sealed_rows(length: int, page_size: int, tail: int) -> int:
     """See `GroupLayout.sealed_rows`."""
     return length // page_size * page_size if tail else length
-
-
-def canonical(name: str) -> str:
-    """The cache type's own name: aliases resolved, "auto" is f16. Raises UsageError if there is none."""
-    return "f16" if name == "auto" else codec(name).name
-
-
-def alias_note(name: str) -> str:
-    """What to tell of a name that other programs use for another format; "" for our own names."""
-    if name not in OTHERS_NAMES:
-        return ""
-    return f"{name} is {ALIASES[name]} here: the same size class, not the same bits"
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcli.kernels import Angles, Backend, PagedKV
-from kvcli.runtime.layout import CODEC_SPECS, sealed_rows
+from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.layout import sealed_rows
 from kvcli.runtime.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
