@@ -173,7 +173,8 @@ class KVLayout:
     ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        `sinks`, `tail`: see GroupLayout. Raises UsageError for an unknown type, for an unknown page size, and for a tail that cannot be.
+        `sinks`, `tail`: see GroupLayout. Raises UsageError for an unknown type or page size, and for a tail that
+        cannot be.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
