@@ -206,7 +206,7 @@ def as_csv(report: Report) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = ("ctx", "type_k", "type_v", "bytes_per_token", "kv_bytes", "total_bytes", "left_bytes", "fits",
-             "max_ctx", "tps_ceiling", "runs")  # fmt: skip
+             "max_ctx", "tps_ceiling")  # fmt: skip
     writer.writerow(names)
     for outcomes in report.outcomes:
         for o in outcomes:
