@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from kvcli.invocation import Invocation
 
-COMMANDS = ("run", "chat", "estimate", "doctor", "pull", "models", "inspect", "tokenize")  # modules of kvcli.commands
+# Modules of kvcli.commands.
+COMMANDS = ("run", "chat", "estimate", "doctor", "pull", "models", "inspect", "tokenize", "perplexity", "eval")
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)

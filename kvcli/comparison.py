@@ -11,7 +11,7 @@ from kvcli.options import CacheOptions
 from kvcli.runtime import overheads
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.footprint import WeightBytes
-from kvcli.runtime.layout import KVLayout, codec
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
 from kvcli.runtime.plannedmodel import PlannedModel
 
@@ -70,11 +70,6 @@ class Outcome:
     @property
     def label(self) -> str:
         return label(self.pair)
-
-    @property
-    def runs(self) -> bool:
-        """Whether this version's engine can use these types."""
-        return all(codec(name, planned=True).runs for name in self.pair)
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcom
 
 
 def _layout(config: ModelConfig, pair: Pair, page_size: int) -> KVLayout:
-    return KVLayout.build(config, *pair, page_size=page_size, planned=True)
+    return KVLayout.build(config, *pair, page_size=page_size)
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:
@@ -208,14 +203,13 @@ def _outcome(
     )
 
 
-def recommend(outcomes: Sequence[Outcome], runnable: bool) -> Recommendation | None:
+def recommend(outcomes: Sequence[Outcome]) -> Recommendation | None:
     """The best types of LADDER (of those compared, if they are others) that hold the context; else a shorter
     one.
 
-    `runnable`: only types that this version's engine has. None where nothing fits at all.
+    None where nothing fits at all.
     """
-    allowed = [o for o in outcomes if o.runs or not runnable]
-    ladder = [o for pair in LADDER for o in allowed if o.pair == pair] or allowed
+    ladder = [o for pair in LADDER for o in outcomes if o.pair == pair] or list(outcomes)
     for outcome in ladder:
         if outcome.fits:
             why = "highest precision that fits" if len(ladder) > 1 else "it fits"

@@ -120,7 +120,7 @@ class PlanFlags:
 
     def aliases(self) -> list[tuple[str, str]]:
         """Names of other programs that were used, with our own."""
-        from kvcli.runtime.layout import ALIASES
+        from kvcli.runtime.cachetypes import ALIASES
 
         words = ",".join(filter(None, (self.cache_type, self.cache_type_k, self.cache_type_v))).split(",")
         return [(word, ALIASES[word]) for word in dict.fromkeys(words) if word in ("q8_0", "q4_0")]
@@ -196,12 +196,12 @@ class OutputFlags:
 
 
 def _types(text: str, flag: str) -> list[str]:
-    from kvcli.runtime.layout import codec
+    from kvcli.runtime.cachetypes import codec
 
     names = []
     for word in text.split(","):
         try:
-            spec = codec("f16" if word.strip() == "auto" else word.strip(), planned=True)
+            spec = codec("f16" if word.strip() == "auto" else word.strip())
         except UsageError as error:
             raise UsageError(f"{flag}: {error.message}", error.hint) from None
         names.append(spec.name)

@@ -13,7 +13,7 @@ from kvcli.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.estimate import per_rank
 from kvcli.render import human_count, one_line
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
-from kvcli.runtime.layout import RUNNABLE, GroupLayout, KVLayout
+from kvcli.runtime.layout import GroupLayout, KVLayout
 from kvcli.runtime.plannedmodel import PlannedModel
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -23,14 +23,13 @@ _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found out; by context the outcomes, the best choice, and the best that runs today."""
+    """All that was found out; by context the outcomes and the best choice."""
 
     model: PlannedModel
     target: Target
     wish: Wish
     outcomes: Sequence[Sequence[Outcome]]
     best: Sequence[Recommendation | None]
-    usable: Sequence[Recommendation | None]
     warnings: Sequence[str] = ()
 
     @property
@@ -54,8 +53,8 @@ def screen(report: Report, units: str) -> str:
     """The whole answer as text that fits into 80 columns unless numbers are enormous."""
     lines = [f"{name:<11}{text}".rstrip() for name, text in _model_lines(report)]
     lines += ["", *_device_lines(report)]
-    for outcomes, best, usable in zip(report.outcomes, report.best, report.usable, strict=True):
-        lines += ["", *_table(report, outcomes, units), "", *_advice(report, outcomes, best, usable, units)]
+    for outcomes, best in zip(report.outcomes, report.best, strict=True):
+        lines += ["", *_table(report, outcomes, units), "", *_advice(report, outcomes, best, units)]
     return "\n".join(lines) + "\n"
 
 
@@ -172,9 +171,6 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
         lines.append("  ".join(cells))
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
-    planned = [o.label for o in outcomes if not o.runs]
-    if planned:
-        lines.append(f"This version's engine runs {', '.join(RUNNABLE)}; the other types are planned.")
     return lines
 
 
@@ -187,22 +183,13 @@ def _advice(
     report: Report,
     outcomes: Sequence[Outcome],
     best: Recommendation | None,
-    usable: Recommendation | None,
     units: str,
 ) -> list[str]:
     if best is None:
         return ["recommend  a smaller model: not even one page of cache fits"]
     lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
-    if usable is None:
-        why = (
-            "nothing fits with the types of this version" if any(o.runs for o in outcomes) else "this version lacks it"
-        )
-        lines.append(f"{'':<11}(planned: {why})")
-    elif usable.outcome is not best.outcome:
-        lines.append(f"{'today':<11}{' '.join(usable.args)}")
     sixteen = next((o for o in outcomes if o.pair == ("f16", "f16")), None)
-    told = usable is not None and usable.outcome is sixteen
-    if sixteen and not sixteen.fits and sixteen.max_context and not told:
+    if sixteen and not sixteen.fits and sixteen.max_context and best.outcome is not sixteen:
         lines.append(f"{'or':<11}-c {sixteen.max_context} to stay at f16")
     if report.wish.sequences == 1:
         held = best.outcome
@@ -219,7 +206,7 @@ def as_csv(report: Report) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = ("ctx", "type_k", "type_v", "bytes_per_token", "kv_bytes", "total_bytes", "left_bytes", "fits",
-             "max_ctx", "tps_ceiling", "runs")  # fmt: skip
+             "max_ctx", "tps_ceiling")  # fmt: skip
     writer.writerow(names)
     for outcomes in report.outcomes:
         for o in outcomes:
@@ -243,7 +230,6 @@ def _type_object(o: Outcome) -> dict[str, Any]:
         "max_ctx_memory": o.memory_context,
         "tps_ceiling": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
         "prompt_cache_bytes": o.file_bytes,
-        "runs": o.runs,
     }
 
 
@@ -273,8 +259,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "tp": report.wish.ranks,
         "fixed": [*fixed, {"name": "margin", "bytes": report.target.margin, "source": "chosen"}],
         "types": [_type_object(o) for outcomes in report.outcomes for o in outcomes],
-        "recommend": _recommend_object(report.usable[0]),
-        "recommend_planned": _recommend_object(report.best[0]),
+        "recommend": _recommend_object(report.best[0]),
         "warnings": [*model.notices, *report.warnings],
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvcli.comparison import Outcome
 from kvcli.estimateview import Report
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.layout import ALIGN, OPEN_PAGES, GroupLayout
+from kvcli.runtime.layout import ALIGN, GroupLayout
 
 
 def explain(report: Report) -> str:
@@ -59,8 +59,7 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
     yield f"    a row: {row}"
     each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
     yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
-    mean = f" + mean row {g.mean_bytes}" if g.mean_bytes else ""
-    yield f"    a record: {size} x {each}{mean}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
+    yield f"    a record: {size} x {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
     yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
     yield f"    pages: {_pages(report, g, count, tokens, opened)}"
     chunks = -(-count // g.pages_per_chunk)
@@ -73,8 +72,11 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
 def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> str:
     wish, size = report.wish, g.page_size
     if opened:
-        return f"{OPEN_PAGES} x {wish.sequences:,} sequences = {count:,}"
+        each = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({wish.chunk:,} / {size}))"
+        return f"{wish.sequences:,} x {each} = {count:,}"
     text = f"ceil({tokens:,} / {size})"
+    if g.sealed:
+        text = f"max(0, floor({tokens:,} / {size}) - {g.sinks})"
     if g.kind == SLIDING:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
     if wish.sequences > 1:

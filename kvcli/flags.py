@@ -129,7 +129,7 @@ class CacheFlags:
             "-ctk",
             "--cache-type-k",
             metavar="T",
-            help="Type of keys: auto, f32, f16, bf16.",
+            help="Type of keys: auto, f32, f16, bf16, fp8, fp8_e5m2, int8, int6, int4.",
             show_default="auto",
         ),
     ] = None
@@ -140,6 +140,9 @@ class CacheFlags:
     cache_type: Annotated[
         str | None, _cache("-ct", "--cache-type", metavar="T", help="Sets both types.", show_default=False)
     ] = None
+    force_cache_type: Annotated[
+        bool, _cache("--force-cache-type", help="Go on when the weights say that this type of keys fails.")
+    ] = False
     page_size: Annotated[int, _cache("--page-size", metavar="16|32|64|128", help="Tokens per page.")] = 64
     ubatch_size: Annotated[
         int, _cache("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step.")
@@ -154,7 +157,7 @@ class CacheFlags:
         type_k = check_cache_type(self.cache_type_k or both, "--cache-type-k")
         type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
-        return CacheOptions(ctx_size, type_k, type_v, self.page_size, self.ubatch_size)
+        return CacheOptions(ctx_size, type_k, type_v, self.page_size, self.ubatch_size, self.force_cache_type)
 
 
 @dataclass(frozen=True)
@@ -268,15 +271,12 @@ def parse_tokens(text: str, flag: str) -> int:
 
 
 def check_cache_type(name: str, flag: str) -> str:
-    """The name if `kv` can store the cache so; else UsageError that lists what exists."""
-    from kvcli.runtime.layout import ALIASES, CODEC_SPECS, RUNNABLE
+    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
+    from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS
 
-    available = ["auto", *RUNNABLE]
-    if name in available:
+    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
         return name
-    planned = name in CODEC_SPECS or name in ALIASES
-    what = "is planned in estimates but not available yet" if planned else "is not a cache type"
-    raise UsageError(f"{flag}: '{name}' {what}", f"available: {', '.join(available)}")
+    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float]:

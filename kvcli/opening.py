@@ -8,6 +8,7 @@ from kvcli import locate, render
 from kvcli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.cachetypes import alias_note
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -19,6 +20,9 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
 
     An interrupt unwinds while files are written and leaves at once while weights are read.
     """
+    for name in dict.fromkeys((cache.type_k, cache.type_v)):
+        if note := alias_note(name):
+            render.announce(note, invocation)
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation)
     interrupts.stage = LEAVE

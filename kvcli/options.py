@@ -26,6 +26,7 @@ class CacheOptions:
     type_v: str = "auto"
     page_size: int = 64  # tokens per page
     ubatch: int = 512  # tokens per prefill step
+    force_types: bool = False  # go on with cache types that the model's weights speak against
 
 
 @dataclass(frozen=True)

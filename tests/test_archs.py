@@ -15,9 +15,9 @@ from kvcli.kernels.pointwise import rope_
 from kvcli.runtime import archs
 from kvcli.runtime.config import FULL, SLIDING, from_gguf
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.layers import RopeTable
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.weights import Weights, half_split_rows
 

@@ -14,9 +14,10 @@ from kvcli.errors import DoesNotFit, UsageError
 from kvcli.estimate import Budget, Setting, per_rank, plan_for_engine
 from kvcli.options import CacheOptions
 from kvcli.runtime import footprint
+from kvcli.runtime.cachetypes import CODEC_SPECS
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.footprint import WeightBytes
-from kvcli.runtime.layout import CHUNK_BYTES, CODEC_SPECS, OPEN_PAGES, RUNNABLE, KVLayout
+from kvcli.runtime.layout import CHUNK_BYTES, KVLayout
 from kvcli.runtime.memory import CPU, CUDA
 
 WEIGHTS = WeightBytes(100_000_000, 5_000_000, 90_000_000, "exact")
@@ -49,7 +50,7 @@ TYPES = tuple(CODEC_SPECS)
 
 
 def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64) -> KVLayout:
-    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size, planned=True)
+    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size)
 
 
 # --- predicted == allocated ---
@@ -78,9 +79,6 @@ def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> 
     for _ in range(sequences):
         seq = Sequence(pool)
         made.append(seq)
-        for arena in range(len(layout.groups), len(layout.arenas)):
-            for _ in range(OPEN_PAGES):
-                pool.take(arena)
         for n in steps(layout, tokens, chunk):
             ids = [0] * n
             seq.reserve(ids)
@@ -185,29 +183,23 @@ def test_layers_that_share_are_counted_once() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dim", "row"),
-    [("int4", 70, 36), ("int6", 70, 54), ("int8", 71, 72), ("fp8", 71, 71), ("f16", 71, 142)],
+    [("int4", 70, 36), ("int6", 70, 54), ("int8", 71, 71), ("fp8", 71, 71), ("f16", 71, 142)],
 )
 def test_padding_counts(kind: str, dim: int, row: int) -> None:
     assert CODEC_SPECS[kind].row_bytes(dim) == row
 
 
-def test_the_mean_row_of_sealed_keys() -> None:
+def test_what_a_sealed_cache_keeps_outside_its_pages() -> None:
+    """The mean of centred keys in float32, or one scale a head."""
     group = layout_of("MHA", "int4").groups[0]
-    assert group.mean_bytes == 160
-    unaligned = 64 * (40 + 40 + 4) + 160
-    assert unaligned <= group.record_bytes < unaligned + 128
-    assert layout_of("MHA", "f16", "int4").groups[0].mean_bytes == 0
+    assert group.static_bytes == 2 * 8 * group.dim_k * 4
+    assert layout_of("MHA", "f16", "int4").groups[0].static_bytes == 0
     assert layout_of("MHA", "fp8").groups[0].static_bytes == 2 * 8 * 8
 
 
-def test_the_engine_refuses_what_it_cannot_run() -> None:
-    assert {"f32", "f16", "bf16"} <= set(RUNNABLE)
-    planned = [name for name in TYPES if name not in RUNNABLE]
-    for name in planned:
-        with pytest.raises(UsageError, match=f"{name} is planned in estimates but this version's engine runs f32, f16"):
-            KVLayout.build(CONFIGS["llama"], name, "f16")
+def test_unknown_cache_types() -> None:
     with pytest.raises(UsageError, match="unknown cache type"):
-        KVLayout.build(CONFIGS["llama"], "f8", "f16", planned=True)
+        KVLayout.build(CONFIGS["llama"], "f8", "f16")
 
 
 def test_names_of_other_programs() -> None:

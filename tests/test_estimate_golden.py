@@ -17,8 +17,9 @@ from kvcli.estimate import (
     ideal_token_bytes,
     token_slots,
 )
+from kvcli.runtime.cachetypes import CODEC_SPECS
 from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig
-from kvcli.runtime.layout import CODEC_SPECS, KVLayout
+from kvcli.runtime.layout import KVLayout
 
 GOLDENS = Path(__file__).parent / "data" / "estimate_goldens.csv"
 ROWS = list(csv.DictReader(GOLDENS.open(encoding="utf-8")))
@@ -64,7 +65,7 @@ def test_the_layout_agrees_with_the_formula(row: dict[str, str]) -> None:
     layers = (LayerConfig(kind, heads, dim_k, dim_v),) * int(row["layers_full"])
     layers += (LayerConfig("sliding", heads, dim_k, dim_v, int(row["window"])),) * int(row["layers_swa"])
     config = ModelConfig("x", "x", 1000, 1024, 4096, heads, 1 << 20, 1e-5, layers, 1.0)
-    layout = KVLayout.build(config, row["type"], row["type"], planned=True)
+    layout = KVLayout.build(config, row["type"], row["type"])
     assert layout.token_bytes() == int(row["bytes_per_token"])
     assert layout.read_bytes(int(row["ctx"])) * int(row["batch"]) == int(row["total_bytes"])
 
@@ -74,9 +75,9 @@ def test_own_types_at_the_8b_shape() -> None:
     config = ModelConfig("x", "x", 1000, 4096, 14336, 32, 1 << 17, 1e-5, layers, 1.0)
     expected = {"f32": 262144, "f16": 131072, "bf16": 131072, "fp8": 65536, "fp8_e5m2": 65536,
                 "int8": 66560, "int6": 50176, "int4": 33792}  # fmt: skip
-    assert {t: KVLayout.build(config, t, t, planned=True).token_bytes() for t in CODEC_SPECS} == expected
-    assert KVLayout.build(config, "int8", "int4", planned=True).token_bytes() == 32 * 8 * 196
-    assert KVLayout.build(config, "int6", "int4", planned=True).token_bytes() == 32 * 8 * 164
+    assert {t: KVLayout.build(config, t, t).token_bytes() for t in CODEC_SPECS} == expected
+    assert KVLayout.build(config, "int8", "int4").token_bytes() == 32 * 8 * 196
+    assert KVLayout.build(config, "int6", "int4").token_bytes() == 32 * 8 * 164
 
 
 @pytest.mark.parametrize(("page", "tokens", "pages", "unused"), [(16, 35, 3, 13), (16, 1000, 63, 8), (16, 500, 32, 12)])

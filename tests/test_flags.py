@@ -84,7 +84,7 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     "args",
     [
         *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
-        *(("-ctk", "int8"), ("-ctv", "q8_0"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
         *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
         *(
             ("--temp", "nan"),
@@ -117,10 +117,16 @@ def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
     assert len(lines) <= 2  # the hint
 
 
-def test_a_planned_cache_type_is_not_available_yet(kv):
-    outcome = kv("run", "hello", "-ctk", "int8")
-    assert "not available yet" in outcome.err
-    assert "available: auto, f32, f16, bf16" in outcome.err
+def test_cache_types_and_their_aliases(kv):
+    for given in ("auto", "f32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int6", "int4", "q8_0", "q4_0"):
+        kv("run", "hello", "-ctk", given, "-ctv", "f16")
+        cache = kv.opened[-1][1]
+        assert (cache.type_k, cache.type_v, cache.force_types) == (given, "f16", False)
+    kv("run", "hello", "-ct", "int4", "--force-cache-type")
+    assert (kv.opened[-1][1].type_v, kv.opened[-1][1].force_types) == ("int4", True)
+    outcome = kv("run", "hello", "-ctk", "q5_1")
+    assert outcome.code == 2 and "'q5_1' is not a cache type" in outcome.err
+    assert "available: auto, f32, f16, bf16, fp8" in outcome.err
 
 
 def test_numbers_of_tokens():

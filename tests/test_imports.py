@@ -19,19 +19,20 @@ kvcli
 kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
 kvcli.runtime
-kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth kvcli.runtime.headercache kvcli.runtime.memory
+kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth
+kvcli.runtime.headercache kvcli.runtime.memory
 kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.stops kvcli.runtime.wire
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
-kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.sandbox kvcli.runtime.shapes
+kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes
 kvcli.runtime.vocabulary kvcli.runtime.websession
 kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
 kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
 kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
-kvcli.runtime.tokenizer
+kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
 kvcli.runtime.archs kvcli.runtime.diskspeed kvcli.runtime.hub
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
-kvcli.runtime.hublisting kvcli.runtime.measuring
+kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
 kvcli.runtime.plannedmodel
 kvcli.comparison kvcli.doctor kvcli.verification
@@ -39,7 +40,7 @@ kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
 kvcli.explanation kvcli.opening kvcli.sinks
-kvcli.answering
+kvcli.answering kvcli.measuring
 kvcli.chatsession
 kvcli.commands
 kvcli.cli
@@ -55,6 +56,13 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH_USERS = (
     *("kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.engine", "kvcli.runtime.layers"),
+    *(
+        "kvcli.runtime.guard",
+        "kvcli.runtime.quality",
+        "kvcli.runtime.recall",
+        "kvcli.runtime.rope",
+        "kvcli.runtime.sealing",
+    ),
     *("kvcli.runtime.pages", "kvcli.runtime.sampler", "kvcli.runtime.sequence", "kvcli.runtime.weights"),
 )
 

@@ -84,8 +84,7 @@ def _report(
     trained = model.config.context_length
     if trained and max(wish.contexts) > trained:
         warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
-    best, usable = ([recommend(each, runnable) for each in outcomes] for runnable in (False, True))
-    return Report(model, target, wish, outcomes, best, usable, warnings)
+    return Report(model, target, wish, outcomes, [recommend(each) for each in outcomes], warnings)
 
 
 def _show(report: Report, output: OutputFlags) -> None:
@@ -119,7 +118,7 @@ def _check(report: Report, plan: PlanFlags) -> None:
 
 
 def _print_args(report: Report, name: str | None) -> None:
-    choice = report.usable[0]
+    choice = report.best[0]
     if choice is None:
         raise DoesNotFit(
             "nothing fits with the types of this version", "kv estimate without --print-args shows the table"

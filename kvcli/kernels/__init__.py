@@ -7,8 +7,10 @@
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `glu(x, act)` | [T, 2F] -> [T, F] |
+| `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
+| `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+| `attention(q, kv, start, window, scale, softcap, angles)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 
 All float32. The plain-torch functions in matmul.py, pointwise.py, store.py and attention.py are the specification.
 """
@@ -18,12 +20,12 @@ from __future__ import annotations
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.matmul import QuantTensor
 from kvcli.kernels.native import NativeBackend
-from kvcli.kernels.paged import PagedKV, RecordLayout
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
 from kvcli.kernels.reference import ReferenceBackend
 
 Backend = NativeBackend | ReferenceBackend
 BACKENDS = ("auto", "native", "reference")
-__all__ = ["BACKENDS", "Backend", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
+__all__ = ["BACKENDS", "CENTRE_ROWS", "Angles", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
 
 
 def backend(name: str, threads: int) -> tuple[Backend, str]:

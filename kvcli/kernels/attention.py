@@ -3,29 +3,52 @@
 Rows are read page by page and never expanded whole. A query's result depends on its position and on what the pages
 hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
 softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
+
+Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all
+scores are the true ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the
+basis of v.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from kvcli.kernels.matmul import PAD_ROWS
-from kvcli.kernels.paged import PagedKV
+from kvcli.kernels.paged import Angles, PagedKV
 
 
 def attention(
-    q: torch.Tensor, kv: PagedKV, start: int, window: int = 0, scale: float = 1.0, softcap: float = 0.0
+    q: torch.Tensor,
+    kv: PagedKV,
+    start: int,
+    window: int = 0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    angles: Angles | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim_k] at positions start.. over the pages -> float32 [T, heads * dim_v].
 
     A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap` c > 0 replaces a score
-    s by c * tanh(s / c).
+    s by c * tanh(s / c). `angles`: see `store.seal`.
     """
-    r, (codec_k, codec_v) = kv.record, kv.codecs
+    size, cuts = kv.record.page_size, [0]
+    if kv.open is not None:  # queries of one page at a time: they read the same pages open
+        cuts += range(size - start % size, q.shape[0], size)
+    cuts.append(q.shape[0])
+    parts = [_attend(q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in pairwise(cuts)]
+    return torch.cat(parts).flatten(1)
+
+
+def _attend(
+    q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float, angles: Angles | None
+) -> torch.Tensor:
+    r = kv.record
     n, heads = q.shape[0], q.shape[1]
     group, padded = heads // r.kv_heads, -(-n // PAD_ROWS) * PAD_ROWS
     queries = q.new_zeros(r.kv_heads, group, padded, r.dim_k)
-    queries[:, :, :n] = q.view(n, r.kv_heads, group, r.dim_k).permute(1, 2, 0, 3)
+    queries[:, :, :n] = q.reshape(n, r.kv_heads, group, r.dim_k).permute(1, 2, 0, 3)
     queries = queries.view(r.kv_heads, group * padded, r.dim_k)  # rows: head of the group, then query
     position = start + torch.arange(padded).clamp(max=n - 1).repeat(group)  # [rows]
     top = queries.new_full((r.kv_heads, group * padded, 1), -torch.inf)
@@ -35,11 +58,15 @@ def attention(
     for page in range(oldest // r.page_size, (start + n - 1) // r.page_size + 1):
         base = page * r.page_size
         lo, hi = max(oldest - base, 0), min(start + n - base, r.page_size)
-        k_bytes, v_bytes = kv.slots(page, lo, hi)
+        source = kv.view(page, start // r.page_size)
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
-        keys[:, lo:hi], values[:, lo:hi] = codec_k.decode(k_bytes, r.dim_k), codec_v.decode(v_bytes, r.dim_v)
-        scores = queries @ keys.transpose(1, 2) * scale  # [kv_heads, rows, page_size]
+        keys[:, lo:hi], values[:, lo:hi] = source.rows(page, lo, hi)
+        scores = queries @ keys.transpose(1, 2)  # [kv_heads, rows, page_size]
+        centre = source.centre(page, angles)
+        if centre is not None:
+            scores = scores + queries @ centre.transpose(1, 2)
+        scores = scores * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         at = base + torch.arange(r.page_size)
@@ -54,4 +81,4 @@ def attention(
         acc = acc * decay + p @ values
         top = new_top
     out = (acc / total).view(r.kv_heads, group, padded, r.dim_v)[:, :, :n]
-    return out.permute(2, 0, 1, 3).reshape(n, heads * r.dim_v)
+    return out.permute(2, 0, 1, 3).reshape(n, heads, r.dim_v)

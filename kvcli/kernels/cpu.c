@@ -25,14 +25,25 @@ typedef struct { /* rows of one packed weight matrix */
     int64_t rows, row_bytes, format;
 } kv_weight;
 
+typedef struct { /* K rows, V rows, then scales where a codec has them; offsets in bytes */
+    int64_t bytes, v_offset, k_scales, v_scales, codec_k, codec_v;
+} kv_record;
+
 typedef struct { /* one layer's K/V as pages by address; a record is one (page, kv head) */
-    const int64_t *pages; /* address of this layer's first record in each page */
-    int64_t first_page, page_size, kv_heads, record_bytes, v_offset, dim_k, dim_v, codec_k, codec_v;
+    const int64_t *pages; /* address of this layer's first record in each page, 0 = none */
+    const int64_t *open;  /* the same for pages in 16 bits, where `pages` are sealed; else NULL */
+    int64_t first_page, page_size, kv_heads, dim_k, dim_v, sinks, tail;
+    const float *static_k, *static_v; /* fp8: one scale a head */
+    const float *centre;              /* [kv_heads, dim_k]: what sealed keys lack, before RoPE; NULL = nothing */
+    const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows from first_page on, [n, rope_half] */
+    int64_t rope_half;
+    kv_record record, open_record;
 } kv_paged;
 
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
        Q6_K = 14, BF16 = 30 };
-enum { CODEC_F32 = 0, CODEC_F16 = 1, CODEC_BF16 = 2 };
+enum { CODEC_F32, CODEC_F16, CODEC_BF16, CODEC_INT8, CODEC_INT6, CODEC_INT4, CODEC_FP8, CODEC_FP8_E5M2 };
+#define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
 
 /* ---- a small thread pool: workers spin briefly, then sleep ---------------------------------------------- */
@@ -169,7 +180,9 @@ typedef struct {
     void (*rms_norm)(const float *, int64_t, const float *, float, int64_t, int64_t, float *, int64_t);
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
     void (*glu)(const float *, int64_t, int64_t, int64_t, float *);
+    void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
+    void (*seal)(const kv_paged *, int64_t, int64_t);
     void (*attention)(const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const kv_paged *, float *);
 } kernels;
 
@@ -258,6 +271,12 @@ void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64
 
 /* out = act(x[:, :f]) * x[:, f:], act 0 = SiLU, 1 = GELU (tanh form). */
 void kv_glu(const float *x, int64_t t, int64_t f, int64_t act, float *out) { active->glu(x, t, f, act, out); }
+
+/* Hadamard rotation in place of every head of t rows, in blocks of the largest power of two that divides dim. */
+void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) { active->rotate(x, ldx, t, heads, dim); }
+
+/* Encode rows [first, end) of the open pages into sealed ones. */
+void kv_seal(const kv_paged *kv, int64_t first, int64_t end) { active->seal(kv, first, end); }
 
 /* Encode t rows of K and V, positions start.., into their pages. */
 void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {

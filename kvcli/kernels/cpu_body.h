@@ -7,6 +7,7 @@ typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 #define LOAD(p) (*(const vf *)(p))
 #define STORE(p, v) (*(vf *)(p) = (v))
 #define SPLAT(x) ((x) - (vf){0}) /* x - 0 is x, so the compiler keeps only the broadcast */
@@ -37,6 +38,27 @@ INLINE float NAME(hsum)(vf v) {
     for (int half = VL / 2; half; half /= 2)
         for (int i = 0; i < half; i++) t[i] += t[i + half];
     return t[0];
+#endif
+}
+
+/* Sums of the lanes of VL vectors, as one vector. */
+INLINE vf NAME(hsums)(const vf *v) {
+#if VL == 16 && defined(__AVX512F__)
+    __m512 t[8], u[4];
+    for (int i = 0; i < 8; i++)
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]),
+                             _mm512_unpackhi_ps((__m512)v[2 * i], (__m512)v[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+        u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+#else
+    vf sums;
+    for (int i = 0; i < VL; i++) sums[i] = NAME(hsum)(v[i]);
+    return sums;
 #endif
 }
 
@@ -541,7 +563,38 @@ static void NAME(glu)(const float *x, int64_t t, int64_t f, int64_t act, float *
 
 /* ---- the paged cache ------------------------------------------------------------------------------------------ */
 
-INLINE int64_t NAME(codec_bytes)(int64_t codec) { return codec == CODEC_F32 ? 4 : 2; }
+/* Walsh-Hadamard transform of one block, in place, scaled to keep lengths. */
+INLINE void NAME(hadamard)(float *x, int64_t size) {
+    for (int64_t half = 1; half < size; half *= 2)
+        for (int64_t i = 0; i < size; i += 2 * half)
+            for (int64_t j = i; j < i + half; j++) {
+                float a = x[j], b = x[j + half];
+                x[j] = a + b, x[j + half] = a - b;
+            }
+    float scale = 1.0f / sqrtf((float)size);
+    for (int64_t j = 0; j < size; j++) x[j] *= scale;
+}
+
+static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) {
+    int64_t size = dim & -dim;
+    for (int64_t r = 0; r < t; r++)
+        for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(x + r * ldx + i, size);
+}
+
+/* The mean of a head's keys as they stand around row `row` (a multiple of CENTRE_ROWS): RoPE, then rotation. */
+static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t row, float *out) {
+    int64_t half = kv->rope_half, at = (row - kv->first_page * kv->page_size) / CENTRE_ROWS;
+    memcpy(out, kv->centre + head * kv->dim_k, kv->dim_k * sizeof(float));
+    if (half) NAME(rope)(out, 0, 1, 1, kv->dim_k, 2 * half, kv->cos + at * half, kv->sin + at * half);
+    NAME(rotate)(out, 0, 1, 1, kv->dim_k);
+}
+
+/* Bytes of one row of n elements, without its scale. */
+INLINE int64_t NAME(row_bytes)(int64_t codec, int64_t n) {
+    static const int64_t bits[] = {32, 16, 16, 8, 6, 4, 8, 8};
+    int64_t padded = codec == CODEC_INT4 || codec == CODEC_INT6 ? (n + 3) / 4 * 4 : n;
+    return padded * bits[codec] / 8;
+}
 
 static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out) {
     if (codec == CODEC_F32) {
@@ -559,23 +612,212 @@ static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out)
     }
 }
 
+/* New rows go into the open pages where there are any, else straight into the pages. */
 static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
-    int64_t k_bytes = kv->dim_k * NAME(codec_bytes)(kv->codec_k), v_bytes = kv->dim_v * NAME(codec_bytes)(kv->codec_v);
+    const kv_record *rec = kv->open ? &kv->open_record : &kv->record;
+    const int64_t *pages = kv->open ? kv->open : kv->pages;
+    int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
     for (int64_t r = 0; r < t; r++) {
         int64_t page = (start + r) / kv->page_size - kv->first_page, slot = (start + r) % kv->page_size;
         for (int64_t h = 0; h < kv->kv_heads; h++) {
-            uint8_t *record = (uint8_t *)(intptr_t)kv->pages[page] + h * kv->record_bytes;
-            NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, kv->codec_k, record + slot * k_bytes);
-            NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, kv->codec_v, record + kv->v_offset + slot * v_bytes);
+            uint8_t *record = (uint8_t *)(intptr_t)pages[page] + h * rec->bytes;
+            NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, rec->codec_k, record + slot * k_bytes);
+            NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, rec->codec_v, record + rec->v_offset + slot * v_bytes);
         }
     }
 }
 
-static NAME(decode_fn) NAME(codec_decoder)(int64_t codec) {
-    return codec == CODEC_F32 ? NAME(decode_f32) : codec == CODEC_F16 ? NAME(decode_f16) : NAME(decode_bf16);
+/* ---- sealing: a full 16-bit page becomes codes; grid.py and fp8.py are the specification ------------------------ */
+
+INLINE float NAME(round_half)(float x) { /* to float16 and back */
+#if defined(__F16C__)
+    return _cvtsh_ss(_cvtss_sh(x, 0));
+#else
+    return soft_half_to_float(soft_float_to_half(x));
+#endif
 }
 
-#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill */
+/* The scale of a row: the largest element just held, times each of `tries` factors 1, 1 - 0.03, ...; least error. */
+INLINE float NAME(grid_scale)(const float *x, int64_t n, float centre, float lowest, float highest, int tries) {
+    float largest = 0, best = 0, best_error = INFINITY;
+    for (int64_t i = 0; i < n; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    for (int t = 0; t < tries; t++) {
+        float scale = largest * ((1.0f - 0.03f * (float)t) / (highest - centre)), error = 0;
+        scale = scale < 6e-8f ? 6e-8f : scale > 65504.0f ? 65504.0f : scale;
+        scale = NAME(round_half)(scale);
+        for (int64_t i = 0; i < n; i++) {
+            float u = rintf(x[i] / scale + centre);
+            u = u < lowest ? lowest : u > highest ? highest : u;
+            float e = (u - centre) * scale - x[i];
+            error += e * e;
+        }
+        if (error < best_error) best_error = error, best = scale;
+    }
+    return best;
+}
+
+INLINE uint8_t NAME(e4m3)(float x) { /* round to nearest even, clamped to +-448 */
+    uint32_t sign = f32_bits(x) >> 24 & 0x80;
+    float a = fabsf(x) > 448.0f ? 448.0f : fabsf(x);
+    if (a < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(a * 512.0f)); /* subnormal: steps of 2^-9 */
+    uint32_t u = f32_bits(a);
+    u += 0x7ffff + (u >> 20 & 1);
+    return (uint8_t)(sign | ((u >> 20) - (120 << 3)));
+}
+
+INLINE uint8_t NAME(e5m2)(float x) { /* round to nearest even, clamped to +-57344 */
+    uint32_t sign = f32_bits(x) >> 24 & 0x80;
+    float a = fabsf(x) > 57344.0f ? 57344.0f : fabsf(x);
+    if (a < 0x1p-14f) return (uint8_t)(sign | (uint32_t)rintf(a * 65536.0f)); /* subnormal: steps of 2^-16 */
+    uint32_t u = f32_bits(a);
+    u += 0xfffff + (u >> 21 & 1);
+    return (uint8_t)(sign | ((u >> 21) - (112 << 2)));
+}
+
+/* One row of n elements; returns its scale (fp8: `fixed`, which the row is divided by). */
+static float NAME(encode_row)(const float *x, int64_t n, int64_t codec, float fixed, uint8_t *out) {
+    if (codec <= CODEC_BF16) {
+        NAME(encode)(x, n, codec, out);
+        return 1.0f;
+    }
+    if (codec == CODEC_FP8 || codec == CODEC_FP8_E5M2) {
+        for (int64_t i = 0; i < n; i++) out[i] = codec == CODEC_FP8 ? NAME(e4m3)(x[i] / fixed) : NAME(e5m2)(x[i] / fixed);
+        return fixed;
+    }
+    int bits = codec == CODEC_INT8 ? 8 : codec == CODEC_INT6 ? 6 : 4;
+    float highest = (float)((1 << bits) - 1), centre = bits == 8 ? 128.0f : highest / 2, lowest = bits == 8;
+    float scale = NAME(grid_scale)(x, n, centre, lowest, highest, bits == 8 ? 1 : 15);
+    int64_t quarter = (n + 3) / 4;
+    if (bits != 8) memset(out, 0, NAME(row_bytes)(codec, n));
+    for (int64_t i = 0; i < n; i++) {
+        float f = rintf(x[i] / scale + centre);
+        uint32_t u = (uint32_t)(f < lowest ? lowest : f > highest ? highest : f);
+        if (bits == 8) {
+            out[i] = (uint8_t)u;
+            continue;
+        }
+        int64_t j = i % quarter, part = i / quarter; /* nibble `part` of 16-bit word j; int6: its high two bits follow */
+        out[2 * j + part / 2] |= (uint8_t)((u & 15) << (4 * (part % 2)));
+        if (bits == 6) out[2 * quarter + j] |= (uint8_t)((u >> 4) << (2 * part));
+    }
+    return scale;
+}
+
+INLINE void NAME(put_half)(float x, uint8_t *out) {
+#if defined(__F16C__)
+    uint16_t bits = _cvtss_sh(x, 0);
+#else
+    uint16_t bits = soft_float_to_half(x);
+#endif
+    memcpy(out, &bits, 2);
+}
+
+typedef struct {
+    const kv_paged *kv;
+    int64_t first, end;
+} NAME(seal_args);
+
+static void NAME(decode_row)(const uint8_t *, int64_t, float, float *, int64_t);
+
+static void NAME(seal_task)(void *arg, int64_t task, int thread) {
+    const NAME(seal_args) *a = arg;
+    const kv_paged *kv = a->kv;
+    const kv_record *from = &kv->open_record, *to = &kv->record;
+    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads, at = page - kv->first_page;
+    int64_t lo = a->first > page * size ? a->first - page * size : 0, hi = a->end < (page + 1) * size ? a->end - page * size : size;
+    const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
+    uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
+    float *x = scratch(thread, (size_t)(2 * kv->dim_k + kv->dim_v)), *mean = x + kv->dim_k + kv->dim_v;
+    int64_t ki = NAME(row_bytes)(from->codec_k, kv->dim_k), vi_ = NAME(row_bytes)(from->codec_v, kv->dim_v);
+    int64_t ko = NAME(row_bytes)(to->codec_k, kv->dim_k), vo = NAME(row_bytes)(to->codec_v, kv->dim_v);
+    for (int64_t j = lo; j < hi; j++) {
+        NAME(decode_row)(in + j * ki, from->codec_k, 1.0f, x, kv->dim_k);
+        if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, page * size + j / CENTRE_ROWS * CENTRE_ROWS, mean);
+        for (int64_t i = 0; kv->centre && i < kv->dim_k; i++) x[i] -= mean[i];
+        float scale = NAME(encode_row)(x, kv->dim_k, to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * ko);
+        if (to->k_scales) NAME(put_half)(scale, out + to->k_scales + 2 * j);
+        NAME(decode_row)(in + from->v_offset + j * vi_, from->codec_v, 1.0f, x, kv->dim_v);
+        scale = NAME(encode_row)(x, kv->dim_v, to->codec_v, kv->static_v ? kv->static_v[head] : 1.0f, out + to->v_offset + j * vo);
+        if (to->v_scales) NAME(put_half)(scale, out + to->v_scales + 2 * j);
+    }
+}
+
+static void NAME(seal)(const kv_paged *kv, int64_t first, int64_t end) {
+    NAME(seal_args) a = {kv, first, end};
+    parallel(((end - 1) / kv->page_size - first / kv->page_size + 1) * kv->kv_heads, NAME(seal_task), &a);
+}
+
+/* VL 16-bit numbers as 32-bit integers. */
+INLINE vi NAME(u16)(const uint8_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = read16(p + 2 * i);
+    return v;
+#endif
+}
+
+/* VL bytes as the high bytes of halves, shifted right by `shift` below the sign: e5m2 (0) is a half, e4m3 (1) is 2^-8 of one. */
+INLINE vf NAME(load_fp8)(const uint8_t *p, int shift) {
+    uint16_t h[VL];
+    for (int i = 0; i < VL; i++) h[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << (8 - shift));
+    return NAME(load_f16)((const uint8_t *)h);
+}
+
+/* Element i of a packed row as its code less the centre of the grid. */
+INLINE float NAME(grid_at)(const uint8_t *b, int64_t codec, int64_t quarter, int64_t i) {
+    if (codec == CODEC_INT8) return (float)b[i] - 128.0f;
+    int64_t j = i % quarter, part = i / quarter;
+    int low = read16(b + 2 * j) >> (4 * part) & 15;
+    if (codec == CODEC_INT4) return (float)low - 7.5f;
+    return (float)(low | (b[2 * quarter + j] >> (2 * part) & 3) << 4) - 31.5f;
+}
+
+INLINE void NAME(decode_grid)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
+    int64_t quarter = (n + 3) / 4, done = 0; /* whole vectors of every quarter, then what is left one by one */
+    if (codec == CODEC_INT8) {
+        for (; done + VL <= n; done += VL) STORE(out + done, (FLOATS(NAME(u8)(b + done)) - 128.0f) * scale);
+        for (; done < n; done++) out[done] = NAME(grid_at)(b, codec, quarter, done) * scale;
+        return;
+    }
+    if (4 * quarter == n)
+        for (; done + VL <= quarter; done += VL) {
+            vi word = NAME(u16)(b + 2 * done), pair = codec == CODEC_INT6 ? NAME(u8)(b + 2 * quarter + done) : word;
+            for (int p = 0; p < 4; p++) {
+                vi code = word >> (4 * p) & 15;
+                if (codec == CODEC_INT6) code |= (pair >> (2 * p) & 3) << 4;
+                STORE(out + p * quarter + done, (FLOATS(code) - (codec == CODEC_INT6 ? 31.5f : 7.5f)) * scale);
+            }
+        }
+    for (int64_t j = done; j < quarter; j++)
+        for (int64_t i = j; i < n; i += quarter) out[i] = NAME(grid_at)(b, codec, quarter, i) * scale;
+}
+
+/* One row of n elements to float32; `scale` is the row's (grids) or the head's (fp8). */
+static void NAME(decode_row)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
+    switch (codec) {
+    case CODEC_F32: NAME(decode_f32)(b, out, n); break;
+    case CODEC_F16: NAME(decode_f16)(b, out, n); break;
+    case CODEC_BF16: NAME(decode_bf16)(b, out, n); break;
+    case CODEC_INT8: NAME(decode_grid)(b, CODEC_INT8, scale, out, n); break;
+    case CODEC_INT6: NAME(decode_grid)(b, CODEC_INT6, scale, out, n); break;
+    case CODEC_INT4: NAME(decode_grid)(b, CODEC_INT4, scale, out, n); break;
+    case CODEC_FP8:
+    case CODEC_FP8_E5M2: {
+        int shift = codec == CODEC_FP8;
+        float factor = shift ? 256.0f * scale : scale;
+        int64_t i = 0;
+        for (; i + VL <= n; i += VL) STORE(out + i, NAME(load_fp8)(b + i, shift) * factor);
+        for (; i < n; i++) out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << (8 - shift))) * factor;
+        break;
+    }
+    }
+}
+
+#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, so none has two own pages */
 
 typedef struct {
     const float *q;
@@ -600,21 +842,27 @@ INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, cons
 
 /* Scores of one query row against the keys of a tile, then its softmax update. Keys outside [lo, hi) are unseen. */
 INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const float *keys, const float *values, float *scores,
-                             int64_t lo, int64_t hi, float *m, float *l, float *acc) {
+                             const float *mean, int64_t lo, int64_t hi, float *m, float *l, float *acc) {
     int64_t from = lo / VL * VL;
-    float top = *m;
+    float top = *m, bias = 0; /* the score of the mean that the page's keys lack */
     for (int64_t j = from; j < hi; j += VL) {
         vf dot[VL] = {0};
         for (int64_t d = 0; d < a->dkp; d += VL) {
             vf x = LOAD(q + d);
-            for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
+            UNROLL for (int i = 0; i < VL; i++) dot[i] = FMA(x, LOAD(keys + (j + i) * a->dkp + d), dot[i]);
         }
-        for (int i = 0; i < VL; i++) {
-            float s = NAME(hsum)(dot[i]) * a->scale;
-            if (a->softcap > 0) s = a->softcap * tanhf(s / a->softcap);
-            scores[j + i] = j + i >= lo && j + i < hi ? s : -INFINITY;
-            if (scores[j + i] > top) top = scores[j + i];
+        if (mean && (j == from || j % CENTRE_ROWS == 0)) {
+            const float *c = mean + j / CENTRE_ROWS * a->dkp;
+            vf sum = {0};
+            for (int64_t d = 0; d < a->dkp; d += VL) sum = FMA(LOAD(q + d), LOAD(c + d), sum);
+            bias = NAME(hsum)(sum);
         }
+        vf s = (NAME(hsums)(dot) + bias) * a->scale;
+        STORE(scores + j, s);
+        for (int i = 0; a->softcap > 0 && i < VL; i++) scores[j + i] = a->softcap * tanhf(scores[j + i] / a->softcap);
+        for (int64_t i = j; i < lo; i++) scores[i] = -INFINITY;
+        for (int64_t i = hi; i < j + VL; i++) scores[i] = -INFINITY;
+        for (int i = 0; i < VL; i++) top = scores[j + i] > top ? scores[j + i] : top;
     }
     float old = *m == -INFINITY ? 0.0f : NAME(exp)(SPLAT(*m - top))[0], sum = 0;
     vf sums = {0};
@@ -629,7 +877,7 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
         for (int i = 0; i < 4; i++) o[i] = LOAD(acc + d + i * VL) * old;
         for (int64_t j = lo; j < hi; j++) {
             vf p = SPLAT(scores[j]);
-            for (int i = 0; i < 4; i++) o[i] = FMA(p, LOAD(values + j * a->dvp + d + i * VL), o[i]);
+            UNROLL for (int i = 0; i < 4; i++) o[i] = FMA(p, LOAD(values + j * a->dvp + d + i * VL), o[i]);
         }
         for (int i = 0; i < 4; i++) STORE(acc + d + i * VL, o[i]);
     }
@@ -637,22 +885,32 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
     *m = top;
 }
 
-/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero. Only rows [lo, hi). */
-INLINE void NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t head, int64_t lo, int64_t hi, float *keys, float *values) {
+/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero, only rows [lo, hi); what its keys
+ * lack into `mean` [page / CENTRE_ROWS, dkp], or returns 0. Sinks, and the last `tail` pages up to the queries' own, are
+ * read in 16 bits. */
+INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, int64_t head, int64_t lo, int64_t hi,
+                           float *keys, float *values, float *mean) {
     const kv_paged *kv = a->kv;
-    const uint8_t *record = (const uint8_t *)(intptr_t)kv->pages[page - kv->first_page] + head * kv->record_bytes;
-    int64_t k_bytes = kv->dim_k * NAME(codec_bytes)(kv->codec_k), v_bytes = kv->dim_v * NAME(codec_bytes)(kv->codec_v);
-    NAME(decode_fn) dk = NAME(codec_decoder)(kv->codec_k), dv = NAME(codec_decoder)(kv->codec_v);
+    int open = kv->open && (page > own - kv->tail || page < kv->sinks);
+    const kv_record *rec = open ? &kv->open_record : &kv->record;
+    const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page - kv->first_page] + head * rec->bytes;
+    int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
+    float sk = kv->static_k ? kv->static_k[head] : 1.0f, sv = kv->static_v ? kv->static_v[head] : 1.0f;
     for (int64_t j = lo; j < hi; j++) {
-        dk(record + j * k_bytes, keys + j * a->dkp, kv->dim_k);
-        dv(record + kv->v_offset + j * v_bytes, values + j * a->dvp, kv->dim_v);
+        NAME(decode_row)(r + j * k_bytes, rec->codec_k, rec->k_scales ? HALF(r + rec->k_scales + 2 * j) : sk, keys + j * a->dkp, kv->dim_k);
+        NAME(decode_row)(r + rec->v_offset + j * v_bytes, rec->codec_v, rec->v_scales ? HALF(r + rec->v_scales + 2 * j) : sv,
+                         values + j * a->dvp, kv->dim_v);
     }
+    if (open || !kv->centre) return 0;
+    for (int64_t j = lo / CENTRE_ROWS * CENTRE_ROWS; j < hi; j += CENTRE_ROWS)
+        NAME(centre_at)(kv, head, page * kv->page_size + j, mean + j / CENTRE_ROWS * a->dkp);
+    return 1;
 }
 
 /* Floats of scratch a task needs besides its rows' state. */
 INLINE size_t NAME(attn_scratch)(const NAME(attn_args) *a, int64_t rows) {
     int64_t padded = (a->kv->page_size + VL - 1) / VL * VL;
-    return (size_t)(padded * (a->dkp + a->dvp + 1) + rows * (a->dkp + 2 * a->dvp + 4));
+    return (size_t)(padded * (a->dkp + a->dvp + 1) + (padded / CENTRE_ROWS + rows) * a->dkp + rows * (2 * a->dvp + 4));
 }
 
 /* Queries [t0, t1) x the group of one kv head over spans [s0, s1); state is [rows][dvp + 2] = acc, max, sum. */
@@ -661,17 +919,17 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
     const kv_paged *kv = a->kv;
     int64_t size = kv->page_size, padded = (size + VL - 1) / VL * VL, group = a->heads / kv->kv_heads, rows = (t1 - t0) * group;
     float *keys = work, *values = keys + padded * a->dkp, *scores = values + padded * a->dvp;
-    float *queries = scores + padded, *part = queries + rows * a->dkp;
+    float *mean = scores + padded, *queries = mean + padded / CENTRE_ROWS * a->dkp, *part = queries + rows * a->dkp;
     int64_t stride = a->dvp + 2;
     memset(work, 0, (size_t)padded * (a->dkp + a->dvp) * sizeof(float));
-    memset(queries, 0, (size_t)rows * a->dkp * sizeof(float));
+    memset(mean, 0, (size_t)(padded / CENTRE_ROWS + rows) * a->dkp * sizeof(float)); /* and the queries, which follow */
     for (int64_t r = 0; r < rows; r++) {
         memcpy(queries + r * a->dkp, a->q + (t0 + r / group) * a->ldq + (head * group + r % group) * kv->dim_k,
                kv->dim_k * sizeof(float));
         memset(state + r * stride, 0, stride * sizeof(float));
         state[r * stride + a->dvp] = -INFINITY;
     }
-    int64_t last = a->start + t1 - 1, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
+    int64_t own = (a->start + t0) / size, last = a->start + t1 - 1, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
     if (oldest < 0) oldest = 0;
     for (int64_t s = s0; s < s1; s++) {
         for (int64_t r = 0; r < rows; r++) {
@@ -682,14 +940,15 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
             if (page * size > last || (page + 1) * size <= oldest) continue;
             int64_t lo = oldest > page * size ? oldest - page * size : 0;
             int64_t hi = last + 1 < (page + 1) * size ? last + 1 - page * size : size;
-            NAME(load_tile)(a, page, head, lo, hi, keys, values);
+            int centred = NAME(load_tile)(a, page, own, head, lo, hi, keys, values, mean);
             for (int64_t r = 0; r < rows; r++) {
                 int64_t pos = a->start + t0 + r / group, see = a->window ? pos - a->window + 1 : 0;
                 int64_t from = see > page * size ? see - page * size : 0;
                 int64_t to = pos + 1 < (page + 1) * size ? pos + 1 - page * size : size;
                 float *p = part + r * stride;
                 if (from < to)
-                    NAME(attend_row)(a, queries + r * a->dkp, keys, values, scores, from, to, p + a->dvp, p + a->dvp + 1, p);
+                    NAME(attend_row)(a, queries + r * a->dkp, keys, values, scores, centred ? mean : NULL, from, to, p + a->dvp,
+                                     p + a->dvp + 1, p);
             }
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -711,7 +970,9 @@ INLINE void NAME(write_out)(const NAME(attn_args) *a, const float *state, int64_
 static void NAME(attn_block_task)(void *arg, int64_t task, int thread) {
     const NAME(attn_args) *a = arg;
     int64_t group = a->heads / a->kv->kv_heads, head = task % a->kv->kv_heads, block = task / a->kv->kv_heads;
-    int64_t t0 = block * QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t, rows = (t1 - t0) * group;
+    int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
+    if (t0 < 0) t0 = 0;
+    int64_t rows = (t1 - t0) * group;
     int64_t span = SPAN_PAGES * a->kv->page_size, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
     float *state = scratch(thread, NAME(attn_scratch)(a, rows) + rows * (a->dvp + 2));
     NAME(attend)(a, head, t0, t1, oldest > 0 ? oldest / span : 0, (a->start + t1 - 1) / span + 1, state, state + rows * (a->dvp + 2));
@@ -758,7 +1019,7 @@ static void NAME(attention)(const float *q, int64_t ldq, int64_t t, int64_t head
     if (t == 1 && a.n_spans > 1) {
         NAME(attend_one)(&a);
     } else {
-        a.n_blocks = (t + QUERY_BLOCK - 1) / QUERY_BLOCK;
+        a.n_blocks = (start % QUERY_BLOCK + t + QUERY_BLOCK - 1) / QUERY_BLOCK;
         parallel(a.n_blocks * kv->kv_heads, NAME(attn_block_task), &a);
     }
 }
@@ -771,12 +1032,13 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(store), NAME(attention),
+    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(attention),
 };
 
 #undef vf
 #undef vi
 #undef INLINE
+#undef UNROLL
 #undef LOAD
 #undef STORE
 #undef SPLAT

@@ -16,14 +16,14 @@ import torch
 
 from kvcli.errors import KVError
 from kvcli.kernels.matmul import QuantTensor
-from kvcli.kernels.paged import PagedKV
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
 
 # GGML type ids; the formats that cpu.c decodes.
 FORMATS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "BF16": 30,
 }  # fmt: skip
-CODECS = {"f32": 0, "f16": 1, "bf16": 2}
+CODECS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int6": 4, "int4": 5, "fp8": 6, "fp8_e5m2": 7}
 ACTS = {"silu": 0, "gelu": 1}
 
 
@@ -31,13 +31,20 @@ class _Weight(ctypes.Structure):
     _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
 
 
+class _Record(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("bytes", "v_offset", "k_scales", "v_scales", "codec_k", "codec_v")]
+
+
 class _Paged(ctypes.Structure):
-    _fields_ = [("pages", c_void_p)] + [
-        (name, c_int64)
-        for name in (
-            "first_page", "page_size", "kv_heads", "record_bytes", "v_offset", "dim_k", "dim_v", "codec_k", "codec_v",
-        )
-    ]  # fmt: skip
+    _fields_ = [
+        ("pages", c_void_p),
+        ("open", c_void_p),
+        *((name, c_int64) for name in ["first_page", "page_size", "kv_heads", "dim_k", "dim_v", "sinks", "tail"]),
+        *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
+        ("rope_half", c_int64),
+        ("record", _Record),
+        ("open_record", _Record),
+    ]
 
 
 _SIGNATURES = {
@@ -46,6 +53,8 @@ _SIGNATURES = {
     "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
+    "kv_seal": [c_void_p, c_int64, c_int64],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_attention": [
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
@@ -75,6 +84,14 @@ def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
     return (_Weight * len(weights))(
         *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type]) for w in weights)
     )
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _record(r: RecordLayout) -> _Record:
+    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, CODECS[r.codec_k], CODECS[r.codec_v])
 
 
 class NativeBackend:
@@ -139,18 +156,31 @@ class NativeBackend:
         self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
         return out
 
-    def _paged(self, kv: PagedKV) -> object:
+    def _paged(self, kv: PagedKV, angles: Angles | None = None) -> object:
         """The C view of a layer's pages, by reference."""
-        view = kv.descriptors.get(self.name)
+        key = (kv.basis.known, _address(angles[0]) if angles else None)
+        view = kv.descriptors.get(key)
         if view is None:
-            r = kv.record
-            view = kv.descriptors[self.name] = ctypes.byref(
+            r, basis = kv.record, kv.basis
+            half = angles[0].shape[1] if angles else 0
+            skipped = kv.first_page * r.page_size // CENTRE_ROWS * half * 4
+            cos, sin = (x.data_ptr() + skipped for x in angles) if angles else (None, None)
+            view = kv.descriptors[key] = ctypes.byref(
                 _Paged(
-                    kv.addresses.ctypes.data, kv.first_page, r.page_size, r.kv_heads, r.record_bytes, r.v_offset,
-                    r.dim_k, r.dim_v, CODECS[r.codec_k], CODECS[r.codec_v],
+                    kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
+                    kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
+                    _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
+                    _record(r), _record(kv.open.record if kv.open else r),
                 )
             )  # fmt: skip
         return view
+
+    def rotate_(self, x: torch.Tensor) -> None:
+        t, heads, dim = x.shape
+        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim)
+
+    def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
+        self._lib.kv_seal(self._paged(kv, angles), first, end)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
         self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
@@ -163,19 +193,9 @@ class NativeBackend:
         window: int = 0,
         scale: float = 1.0,
         softcap: float = 0.0,
+        angles: Angles | None = None,
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
-        out = torch.empty(t, heads * kv.record.dim_v)
-        self._lib.kv_attention(
-            q.data_ptr(),
-            q.stride(0),
-            t,
-            heads,
-            start,
-            window,
-            scale,
-            softcap,
-            self._paged(kv),
-            out.data_ptr(),
-        )
+        out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
+        self._lib.kv_attention(q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, view, out.data_ptr())
         return out

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvcli.kernels.attention import attention
 from kvcli.kernels.matmul import matmul, rows
 from kvcli.kernels.pointwise import glu, rms_norm, rope_
-from kvcli.kernels.store import store
+from kvcli.kernels.rotation import rotate_
+from kvcli.kernels.store import seal, store
 
 
 class ReferenceBackend:
@@ -17,5 +18,7 @@ class ReferenceBackend:
     rms_norm = staticmethod(rms_norm)
     rope_ = staticmethod(rope_)
     glu = staticmethod(glu)
+    rotate_ = staticmethod(rotate_)
     store = staticmethod(store)
+    seal = staticmethod(seal)
     attention = staticmethod(attention)

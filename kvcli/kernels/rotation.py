@@ -26,3 +26,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         y = torch.stack((a + b, a - b), -2).reshape(y.shape)
         half *= 2
     return (y * size**-0.5).reshape(x.shape)
+
+
+def rotate_(x: torch.Tensor) -> None:
+    """`rotate` in place; x float32 [T, heads, D]."""
+    x.copy_(rotate(x))

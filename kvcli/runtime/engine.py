@@ -14,7 +14,8 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs
+from kvcli.runtime import archs, guard
+from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.footprint import weights_of_tensors
@@ -42,9 +43,8 @@ class Engine:
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
-        type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
-        self.cache_types = (type_k, type_v)
-        self.layout = KVLayout.build(self.config, type_k, type_v, cache.page_size)
+        self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
+        self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         self.ubatch = cache.ubatch
@@ -65,7 +65,11 @@ class Engine:
         self.backend = ops.name
         if notice:
             self.notices.append(notice)
-        self.model = archs.build(self.config, Weights(file), ops)
+        self.model_weights = weights = Weights(file)
+        doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
+        if doubt:
+            self.notices.append(doubt)
+        self.model = archs.build(self.config, weights, ops)
         self.pool = PagePool(self.layout, pool_bytes)
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
 

@@ -1,13 +1,12 @@
-"""`KVLayout`: bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
+"""`KVLayout`: the bytes of every cache row, page and layer group. The allocator and `kv estimate` both ask it.
 
-Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a
-*record* is the part of a page that belongs to one layer and one KV head: K rows, V rows, then K scales, V
-scales and the mean row of the keys where a codec has them.
+Pure integers, no torch. A *page* holds `page_size` consecutive positions for all layers of one *group*; a *record* is
+the part of a page that belongs to one layer and one KV head: K rows, V rows, then the scales
+of K and V where a codec has them.
 
-Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full.
-So each sequence also holds OPEN_PAGES pages of a 16-bit class in such a group: the tail (the page being
-filled) and the sinks. Group g's 16-bit class, if it has one, is an arena of its own, behind those of all
-groups.
+Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
+sequence also holds pages of a 16-bit class in such a group: the sinks, and those that are being filled.
+Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
 """
 
 from __future__ import annotations
@@ -17,66 +16,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cachetypes import CODEC_SPECS, CodecSpec, codec
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
-OPEN_PAGES = 2  # 16-bit pages of a sequence in a sealed group: tail and sinks
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
-MEAN_BYTES = 2  # an element of a mean row is a float16
+CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 
 
 @dataclass(frozen=True)
-class CodecSpec:
-    """Storage of one cache type, for keys or for values.
-
-    `scale_bytes` are per (token, head), `static_bytes` per (sequence, layer, head) outside the pages. Rows
-    are padded to whole multiples of `packing` elements. With `mean_row` each (page, head) of keys has one
-    more row in float16: the mean that was subtracted. `runs`: this version's engine can use it; the others
-    are planned with only.
-    """
-
-    name: str
-    bits: int
-    scale_bytes: int = 0
-    packing: int = 1
-    mean_row: bool = False
-    static_bytes: int = 0
-    runs: bool = False
-
-    @property
-    def sealed(self) -> bool:
-        """Whether full pages are encoded, which leaves an open tail and the sinks in 16 bits."""
-        return self.bits < 16
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of one (token, head) row of `dim` elements without its scale; padding counts."""
-        padded = -(-dim // self.packing) * self.packing
-        return padded * self.bits // 8
-
-
-CODEC_SPECS: dict[str, CodecSpec] = {
-    spec.name: spec
-    for spec in (
-        CodecSpec("f32", 32, runs=True),
-        CodecSpec("f16", 16, runs=True),
-        CodecSpec("bf16", 16, runs=True),
-        CodecSpec("fp8", 8, static_bytes=4),
-        CodecSpec("fp8_e5m2", 8, static_bytes=4),
-        CodecSpec("int8", 8, scale_bytes=2, packing=2, mean_row=True),
-        CodecSpec("int6", 6, scale_bytes=2, packing=8, mean_row=True),
-        CodecSpec("int4", 4, scale_bytes=2, packing=4, mean_row=True),
-    )
-}
-RUNNABLE = tuple(name for name, spec in CODEC_SPECS.items() if spec.runs)
-ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings of the same size class
-
-
-@dataclass(frozen=True)
 class GroupLayout:
-    """Layers that share one page list: same kind, heads, dims and window; `layers` are their numbers."""
+    """Layers that share one page list: same kind, heads, dims and window. `layers` are model layer numbers."""
 
     kind: str
     layers: tuple[int, ...]
@@ -87,6 +40,8 @@ class GroupLayout:
     codec_k: CodecSpec
     codec_v: CodecSpec
     page_size: int
+    sinks: int = 1  # in a sealed group: pages at the start of a sequence that stay in 16 bits
+    tail: int = 1  # in a sealed group: 1 = a query's own page is read in 16 bits, 0 = rows are sealed one by one
 
     @property
     def k_row_bytes(self) -> int:
@@ -107,14 +62,9 @@ class GroupLayout:
         return self.codec_k.scale_bytes + (self.codec_v.scale_bytes if self.dim_v else 0)
 
     @property
-    def mean_bytes(self) -> int:
-        """Bytes of the mean row of the keys in a record; 0 if the keys' type has none."""
-        return self.dim_k * MEAN_BYTES if self.codec_k.mean_row else 0
-
-    @property
     def record_bytes(self) -> int:
         row = self.k_row_bytes + self.v_row_bytes + self.scale_bytes
-        return -(-(self.page_size * row + self.mean_bytes) // ALIGN) * ALIGN
+        return -(-(self.page_size * row) // ALIGN) * ALIGN
 
     @property
     def layer_bytes(self) -> int:
@@ -132,8 +82,9 @@ class GroupLayout:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes per sequence that stand outside the pages (the scales of fp8)."""
-        each = self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
+        """Bytes per sequence that stand outside the pages: the scales of fp8, the means of centred keys."""
+        means = self.dim_k * CENTRE_BYTES if self.codec_k.centred else 0
+        each = means + self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
         return len(self.layers) * self.kv_heads * each
 
     @property
@@ -141,23 +92,54 @@ class GroupLayout:
         """Pages that the pool commits at a time."""
         return max(1, CHUNK_BYTES // self.page_bytes)
 
+    @property
+    def scale_offsets(self) -> tuple[int, int]:
+        """Where in a record the scales of K and of V stand; 0 = there are none."""
+        k_scales = self.v_offset + self.page_size * self.v_row_bytes
+        v_scales = k_scales + self.page_size * self.codec_k.scale_bytes
+        return (
+            k_scales if self.codec_k.scale_bytes else 0,
+            v_scales if self.codec_v.scale_bytes and self.dim_v else 0,
+        )
+
     def committed_bytes(self, pages: int) -> int:
         """Bytes that the pool has committed once `pages` pages were in use at a time."""
         return -(-pages // self.pages_per_chunk) * self.pages_per_chunk * self.page_bytes
 
+    @property
+    def sealed(self) -> bool:
+        """Whether full pages are encoded, which needs open ones beside them."""
+        return self.codec_k.sealed or self.codec_v.sealed
+
+    def open_pages(self, tokens: int, chunk: int) -> int:
+        """Most 16-bit pages of a sequence of `tokens` in a sealed group: the sinks, and those of the step at hand."""
+        return min(-(-tokens // self.page_size), self.sinks + -(-chunk // self.page_size)) if self.sealed else 0
+
+    def open_pages_kept(self, tokens: int) -> int:
+        """16-bit pages of a sequence of `tokens` between steps: the sinks, and the page being filled."""
+        if not self.sealed:
+            return 0
+        being_filled = bool(self.tail and tokens % self.page_size and tokens // self.page_size >= self.sinks)
+        return min(-(-tokens // self.page_size), self.sinks) + being_filled
+
+    def sealed_rows(self, length: int) -> int:
+        """How many of the first `length` rows are sealed, or would be if they were not sinks."""
+        return sealed_rows(length, self.page_size, self.tail)
+
     def open_class(self) -> GroupLayout | None:
-        """The same layers in 16 bits, for tails and sinks; None if neither type is sealed."""
-        if not (self.codec_k.sealed or self.codec_v.sealed):
+        """The same layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
+        if not self.sealed:
             return None
         return replace(self, codec_k=_at_least_16(self.codec_k), codec_v=_at_least_16(self.codec_v))
 
     def pages(self, tokens: int, chunk: int) -> int:
-        """Most pages that a sequence of `tokens` holds at once when fed in steps of at most `chunk` tokens.
+        """Most pages that a sequence of `tokens` holds at once when it is fed in chunks of at most `chunk` tokens.
 
-        A sliding group needs the pages of its window behind the first query of a chunk, and those of the
-        chunk.
+        A sliding group needs the pages of its window behind the first query of a chunk, and those of the chunk.
         """
         whole = -(-tokens // self.page_size)
+        if self.sealed:  # only full pages are sealed, and the sinks never
+            whole = max(0, -(-self.sealed_rows(tokens) // self.page_size) - self.sinks)
         if self.kind != SLIDING:
             return whole
         return min(whole, -(-(self.window - 1) // self.page_size) + -(-chunk // self.page_size))
@@ -180,16 +162,28 @@ class KVLayout:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, type_k: str, type_v: str, page_size: int = 64, *, planned: bool = False
+        cls,
+        config: ModelConfig,
+        type_k: str,
+        type_v: str,
+        page_size: int = 64,
+        *,
+        sinks: int = 1,
+        tail: int = 1,
     ) -> KVLayout:
         """The layout of `config` with cache types `type_k`/`type_v` (names in CODEC_SPECS).
 
-        `planned` also allows the types that the engine cannot run yet. Raises UsageError for any other type,
-        and for an unknown page size.
+        `sinks`, `tail`: see GroupLayout. Raises UsageError for an unknown type or page size, and for a tail that
+        cannot be.
         """
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
-        k, v = codec(type_k, planned), codec(type_v, planned)
+        k, v = codec(type_k), codec(type_v)
+        if tail not in (0, 1) or sinks < 0 or (tail == 0 and sinks == 0):
+            raise UsageError(
+                f"a 16-bit tail of {tail} pages with {sinks} pages of sinks is not possible",
+                "the tail is one page or none; without one there must be sinks, which fix the scales and means",
+            )
         keys: list[tuple[str, int, int, int, int]] = []
         members: list[list[int]] = []
         slots: list[tuple[int, int] | None] = []
@@ -207,15 +201,30 @@ class KVLayout:
                 slots.append((group, len(members[group])))
                 members[group].append(i)
         groups = tuple(
-            GroupLayout(kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size)
+            GroupLayout(
+                kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size, sinks, tail
+            )
             for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))
 
     @cached_property
     def arenas(self) -> tuple[GroupLayout, ...]:
-        """What the pool keeps apart: every group, then the 16-bit class of each sealed one."""
+        """What the pool keeps apart: every group, then the 16-bit classes of the sealed ones in the same order."""
         return self.groups + tuple(opened for g in self.groups if (opened := g.open_class()))
+
+    def open_arena(self, group: int) -> int | None:
+        """The number of the group's 16-bit class, None if it is not sealed."""
+        return self._open_arenas[group]
+
+    @cached_property
+    def _open_arenas(self) -> tuple[int | None, ...]:
+        numbers, following = [], len(self.groups)
+        for g in self.groups:
+            sealed = g.open_class() is not None
+            numbers.append(following if sealed else None)
+            following += sealed
+        return tuple(numbers)
 
     @property
     def constant_bytes(self) -> int:
@@ -229,16 +238,17 @@ class KVLayout:
     def arena_pages(self, tokens: int, chunk: int, sequences: int = 1, shared: int = 0) -> tuple[int, ...]:
         """Most pages per arena for `sequences` of `tokens` that have their first `shared` tokens in common.
 
-        Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not
-        counted.
+        Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not counted.
         """
         common = min(shared, tokens) // self.page_size
         counts = []
         for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
             kept = 0 if g.kind == SLIDING else common
             counts.append(kept + sequences * (n - kept))
-        counts += [OPEN_PAGES * sequences if tokens else 0] * (len(self.arenas) - len(self.groups))
-        return tuple(counts)
+        opened = [
+            (sequences - 1) * g.open_pages_kept(tokens) + g.open_pages(tokens, chunk) for g in self.groups if g.sealed
+        ]
+        return (*counts, *opened)
 
     def bytes(self, tokens: int, chunk: int) -> int:
         """Bytes of the pages of one sequence of `tokens`, and of its constants."""
@@ -265,17 +275,9 @@ class KVLayout:
         return sum(g.token_bytes * (min(tokens, g.window) if g.window else tokens) for g in self.groups)
 
 
-def codec(name: str, planned: bool = False) -> CodecSpec:
-    """The cache type of that name. UsageError if there is none or, unless `planned`, the engine lacks it."""
-    spec = CODEC_SPECS.get(ALIASES.get(name, name))
-    if spec is None:
-        raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {_listed(CODEC_SPECS)}")
-    if not spec.runs and not planned:
-        raise UsageError(
-            f"{spec.name} is planned in estimates but this version's engine runs {_listed(RUNNABLE)}",
-            "choose one of those, or auto",
-        )
-    return spec
+def sealed_rows(length: int, page_size: int, tail: int) -> int:
+    """See `GroupLayout.sealed_rows`."""
+    return length // page_size * page_size if tail else length
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import PagedKV, RecordLayout
+from kvcli.kernels import Basis, PagedKV, RecordLayout
 from kvcli.runtime.layout import GroupLayout
 from kvcli.runtime.pages import PagePool
 
@@ -31,12 +31,20 @@ class Step:
         return self.groups[slot[0]][slot[1]]
 
 
-class _PageList:
-    """Pages of one group: `pages[i]` holds positions (first + i) * page_size and on."""
+NO_PAGE = -1
 
-    def __init__(self) -> None:
+
+class _PageList:
+    """Pages of one group: `pages[i]` holds positions (first + i) * page_size and on.
+
+    In a sealed group a page stands in `open` until it is full, then in `pages` (NO_PAGE before); sinks stay open.
+    """
+
+    def __init__(self, layers: int) -> None:
         self.first = 0
         self.pages: list[int] = []
+        self.open: dict[int, int] = {}  # page number -> page of the open arena
+        self.bases = tuple(Basis() for _ in range(layers))
 
 
 class Sequence:
@@ -49,9 +57,8 @@ class Sequence:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.tokens: list[int] = []
-        self._lists = [_PageList() for _ in pool.layout.groups]
-        self._records = tuple(_record(g) for g in pool.layout.groups)
-        self._views: dict[int, tuple[tuple[int, ...], tuple[PagedKV, ...]]] = {}
+        self._lists = [_PageList(len(g.layers)) for g in pool.layout.groups]
+        self._views: dict[int, tuple[tuple[int, ...], tuple[Basis, ...], tuple[PagedKV, ...]]] = {}
 
     @property
     def length(self) -> int:
@@ -65,19 +72,13 @@ class Sequence:
         """
         self.drop()
         self._trim(self.length)  # pages of a step that was never committed: a fork may hold them too
-        start, end, size = self.length, self.length + len(ids), self.pool.layout.page_size
-        for g, held in enumerate(self._lists):
-            index = start // size - held.first
-            try:
-                if start % size and self.pool.refcount(g, held.pages[index]) > 1:
-                    shared = held.pages[index]
-                    held.pages[index] = self.pool.copy(g, shared)
-                    self.pool.release(g, shared)
-                while (held.first + len(held.pages)) * size < end:
-                    held.pages.append(self.pool.take(g))
-            except DoesNotFit:
-                self._trim(start)
-                raise
+        start, end = self.length, self.length + len(ids)
+        try:
+            for g in range(len(self._lists)):
+                self._take(g, start, end)
+        except DoesNotFit:
+            self._trim(start)
+            raise
         return Step(
             torch.tensor(ids, dtype=torch.int64),
             start,
@@ -85,9 +86,47 @@ class Sequence:
             self.pool.layout.slots,
         )
 
+    def _take(self, group: int, start: int, end: int) -> None:
+        """The pages of one group that rows [start, end) go into, and those that they fill."""
+        held, size = self._lists[group], self.pool.layout.page_size
+        arena = self.pool.layout.open_arena(group)
+        if arena is None:
+            index = start // size - held.first
+            if start % size and index < len(held.pages):
+                held.pages[index] = self._own(group, held.pages[index])
+            while (held.first + len(held.pages)) * size < end:
+                held.pages.append(self.pool.take(group))
+            return
+        layout = self.pool.layout.groups[group]
+        if start % size:
+            at = start // size
+            held.open[at] = self._own(arena, held.open[at]) if at in held.open else self.pool.take(arena)
+        for page in range(-(-start // size), -(-end // size)):
+            held.open[page] = self.pool.take(arena)
+            held.pages.append(NO_PAGE)
+        first, last = (max(layout.sealed_rows(n), layout.sinks * size) for n in (start, end))
+        for page in range(first // size, -(-last // size)):
+            index = page - held.first
+            if held.pages[index] == NO_PAGE:
+                held.pages[index] = self.pool.take(group)
+            else:
+                held.pages[index] = self._own(group, held.pages[index])
+
+    def _own(self, arena: int, page: int) -> int:
+        """The page itself if nobody else holds it, else a copy in its place."""
+        if self.pool.refcount(arena, page) == 1:
+            return page
+        copy = self.pool.copy(arena, page)
+        self.pool.release(arena, page)
+        return copy
+
     def commit(self, ids: list[int]) -> None:
-        """The rows of the last step are computed."""
+        """The rows of the last step are computed, and the pages they filled are sealed."""
         self.tokens.extend(ids)
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
+            sealed = -(-layout.sealed_rows(self.length) // layout.page_size)
+            for page in [p for p in held.open if layout.sinks <= p < sealed]:
+                self.pool.release(self._open_arena(g), held.open.pop(page))
 
     def drop(self) -> int:
         """Release pages that no query from here on can see; returns how many."""
@@ -95,80 +134,124 @@ class Sequence:
         for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
             first = layout.first_page(self.length)
             while held.first < first and held.pages:
-                self.pool.release(g, held.pages.pop(0))
+                self._release(g, held.first, held.pages.pop(0))
                 held.first += 1
                 dropped += 1
         return dropped
 
     def rewindable(self, length: int) -> int:
-        """The longest prefix of at most `length` rows that can be gone back to: windows must still be whole."""
-        length = min(length, self.length)
+        """The longest prefix of at most `length` rows that can be gone back to.
+
+        Windows must still be whole, and a sealed page cannot be opened again.
+        """
+        length, size = min(length, self.length), self.pool.layout.page_size
+        for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
+            if layout.sealed and layout.tail and length // size not in held.open:
+                length = length // size * size
         for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
             if layout.first_page(length) < held.first:
                 return 0
         return length
 
     def rewind(self, length: int) -> None:
-        """Keep the first `length` rows. Raises ValueError if a window they need is gone (see `rewindable`)."""
+        """Keep the first `length` rows. Raises ValueError if that cannot be (see `rewindable`)."""
         if not 0 <= length <= self.length or self.rewindable(length) != length:
             raise ValueError(f"cannot go back to {length} of {self.length} rows")
         self._trim(length)
         del self.tokens[length:]
 
     def _trim(self, length: int) -> None:
-        """Release the pages behind row `length`."""
-        keep = -(-length // self.pool.layout.page_size)
-        for g, held in enumerate(self._lists):
+        """Release the pages behind row `length`, and a sealed page that is being filled again."""
+        size = self.pool.layout.page_size
+        keep = -(-length // size)
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
             while held.pages and held.first + len(held.pages) > keep:
-                self.pool.release(g, held.pages.pop())
+                page = held.first + len(held.pages) - 1
+                self._release(g, page, held.pages.pop())
+            if layout.tail and keep - 1 in held.open and held.pages[-1] != NO_PAGE:
+                self.pool.release(g, held.pages[-1])  # taken for rows that did not come
+                held.pages[-1] = NO_PAGE
             if length == 0:
                 held.first = 0
+            if length < size and (length < self.length or any(basis.known for basis in held.bases)):
+                held.bases = tuple(Basis() for _ in held.bases)  # a fork may go on with the old ones
+
+    def _release(self, group: int, number: int, page: int) -> None:
+        """Let go of page `number` of a group in both of its forms."""
+        if page != NO_PAGE:
+            self.pool.release(group, page)
+        opened = self._lists[group].open.pop(number, None)
+        if opened is not None:
+            self.pool.release(self._open_arena(group), opened)
+
+    def _open_arena(self, group: int) -> int:
+        arena = self.pool.layout.open_arena(group)
+        if arena is None:
+            raise ValueError(f"group {group} has no open pages")
+        return arena
 
     def fork(self) -> Sequence:
         """A sequence with the same rows, sharing every page."""
         twin = Sequence(self.pool)
         twin.tokens = list(self.tokens)
-        for g, (mine, theirs) in enumerate(zip(self._lists, twin._lists, strict=True)):
-            theirs.first, theirs.pages = mine.first, list(mine.pages)
-            for page in mine.pages:
-                self.pool.retain(g, page)
+        for mine, theirs in zip(self._lists, twin._lists, strict=True):
+            theirs.first, theirs.pages, theirs.open = mine.first, list(mine.pages), dict(mine.open)
+            if self.length >= self.pool.layout.page_size:
+                theirs.bases = mine.bases
+        for arena, page in self.holds():
+            self.pool.retain(arena, page)
         return twin
 
     def close(self) -> None:
         """Release every page; the sequence is empty afterwards."""
-        for g, held in enumerate(self._lists):
-            for page in held.pages:
-                self.pool.release(g, page)
-            held.first, held.pages = 0, []
+        for arena, page in self.holds():
+            self.pool.release(arena, page)
+        self._lists = [_PageList(len(g.layers)) for g in self.pool.layout.groups]
         self.tokens.clear()
 
     def holds(self) -> Iterator[tuple[int, int]]:
-        """(group, page) for every reference this sequence has, for `PagePool.check`."""
+        """(arena, page) for every reference this sequence has, for `PagePool.check`."""
         for g, held in enumerate(self._lists):
             for page in held.pages:
-                yield g, page
+                if page != NO_PAGE:
+                    yield g, page
+            for page in held.open.values():
+                yield self._open_arena(g), page
 
-    def pages(self, group: int) -> int:
-        """Pages of the group that this sequence holds."""
-        return len(self._lists[group].pages)
+    def pages(self, arena: int) -> int:
+        """Pages of the arena that this sequence holds."""
+        return sum(a == arena for a, _ in self.holds())
 
     def _view(self, group: int) -> tuple[PagedKV, ...]:
         """The group's layers as the kernels see them; made again only when the pages change."""
-        held, layout = self._lists[group], self.pool.layout.groups[group]
-        key = (held.first, *held.pages)
+        held = self._lists[group]
+        opened = [held.open.get(held.first + i, NO_PAGE) for i in range(len(held.pages))]
+        key = (held.first, *held.pages, *opened)
         cached = self._views.get(group)
-        if cached and cached[0] == key:
-            return cached[1]
-        base = np.array([self.pool.address(group, p) for p in held.pages], dtype=np.int64)
-        pages = tuple(self.pool.page(group, p) for p in held.pages)
+        if cached and cached[0] == key and cached[1] is held.bases:
+            return cached[2]
+        arena, layout = self.pool.layout.open_arena(group), self.pool.layout.groups[group]
+        views = self._layers(group, held.first, held.pages)
+        if arena is not None:
+            sealed = zip(views, self._layers(arena, held.first, opened), held.bases, strict=True)
+            views = tuple(
+                replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed
+            )
+        self._views[group] = key, held.bases, views
+        return views
+
+    def _layers(self, arena: int, first: int, pages: list[int]) -> tuple[PagedKV, ...]:
+        """Every layer of an arena over these pages, of which the first has the number `first`."""
+        layout = self.pool.layout.arenas[arena]
+        record = _record(layout)
+        address = np.array([0 if p == NO_PAGE else self.pool.address(arena, p) for p in pages], dtype=np.int64)
+        memory = tuple(None if p == NO_PAGE else self.pool.page(arena, p) for p in pages)
         offsets = [i * layout.layer_bytes for i in range(len(layout.layers))]
-        view = tuple(PagedKV(self._records[group], base + x, pages, x, held.first) for x in offsets)
-        self._views[group] = key, view
-        return view
+        return tuple(PagedKV(record, np.where(address, address + x, 0), memory, x, first) for x in offsets)
 
 
 def _record(g: GroupLayout) -> RecordLayout:
     return RecordLayout(
         g.page_size, g.kv_heads, g.dim_k, g.dim_v, g.codec_k.name, g.codec_v.name,
-        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes,
+        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.scale_offsets,
     )  # fmt: skip

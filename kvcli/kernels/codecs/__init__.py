@@ -7,21 +7,28 @@ that read pages must agree with them. How many bytes a row takes is known withou
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 
 class KVCodec(Protocol):
-    """One storage format. Rows have any leading dims; D is the head dim."""
+    """One storage format. Rows are float32 [..., D], data uint8 [..., row bytes], D the head dim.
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [..., D] -> uint8 [..., row bytes]."""
-        ...
+    | kind | encode | decode |
+    |---|---|---|
+    | no scales (plain.py) | rows -> data | data, D -> rows |
+    | one scale a row (grid.py) | rows -> data, scales float16 [...] | data, scales, D -> rows |
+    | one scale a head (fp8.py) | rows, scales [kv_heads] -> data | data, scales, D -> rows |
 
-    def decode(self, data: torch.Tensor, dim: int) -> torch.Tensor:
-        """uint8 [..., row bytes] -> float32 [..., dim]."""
-        ...
+    The last kind has `per_head` set, and `static_scale(first page) -> scales`.
+    """
+
+    per_head: bool
+    encode: Callable[..., Any]
+    decode: Callable[..., torch.Tensor]
+    static_scale: Callable[[torch.Tensor], torch.Tensor]
 
 
 def load(name: str) -> KVCodec:

@@ -12,6 +12,8 @@ import torch
 class Float8:
     """`dtype`'s largest value is `largest`; rows are divided by a scale and clamped to +-largest."""
 
+    per_head = True  # whether all rows of a head share one scale, fixed by the first page
+
     def __init__(self, dtype: torch.dtype, largest: float) -> None:
         self.dtype, self.largest = dtype, largest
 

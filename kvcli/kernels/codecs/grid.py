@@ -14,6 +14,8 @@ SMALLEST_SCALE = 6e-8  # the smallest positive float16
 class GridCodec:
     """`bits` wide codes; `shrink`: scales tried, as multiples of the one that just holds the largest element."""
 
+    per_head = False  # whether all rows of a head share one scale, fixed by the first page
+
     def __init__(self, bits: int, centre: float, lowest: int, shrink: tuple[float, ...]) -> None:
         self.bits, self.centre, self.lowest, self.shrink = bits, centre, lowest, shrink
         self.highest = (1 << bits) - 1

@@ -8,6 +8,8 @@ import torch
 class PlainCodec:
     """Elements of one dtype; encoding rounds to nearest even, decoding is exact."""
 
+    per_head = False  # whether all rows of a head share one scale, fixed by the first page
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 

@@ -7,18 +7,13 @@ import torch
 
 from kvcli.kernels import Backend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.layers import AttentionWeights, MLPWeights, RopeTables, attention
+from kvcli.runtime.layers import AttentionWeights, MLPWeights, attention
+from kvcli.runtime.rope import RopeTables
 from kvcli.runtime.sequence import Step
 from kvcli.runtime.weights import Weights
 
 NAMES = ("gemma3",)
-TINY = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+TINY = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 class _Layer:
@@ -26,11 +21,7 @@ class _Layer:
         d, shape, p = config.d_model, config.layers[i], f"blk.{i}."
         n_q, n_k, n_v = (
             n * x
-            for n, x in (
-                (config.n_heads, shape.dim_k),
-                (shape.kv_heads, shape.dim_k),
-                (shape.kv_heads, shape.dim_v),
-            )
+            for n, x in ((config.n_heads, shape.dim_k), (shape.kv_heads, shape.dim_k), (shape.kv_heads, shape.dim_v))
         )
         self.attn_norm = w.vector(p + "attn_norm.weight", d)
         self.attn = AttentionWeights(
@@ -65,11 +56,10 @@ class Model:
 
     def hidden(self, step: Step) -> torch.Tensor:
         ops, eps = self.ops, self.config.norm_eps
-        angles = self.ropes.at(step.start, step.ids.shape[0])
         x = ops.rows(self.embedding, step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.attn_norm, eps)
-            h = ops.matmul(attention(ops, h, layer.attn, self.config, step, i, angles), layer.attn.out)
+            h = ops.matmul(attention(ops, h, layer.attn, self.config, step, i, self.ropes), layer.attn.out)
             x += ops.rms_norm(h, layer.post_attn_norm, eps)
             h = ops.glu(ops.matmul(ops.rms_norm(x, layer.ffn_norm, eps), layer.mlp.gate_up), "gelu")
             x += ops.rms_norm(ops.matmul(h, layer.mlp.down), layer.post_ffn_norm, eps)

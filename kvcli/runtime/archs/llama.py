@@ -6,7 +6,8 @@ import torch
 
 from kvcli.kernels import Backend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.layers import AttentionWeights, MLPWeights, RopeTables, attention
+from kvcli.runtime.layers import AttentionWeights, MLPWeights, attention
+from kvcli.runtime.rope import RopeTables
 from kvcli.runtime.sequence import Step
 from kvcli.runtime.weights import Weights, half_split_rows
 
@@ -52,11 +53,10 @@ class Model:
 
     def hidden(self, step: Step) -> torch.Tensor:
         ops, eps = self.ops, self.config.norm_eps
-        angles = self.ropes.at(step.start, step.ids.shape[0])
         x = ops.rows(self.embedding, step.ids)  # [T, d_model], the residual stream
         for i, layer in enumerate(self.layers):
             h = ops.rms_norm(x, layer.attn_norm, eps)
-            h = attention(ops, h, layer.attn, self.config, step, i, angles)
+            h = attention(ops, h, layer.attn, self.config, step, i, self.ropes)
             ops.matmul(h, layer.attn.out, add_to=x)
             h = ops.glu(ops.matmul(ops.rms_norm(x, layer.ffn_norm, eps), layer.mlp.gate_up), "silu")
             ops.matmul(h, layer.mlp.down, add_to=x)

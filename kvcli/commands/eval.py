@@ -1,0 +1,171 @@
+"""`kv eval`: what a model can still do with a cache type. `kv eval recall`: find a pass key in a long context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli import measuring, render
+from kvcli.errors import UsageError
+from kvcli.flags import ModelFlags, grouped, parse_tokens
+from kvcli.globaloptions import require_command
+from kvcli.interrupt import Interrupts, last_words
+from kvcli.invocation import Invocation, JsonFlag
+from kvcli.measuring import TypeFlags, Types, type_name
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+    from kvcli.runtime.recall import Answer, Question
+
+DEFAULT_TYPES = "f16,int8,int4"
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    group.callback(invoke_without_command=True)(evaluate)
+    group.command("recall")(recall)
+    app.add_typer(group, name="eval")
+
+
+def evaluate(ctx: typer.Context) -> None:
+    """Test what a model can do with each cache type."""
+    require_command(ctx)
+
+
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Which questions are asked."""
+
+    depths: Annotated[
+        str, typer.Option("--depths", metavar="LIST", help="Where the key stands, in per cent of the filler.")
+    ] = "0,25,50,75,100"
+    lengths: Annotated[str, typer.Option("--ctx", metavar="LIST", help="Lengths of the context in tokens.")] = (
+        "1k,2k,4k"
+    )
+    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Questions at each depth.")] = 1
+    seed: Annotated[int, typer.Option("-s", "--seed", metavar="N", help="Of keys and filler.")] = 0
+
+    def sizes(self) -> list[int]:
+        """Raises UsageError."""
+        found = [parse_tokens(entry, "--ctx") for entry in self.lengths.split(",")]
+        return list(dict.fromkeys(found))
+
+    def at(self) -> list[float]:
+        """Raises UsageError."""
+        try:
+            found = [float(entry) for entry in self.depths.split(",")]
+        except ValueError:
+            found = [-1.0]
+        if not all(0 <= depth <= 100 for depth in found):
+            raise UsageError(f"--depths is '{self.depths}'", "write per cents with commas between, e.g. 0,50,100")
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The answers of one cache type to the questions of one length and depth."""
+
+    types: Types
+    ctx: int
+    depth: float
+    answers: list[Answer]
+    keys: list[str]
+
+    @property
+    def exact(self) -> int:
+        return sum(answer.exact for answer in self.answers)
+
+    @property
+    def nll(self) -> float:
+        return sum(answer.nll for answer in self.answers) / len(self.answers)
+
+
+@grouped
+def recall(
+    ctx: typer.Context, model: ModelFlags, types: TypeFlags, questions: QuestionFlags, json: JsonFlag = False
+) -> None:
+    """Hide a pass key in filler at several depths, and see whether the model still knows it.
+
+    For each depth: how often greedy decoding gives the key exactly, and the key's mean negative log likelihood per
+    token (lower is better), which also tells of models too small to answer exactly.
+    """
+    invocation: Invocation = ctx.obj
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
+        chosen = types.types(DEFAULT_TYPES, invocation)
+        lengths, depths = questions.sizes(), questions.at()
+        engine = measuring.open_for(model, types, max(lengths), invocation, interrupts)
+        measuring.warn_of_weak_keys(engine, chosen, invocation)
+        asked = _questions(engine, questions, lengths, depths)
+        with render.Progress(invocation, unit="tokens") as progress:
+            cells = _ask(engine, asked, chosen, progress)
+    if json:
+        entries = [_entry(cell) for cell in cells]
+        render.print_json({"kv_schema": 1, "model": model.model, "seed": questions.seed, "results": entries})
+        return
+    _print(cells, depths, invocation)
+
+
+def _questions(
+    engine: Engine, flags: QuestionFlags, lengths: list[int], depths: list[float]
+) -> dict[tuple[int, float], list[Question]]:
+    from kvcli.runtime import recall
+
+    return {
+        (n, depth): [recall.question(engine.tokenizer, n, depth, flags.seed + i) for i in range(flags.trials)]
+        for n in lengths
+        for depth in depths
+    }
+
+
+def _ask(
+    engine: Engine, asked: dict[tuple[int, float], list[Question]], types: list[Types], progress: render.Progress
+) -> list[_Cell]:
+    from kvcli.runtime import quality, recall
+    from kvcli.runtime.pages import PagePool
+
+    total = sum(len(q.context) for each in asked.values() for q in each) * len(types)
+    done, cells = 0, []
+    for pair in types:
+        pool = PagePool(quality.layout_of(engine, pair))
+        for (length, depth), each in asked.items():
+            answers = []
+            for question in each:
+                answers.append(recall.ask(engine, pool, question))
+                done += len(question.context)
+                progress("recall", done, total)
+            cells.append(_Cell(pair, length, depth, answers, [q.key for q in each]))
+    return cells
+
+
+def _print(cells: list[_Cell], depths: list[float], invocation: Invocation) -> None:
+    """A row for each type and length; a column for each depth."""
+    rows: dict[tuple[str, int], list[_Cell]] = {}
+    for cell in cells:
+        rows.setdefault((type_name(cell.types), cell.ctx), []).append(cell)
+    headers = ["type", "ctx", *(f"{depth:g} %" for depth in depths), "exact", "NLL"]
+    table = []
+    for (name, length), found in rows.items():
+        trials = sum(len(cell.answers) for cell in found)
+        shown = [f"{cell.exact}/{len(cell.answers)} {cell.nll:.3f}" for cell in found]
+        mean = sum(cell.nll for cell in found) / len(found)
+        table.append([name, str(length), *shown, f"{sum(cell.exact for cell in found)}/{trials}", f"{mean:.4f}"])
+    render.print_table(headers, table, invocation, right=range(1, len(headers)))
+
+
+def _entry(cell: _Cell) -> dict[str, Any]:
+    return {
+        "type_k": cell.types[0],
+        "type_v": cell.types[1],
+        "ctx": cell.ctx,
+        "depth": cell.depth,
+        "trials": len(cell.answers),
+        "exact": cell.exact,
+        "nll": cell.nll,
+        "answers": [
+            {"key": key, "exact": answer.exact, "nll": answer.nll}
+            for key, answer in zip(cell.keys, cell.answers, strict=True)
+        ],
+    }

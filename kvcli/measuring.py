@@ -1,0 +1,115 @@
+"""What the commands that compare cache types share: lists of types on the command line, and the engine for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import opening, render
+from kvcli.errors import UsageError
+from kvcli.flags import PAGE_SIZES, ModelFlags, check_cache_type
+from kvcli.interrupt import Interrupts
+from kvcli.invocation import Invocation
+from kvcli.options import CacheOptions
+from kvcli.runtime.cachetypes import alias_note, canonical
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+
+Types = tuple[str, str]  # of keys and of values, canonical names
+
+
+def _option(*names: str, metavar: str, help: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="KV cache", show_default=False)
+
+
+@dataclass(frozen=True)
+class TypeFlags:
+    """The cache types to compare."""
+
+    cache_type: Annotated[
+        str | None, _option("-ct", "--cache-type", metavar="LIST", help="Types, e.g. f16,int8,int8/int4 (K/V).")
+    ] = None
+    cache_type_k: Annotated[
+        str | None, _option("-ctk", "--cache-type-k", metavar="LIST", help="Types of keys, paired with -ctv.")
+    ] = None
+    cache_type_v: Annotated[
+        str | None, _option("-ctv", "--cache-type-v", metavar="LIST", help="Types of values, paired with -ctk.")
+    ] = None
+    page_size: Annotated[
+        int, typer.Option("--page-size", metavar="16|32|64|128", help="Tokens per page.", rich_help_panel="KV cache")
+    ] = 64
+
+    def types(self, default: str, invocation: Invocation) -> list[Types]:
+        """Every pair once, in order, under their own names; foreign names are told. Raises UsageError."""
+        if self.page_size not in PAGE_SIZES:
+            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        given = self.cache_type
+        if given is None and self.cache_type_k is None and self.cache_type_v is None:
+            given = default
+        pairs = [_pair(entry) for entry in _entries(given, "--cache-type")] if given is not None else []
+        pairs += self._zipped()
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
+            if note := alias_note(name):
+                render.announce(note, invocation)
+        return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs))
+
+    def _zipped(self) -> list[Types]:
+        """-ctk and -ctv side by side; one entry stands for as many as the other has, none for the same types."""
+        if self.cache_type_k is None and self.cache_type_v is None:
+            return []
+        keys = _checked(self.cache_type_k or self.cache_type_v, "--cache-type-k")
+        values = _checked(self.cache_type_v or self.cache_type_k, "--cache-type-v")
+        if len(keys) != len(values) and 1 not in (len(keys), len(values)):
+            raise UsageError(
+                f"--cache-type-k has {len(keys)} types and --cache-type-v {len(values)}",
+                "they are paired: give as many, or one",
+            )
+        longest = max(len(keys), len(values))
+        return list(zip(keys * (longest // len(keys)), values * (longest // len(values)), strict=True))
+
+
+def open_for(
+    model: ModelFlags, types: TypeFlags, ctx_size: int, invocation: Invocation, interrupts: Interrupts
+) -> Engine:
+    """The engine whose model is measured, with a 16-bit cache of its own that long."""
+    options = CacheOptions(ctx_size, "f16", "f16", types.page_size)
+    return opening.open_engine(model.options(invocation.offline), options, invocation, interrupts)
+
+
+def warn_of_weak_keys(engine: Engine, types: list[Types], invocation: Invocation) -> None:
+    """A type that `kv run` would refuse for this model is measured all the same: say so."""
+    from kvcli.runtime import guard, quality
+
+    for each in types:
+        reason = guard.weakness(engine.model_weights, engine.config, quality.layout_of(engine, each))
+        if reason:
+            render.warn(f"{reason}; measured all the same", invocation)
+
+
+def type_name(types: Types) -> str:
+    """int8, or int8/int4 where keys and values differ."""
+    return types[0] if types[0] == types[1] else "/".join(types)
+
+
+def _entries(text: str | None, flag: str) -> list[str]:
+    entries = [entry.strip() for entry in (text or "").split(",")]
+    if "" in entries:
+        raise UsageError(
+            f"{flag} is '{text}', which has an empty entry", "write types with commas between, e.g. f16,int8"
+        )
+    return entries
+
+
+def _checked(text: str | None, flag: str) -> list[str]:
+    return [check_cache_type(entry, flag) for entry in _entries(text, flag)]
+
+
+def _pair(entry: str) -> Types:
+    keys, slash, values = entry.partition("/")
+    return (
+        check_cache_type(keys.strip(), "--cache-type"),
+        check_cache_type(values.strip() if slash else keys.strip(), "--cache-type"),
+    )

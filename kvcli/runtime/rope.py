@@ -1,0 +1,54 @@
+"""Rotary embedding tables (arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcli.kernels import CENTRE_ROWS, Angles
+from kvcli.runtime.config import ModelConfig, RopeConfig
+
+
+class RopeTable:
+    """Cosines and sines of one RoPE configuration; angles in float64, so large positions stay right."""
+
+    def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None) -> None:
+        """`factors` float32 [dim / 2] divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
+        half = rope.dim // 2
+        self._last: tuple[tuple[int, int], Angles]
+        self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim)
+        if rope.scaling == "linear":
+            self.frequencies /= rope.factor
+        if rope.scaling == "llama3" and factors is not None:
+            self.frequencies /= factors.double().numpy()
+        self._last = (0, 1), self.at_positions(np.zeros(1))
+        self._centres: Angles = self._last[1]
+
+    def at(self, start: int, n: int) -> Angles:
+        """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; kept for the other layers of a step."""
+        if self._last[0] != (start, n):
+            positions = np.arange(start, start + n, dtype=np.float64)
+            self._last = (start, n), self.at_positions(positions)
+        return self._last[1]
+
+    def centres(self, rows: int) -> Angles:
+        """The same for the middle of each CENTRE_ROWS rows of a sequence, for at least `rows` of them from 0 on."""
+        if self._centres[0].shape[0] * CENTRE_ROWS < rows:
+            n = 2 * -(-rows // CENTRE_ROWS)
+            self._centres = self.at_positions(np.arange(n) * float(CENTRE_ROWS) + (CENTRE_ROWS - 1) / 2)
+        return self._centres
+
+    def at_positions(self, positions: np.ndarray) -> Angles:
+        """The same for any positions, float64 [n]."""
+        angles = positions[:, None] * self.frequencies
+        return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
+
+
+class RopeTables:
+    """One table per distinct RoPE configuration of a model."""
+
+    def __init__(self, config: ModelConfig, factors: torch.Tensor | None = None) -> None:
+        self._tables = {x.rope: RopeTable(x.rope, factors) for x in config.layers if x.rope is not None}
+
+    def table(self, rope: RopeConfig | None) -> RopeTable | None:
+        return None if rope is None else self._tables[rope]

@@ -1,0 +1,53 @@
+"""Sealing: when the rows of a step leave the tail of a quantized cache, they are encoded, once.
+
+Keys are centred first. The mean is taken before RoPE, over the sequence's own first page without its first tokens (the
+attention sinks), and it takes part in RoPE where it is subtracted; so it fits at any position, needs no calibration and
+no bytes in the pages, and a shared prefix has the same one. Scores get it back (see kernels/attention.py), so a bad
+mean costs nothing but precision.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcli.kernels import Angles, Backend, PagedKV
+from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.layout import sealed_rows
+from kvcli.runtime.rope import RopeTable
+
+UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
+
+
+def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable | None) -> Angles | None:
+    """Encode the rows of one layer that leave the tail as rows [start, end), just stored, come. Sinks stay open.
+
+    Returns the angles of the mean, for attention; None where keys are not centred or there is no RoPE.
+    """
+    if kv.open is None:
+        return None
+    size = kv.record.page_size
+    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
+    if first < last and not kv.basis.known:
+        _fix_basis(ops, kv, kv.open, rope)
+    angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
+    if first < last:
+        ops.seal(kv, first, last, angles)
+    return angles
+
+
+def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:
+    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits."""
+    size, basis = kv.record.page_size, kv.basis
+    keys, values = first_page.rows(0, 0, size)  # [kv_heads, page_size, dim]
+    if CODEC_SPECS[kv.record.codec_k].centred:
+        rows = keys.transpose(0, 1).contiguous()
+        ops.rotate_(rows)  # back to the basis in which RoPE turns
+        if rope is not None:
+            ops.rope_(rows, *rope.at_positions(-np.arange(size, dtype=np.float64)))
+        basis.centre = rows[UNLIKE_THE_REST:].mean(0)
+    codec_k, codec_v = kv.codecs
+    if codec_k.per_head:
+        basis.scale_k = codec_k.static_scale(keys)
+    if codec_v.per_head:
+        basis.scale_v = codec_v.static_scale(values)
+    basis.known = True
