@@ -193,7 +193,8 @@ class ChatSession:
 
     def _ctx(self) -> None:
         facts = cache_facts(self.engine, self.sequence)
-        used, limit = len(self.conversation.tokens), facts.limit
+        limit = facts.limit
+        used = min(len(self.conversation.tokens), limit)  # the token that filled it up is not in the cache
         say(f"context: {used} of {limit} tokens ({100 * used / limit:.1f} %), {limit - used} until full")
         say(f"cache: {facts.pages} pages of {facts.page_size}, {human_bytes(facts.nbytes)} as {facts.types}")
 

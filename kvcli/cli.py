@@ -147,16 +147,16 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
+    from kvcli import render, streams
+
     known, plain_text = _as_kverror(error, args)
     if plain_text:
-        sys.stderr.write(known.message + "\n")
+        streams.write_err(known.message + "\n")
         return known.exit_code
     if invocation and invocation.verbose >= 2:
         import traceback
 
-        traceback.print_exception(error)
-    from kvcli import render
-
+        streams.write_err("".join(traceback.format_exception(error)))
     if isinstance(known, OutputError):
         _discard_stdout()
     elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
@@ -165,6 +165,9 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
             render.print_json({"error": details})
         except BrokenPipeError:
             return EXIT_BROKEN_PIPE
+        except OSError as failure:
+            unwritten = OutputError(f"could not write the output: {failure.strerror or failure}")
+            return _report(unwritten, args, invocation)
         return known.exit_code
     if invocation:
         render.print_error(known.message, known.hint, invocation.color)
@@ -205,11 +208,10 @@ def _asks_for_json(args: list[str]) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Send what stdout still holds to nowhere; else the interpreter's last flush would fail again."""
+    from kvcli import streams
+
     if sys.stdout is not None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        streams.discard(sys.stdout)
 
 
 def _die_of_broken_pipe() -> NoReturn:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from kvcli import __version__
 from kvcli.invocation import Bars, When
+from kvcli.streams import write_err
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +22,7 @@ def require_command(ctx: typer.Context) -> None:
     """For a group called without a command: its help on stderr, exit code 2."""
     if ctx.invoked_subcommand is None:
         ctx.command.rich_markup_mode = None  # type: ignore[attr-defined]  # else Rich prints it on stdout
-        sys.stderr.write(ctx.get_help() + "\n")
+        write_err(ctx.get_help() + "\n")
         raise typer.Exit(2)
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kvcli.invocation import Bars, Invocation, When
+from kvcli.streams import write_err
 
 _RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
@@ -96,29 +97,24 @@ def print_table(
     write_out("\n".join(lines) + "\n")
 
 
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 def print_error(message: str, hint: str, when: When = When.auto) -> None:
     """`kv: error: message`, and the hint on a second line."""
     color = use_color(sys.stderr, when)
     label = f"{_RED}error:{_RESET}" if color else "error:"
-    _to_stderr(f"kv: {label} {one_line(message)}" + (f"\n  {one_line(hint)}" if hint else ""))
+    write_err(f"kv: {label} {one_line(message)}\n" + (f"  {one_line(hint)}\n" if hint else ""))
 
 
 def warn(message: str, invocation: Invocation) -> None:
     """Something was lost or is not as asked: always said, even with -q."""
     color = use_color(sys.stderr, invocation.color)
     label = f"{_YELLOW}warning:{_RESET}" if color else "warning:"
-    _to_stderr(f"kv: {label} {one_line(message)}")
+    write_err(f"kv: {label} {one_line(message)}\n")
 
 
 def announce(message: str, invocation: Invocation) -> None:
     """Something that takes long or costs space and was not asked for by name: said unless -q."""
     if not invocation.quiet:
-        _to_stderr(f"kv: {one_line(message)}")
+        write_err(f"kv: {one_line(message)}\n")
 
 
 def notice(message: str, invocation: Invocation) -> None:
@@ -126,7 +122,7 @@ def notice(message: str, invocation: Invocation) -> None:
     if not invocation.quiet and (invocation.verbose or is_terminal(sys.stderr)):
         color = use_color(sys.stderr, invocation.color)
         text = f"kv: {one_line(message)}"
-        _to_stderr(f"{_DIM}{text}{_RESET}" if color else text)
+        write_err(f"{_DIM}{text}{_RESET}\n" if color else f"{text}\n")
 
 
 class Progress:
@@ -174,7 +170,7 @@ class Progress:
         elif self._writes and time.monotonic() - self._last_line >= _PLAIN_PERIOD_S:
             self._last_line = time.monotonic()
             amount = human_bytes if self._unit == "bytes" else str
-            _to_stderr(f"kv: {stage}: {amount(done)}" + (f" of {amount(total)}" if total else ""))
+            write_err(f"kv: {stage}: {amount(done)}" + (f" of {amount(total)}\n" if total else "\n"))
 
     def _make_bars(self) -> Any:
         from rich import progress

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from kvcli.errors import OutputError
 
@@ -31,10 +31,29 @@ def neutralise(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def discard(stream: TextIO) -> None:
+    """Send what the stream still holds, and all that follows, to nowhere; else its last flush would fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def write_err(text: str) -> None:
+    """Text on stderr. Where it cannot be written it is dropped: a remark must not cost the answer or the exit code."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        discard(sys.stderr)
+
+
 def say(message: str) -> None:
     """One line on stderr, marked as ours."""
-    if sys.stderr is not None:
-        print(f"kv: {message}", file=sys.stderr, flush=True)
+    write_err(f"kv: {message}\n")
 
 
 @contextmanager

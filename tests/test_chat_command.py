@@ -169,9 +169,10 @@ def test_system_is_set_and_shown(kv):
 
 def test_a_full_context_ends_the_answer_and_leaves_the_session_usable(kv):
     kv.engine.ctx_size = 25
-    outcome = chat(kv, "first\n/undo\nhi\n")
+    outcome = chat(kv, "first\n/ctx\n/undo\nhi\n")
     assert (outcome.code, outcome.out) == (0, "on\ntwo\n")
     assert "kv: stop: context full (25/25); /undo" in outcome.err
+    assert "kv: context: 25 of 25 tokens (100.0 %), 0 until full" in outcome.err
 
 
 def test_a_message_that_does_not_fit_is_forgotten(kv, talk):

@@ -46,6 +46,9 @@ def fail(ctx: typer.Context, how: str, json: JsonFlag = False) -> None:
             sys.stderr.write("cleaned\\n")
     elif how == "print":
         print("text")
+    elif how == "warn":
+        render.warn("lost", ctx.obj)
+        print("text")
     elif how == "exit":
         raise typer.Exit(9)
     else:
@@ -264,6 +267,35 @@ def test_full_disk(arguments: tuple[str, ...], faulty: list[str]) -> None:
         result = subprocess.run([*faulty, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 74
     assert result.stderr == "kv: error: could not write the output: No space left on device\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("fail", "model", "--json"), ("fail", "--nonsense", "--json")])
+def test_full_disk_under_an_error_as_json(arguments: tuple[str, ...], faulty: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*faulty, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 74
+    assert result.stderr == "kv: error: could not write the output: No space left on device\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "arguments, code, out",
+    [
+        (("fail", "warn"), 0, "text\n"),
+        (("fail", "model"), 3, ""),
+        (("-vv", "fail", "model"), 3, ""),
+        (("fail", "model", "--json"), 3, '{"error": '),
+        ((), 2, ""),
+    ],
+)
+def test_full_disk_under_stderr_costs_nothing_else(
+    arguments: tuple[str, ...], code: int, out: str, faulty: list[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*faulty, *arguments], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert result.returncode == code
+    assert result.stdout.startswith(out) and bool(result.stdout) is bool(out)
 
 
 def test_a_full_disk_elsewhere_is_not_the_outputs_fault(faulty: list[str], kv_here: KvHere) -> None:

@@ -181,7 +181,7 @@ def _print(rows: dict[Types, Summary], costs: dict[Types, Cost], invocation: Inv
         )
     render.print_table(HEADERS, cells, invocation, right=range(1, len(HEADERS)))
     first, tokens = next(iter(rows.values())), next(iter(costs.values())).tokens
-    render.announce(
+    render.notice(
         f"{first.tokens:,} tokens scored; bits are those of a whole cache of {tokens:,} tokens, 16-bit pages included,"
         " and of sealed rows alone",
         invocation,
