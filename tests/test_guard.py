@@ -71,7 +71,8 @@ def test_one_wild_head_is_not_hidden_by_the_others():
 def test_a_query_bias_counts():
     weights = biased([200.0] * 4)
     assert reason(weights, "int4") == ""
-    assert reason(weights | {"blk.2.attn_q.bias": noise(150.0, HEADS * DIM)}, "int4") == ""
+    weights["blk.2.attn_q.bias"] = noise(50.0, HEADS * DIM)
+    assert reason(weights, "int4") == ""
     weights["blk.2.attn_q.bias"] = noise(300.0, HEADS * DIM)
     assert "layer 2" in reason(weights, "int4")
 
@@ -100,6 +101,8 @@ def test_small_windows_stay_in_16_bits_and_need_no_guard():
 
 
 def test_not_a_number_does_not_pass():
+    strange = biased([22.0, 22.0, 22.0]) | {"blk.2.attn_k.bias": torch.full((KV_HEADS * DIM,), torch.nan)}
+    assert "would fail" in reason(Vectors(strange), "int8")
     assert "would fail" in reason(Vectors({"blk.0.attn_k.bias": torch.full((KV_HEADS * DIM,), torch.nan)}), "int8")
 
 

@@ -44,8 +44,9 @@ class TextFlags:
         int, typer.Option("--chunks", metavar="N", min=0, help="Most chunks of each text; 0 = all whole ones.")
     ] = 0
     score_from: Annotated[
-        int, typer.Option("--score-from", metavar="N", min=0, help="First scored position; 0 = the second half.")
-    ] = 0
+        int | None,
+        typer.Option("--score-from", metavar="N", min=0, help="First scored position.", show_default="the second half"),
+    ] = None
 
     def protocol(self) -> Protocol:
         """Raises UsageError."""

@@ -603,10 +603,11 @@ static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out)
     }
     for (int64_t i = 0; i < n; i++) {
         uint16_t bits;
+        float f = x[i] > 65504.0f ? 65504.0f : x[i] < -65504.0f ? -65504.0f : x[i]; /* no infinities in f16; NaN stays */
 #if defined(__F16C__)
-        bits = codec == CODEC_F16 ? _cvtss_sh(x[i], 0) : float_to_bf16(x[i]);
+        bits = codec == CODEC_F16 ? _cvtss_sh(f, 0) : float_to_bf16(x[i]);
 #else
-        bits = codec == CODEC_F16 ? soft_float_to_half(x[i]) : float_to_bf16(x[i]);
+        bits = codec == CODEC_F16 ? soft_float_to_half(f) : float_to_bf16(x[i]);
 #endif
         memcpy(out + 2 * i, &bits, 2);
     }

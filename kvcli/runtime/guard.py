@@ -14,6 +14,7 @@ Learned sink logits compete with scores in absolute terms: there 4-bit keys are 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def weakness(weights: Vectors, config: ModelConfig, layout: KVLayout) -> str:
         if sinks and name == "int4":
             return f"{name} keys would fail on this model (learned sink logits in layer {sinks[0]})"
         found = list(strengths(weights, config, group.layers))
-        worst = max(found, key=lambda x: x.noise, default=None)
+        worst = max(found, key=lambda x: (math.isnan(x.noise), x.noise), default=None)
         if worst is not None and not worst.noise * RELATIVE_ERROR[name] <= LIMIT_NATS:
             median = statistics.median(x.norm for x in found)
             where = f"{worst.what} norm {worst.norm:.0f} in layer {worst.layer}, median {median:.0f}"

@@ -36,11 +36,11 @@ class Protocol:
 
     chunk: int = 512
     chunks: int = 0
-    score_from: int = 0  # 0 = the second half
+    score_from: int | None = None  # None = the second half
 
     @property
     def first(self) -> int:
-        return self.score_from or self.chunk // 2
+        return self.chunk // 2 if self.score_from is None else self.score_from
 
     @property
     def scored(self) -> int:
