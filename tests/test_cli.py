@@ -212,7 +212,12 @@ def test_every_error_has_its_exit_code() -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, faulty: list[str]) -> None:
+    ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup; kv would leave it so
+    if ignored:
+        signal.signal(number, signal.SIG_DFL)
     with subprocess.Popen([*faulty, "fail", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        if ignored:
+            signal.signal(number, signal.SIG_IGN)
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)

@@ -133,7 +133,7 @@ def test_bytes_are_those_that_the_pool_holds_at_the_peak(types: tuple[str, str],
 
 
 def test_the_table_has_a_row_for_each_type_and_f16_first(ppl: Ppl):
-    code, out, err = ppl("-ct", "int4,int8/int4,f32", "-ctk", "fp8,f16", "-ctv", "int8")
+    code, out, err = ppl("-v", "-ct", "int4,int8/int4,f32", "-ctk", "fp8,f16", "-ctv", "int8")
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:3] == ["type", "PPL", "±"]
