@@ -108,23 +108,22 @@ class NativeBackend:
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
     def _table(self, weights: Sequence[QuantTensor]) -> ctypes.Array:
-        key = tuple(id(w) for w in weights)
+        key = tuple(map(id, weights))
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = _weights(weights)
             table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
+            table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
         return table
 
     def matmul(
         self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = add_to
-        if out is None:
-            out = torch.empty(x.shape[0], sum(w.rows for w in weights))
+        table, (m, k) = self._table(weights), x.shape
+        out = torch.empty(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
         self._lib.kv_matmul(
-            self._table(weights), len(weights), x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
-            out.data_ptr(), out.stride(0), add_to is not None,
-        )  # fmt: skip
+            table, len(weights), x.data_ptr(), m, k, x.stride(0), out.data_ptr(), out.stride(0), add_to is not None
+        )
         return out
 
     def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

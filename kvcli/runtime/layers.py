@@ -35,18 +35,18 @@ def attention(
     """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer."""
     shape: LayerConfig = config.layers[layer]
     kv = step.kv(layer)
-    qkv = ops.matmul(x, weights.qkv)
+    t, qkv = x.shape[0], ops.matmul(x, weights.qkv)
     n_q, n_k = config.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k
-    q = qkv[:, :n_q].unflatten(1, (config.n_heads, shape.dim_k))  # [T, heads, dim_k], rows of a wider matrix
-    k = qkv[:, n_q : n_q + n_k].unflatten(1, (shape.kv_heads, shape.dim_k))
-    v = qkv[:, n_q + n_k :].unflatten(1, (shape.kv_heads, shape.dim_v))
+    q = qkv[:, :n_q].view(t, config.n_heads, shape.dim_k)  # [T, heads, dim_k], rows of a wider matrix
+    k = qkv[:, n_q : n_q + n_k].view(t, shape.kv_heads, shape.dim_k)
+    v = qkv[:, n_q + n_k :].view(t, shape.kv_heads, shape.dim_v)
     if weights.q_norm is not None:
         q = ops.rms_norm(q, weights.q_norm, config.norm_eps)
     if weights.k_norm is not None:
         k = ops.rms_norm(k, weights.k_norm, config.norm_eps)
     rope = ropes.table(shape.rope)
     if rope is not None:
-        cos, sin = rope.at(step.start, x.shape[0])
+        cos, sin = rope.at(step.start, t)
         ops.rope_(q, cos, sin)
         ops.rope_(k, cos, sin)
     rotated_k, rotated_v = kv.rotated
@@ -56,10 +56,10 @@ def attention(
     if rotated_v:
         ops.rotate_(v)
     ops.store(k, v, kv, step.start)
-    centres = seal_step(ops, kv, step.start, step.start + x.shape[0], rope)
+    centres = seal_step(ops, kv, step.start, step.start + t, rope)
     out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap, centres)
     if rotated_v:
-        ops.rotate_(out.unflatten(1, (config.n_heads, shape.dim_v)))
+        ops.rotate_(out.view(t, config.n_heads, shape.dim_v))
     return out
 
 
