@@ -70,7 +70,7 @@ def _call(args: list[str], invocation: Invocation) -> int:
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
-    command = _command(bare=not args)
+    command = _command(args)
     try:
         # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
         with command.make_context("kv", args, obj=invocation) as context:
@@ -80,8 +80,11 @@ def _call(args: list[str], invocation: Invocation) -> int:
     return 0
 
 
-def _command(bare: bool) -> Any:
-    """The click command made of the Typer app; it takes the global options behind a command's name too."""
+def _command(args: list[str]) -> Any:
+    """The click command made of the Typer app; it takes the global options behind a command's name too.
+
+    Where the first word of `args` names a command, only that one's module is imported.
+    """
     import importlib
 
     import typer
@@ -89,7 +92,7 @@ def _command(bare: bool) -> Any:
     from kvcli import globaloptions
 
     # Framed help is for people: in a pipe, and as the answer to a bare `kv`, it is plain text.
-    framed = sys.stdout.isatty() and not bare
+    framed = sys.stdout.isatty() and bool(args)
     app = typer.Typer(
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -98,7 +101,7 @@ def _command(bare: bool) -> Any:
         help="Local inference whose heart is the KV cache: paged, quantized, planned before it loads.",
     )
     globaloptions.register(app)
-    for name in COMMANDS:
+    for name in [args[0]] if args and args[0] in COMMANDS else COMMANDS:
         importlib.import_module(f"kvcli.commands.{name}").register(app)
     command = typer.main.get_command(app)
     globaloptions.add_to_commands(command)

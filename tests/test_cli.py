@@ -225,7 +225,7 @@ def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, fau
         assert process.stdout.read() == b"cleaned\n" and process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("module", ["typer", "kvcli.invocation", "kvcli.commands.pull"])
+@pytest.mark.parametrize("module", ["typer", "kvcli.invocation", "kvcli.commands.models"])
 def test_interrupt_while_importing(module: str) -> None:
     """Ctrl-C while `kv` imports its parts: no traceback, 130."""
     code = f"""

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, Cursor, NeedMoreBytes, quote
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["GGML_TYPES", "BlockType", "GGUFFile", "Header", "NeedMoreBytes", "TensorInfo", "parse_header"]
 
@@ -272,6 +273,8 @@ class GGUFFile:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {quote(name)}", DAMAGED)
+        import numpy as np
+
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Nothing is allocated by a number read from the file before that number was compared with the bytes that are
 left, so time and memory are bounded by the size of the file. Long arrays are checked when the file is opened
-and decoded when they are first used.
+and decoded when they are first used; numpy, which takes longer to import than a header to read, comes in then.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import mmap
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise, repeat
-from typing import Any, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, overload
 
 from kvcli.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Buffer = bytes | mmap.mmap
 
@@ -47,11 +49,20 @@ def quote(name: str) -> str:
 class NumberArray(Sequence[Any]):
     """A long read-only array of numbers or booleans; items are Python's, `numpy.asarray` gives the array."""
 
-    def __init__(self, values: np.ndarray) -> None:
-        self._values = values  # [n], little-endian, maybe unaligned
+    def __init__(self, buffer: Buffer, code: str, count: int, offset: int, boolean: bool = False) -> None:
+        """`count` numbers of the struct code `code` from `offset` on."""
+        self._buffer, self._code, self._count, self._offset, self._boolean = buffer, code, count, offset, boolean
+
+    @cached_property
+    def _values(self) -> np.ndarray:
+        """[n], little-endian, maybe unaligned."""
+        import numpy as np
+
+        values = np.frombuffer(self._buffer, np.dtype(self._code), self._count, self._offset)
+        return values != 0 if self._boolean else values
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._count
 
     def __getitem__(self, index: Any) -> Any:
         return self._values[index].tolist()
@@ -60,6 +71,8 @@ class NumberArray(Sequence[Any]):
         return iter(self._values.tolist())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        import numpy as np
+
         return np.array(self._values, dtype, copy=True) if copy else np.asarray(self._values, dtype)
 
     def __repr__(self) -> str:
@@ -76,11 +89,10 @@ class StringArray(Sequence[str]):
 
     def _decoded(self) -> list[str]:
         if self._strings is None:
-            first = self._starts[0]
-            region = np.frombuffer(self._buffer, np.uint8, self._end - first, first)
-            starts = np.frombuffer(self._starts, np.uint64).astype(np.int64) - first
+            raw = self._buffer[self._starts[0] : self._end]
             try:
-                self._strings = _split_at_nul(region, starts) or _split_one_by_one(region, starts)
+                several = len(self._starts) > LIST_LIMIT
+                self._strings = (several and _split_at_nul(raw, self._starts)) or _split_one_by_one(raw, self._starts)
             except UnicodeDecodeError:
                 raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
         return self._strings
@@ -102,20 +114,22 @@ class StringArray(Sequence[str]):
         return f"<{len(self)} strings>"
 
 
-def _split_at_nul(region: np.ndarray, starts: np.ndarray) -> list[str] | None:
+def _split_at_nul(raw: bytes, starts: array[int]) -> list[str] | None:
     """Cut at a NUL in place of each 8-byte length, twice as fast as one by one; None if one has a NUL."""
-    chars = region.copy()
-    chars[starts] = 0
+    import numpy as np
+
+    chars = np.frombuffer(raw, np.uint8).copy()
+    places = np.frombuffer(starts, np.uint64).astype(np.int64) - starts[0]
+    chars[places] = 0
     keep = np.ones(len(chars), bool)
     for byte in range(1, 8):
-        keep[starts + byte] = False
+        keep[places + byte] = False
     text = chars[keep].tobytes().decode()
     return text.split("\0")[1:] if text.count("\0") == len(starts) else None
 
 
-def _split_one_by_one(region: np.ndarray, starts: np.ndarray) -> list[str]:
-    raw = region.tobytes()
-    cuts = [*starts.tolist(), len(raw)]
+def _split_one_by_one(raw: bytes, starts: array[int]) -> list[str]:
+    cuts = [*(start - starts[0] for start in starts), len(raw)]
     return [raw[start + 8 : end].decode() for start, end in pairwise(cuts)]
 
 
@@ -213,14 +227,15 @@ class Cursor:
         return self._numbers(item_type, key, count)
 
     def _numbers(self, item_type: int, key: str, count: int) -> list[Any] | NumberArray:
-        dtype = np.dtype(NUMBERS[U8 if item_type == BOOL else item_type])
-        values = np.frombuffer(self.buffer, dtype, count, self.pos)
-        self.pos += count * dtype.itemsize
-        if item_type == BOOL:
-            if int(values.max()) > 1:
-                raise self.error(f"key {quote(key)} has a boolean of {values.max()}, not 0 or 1")
-            values = values != 0
-        return values.tolist() if count <= LIST_LIMIT else NumberArray(values)
+        code, start = NUMBERS[U8 if item_type == BOOL else item_type], self.pos
+        size = struct.calcsize(code)
+        self.pos += count * size
+        if item_type == BOOL and (largest := max(self.buffer[start : self.pos])) > 1:
+            raise self.error(f"key {quote(key)} has a boolean of {largest}, not 0 or 1")
+        if count > LIST_LIMIT:
+            return NumberArray(self.buffer, code, count, start, item_type == BOOL)
+        values = struct.unpack_from(f"<{count}{code[1:]}", self.buffer, start)
+        return [value != 0 for value in values] if item_type == BOOL else list(values)
 
     def _strings(self, key: str, count: int) -> StringArray:
         starts = array("Q")
