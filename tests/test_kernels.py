@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from conftest import PACKAGE_ROOT
 from kernelcases import FORMATS, ISAS, backend, native, one_thread, packed, same_bits
 
 from kvcli.kernels import QuantTensor, ggml
@@ -142,7 +143,8 @@ print("equal")
 def test_threads_can_be_added_and_taken_away():
     """In a process of its own: workers stay until the end."""
     native()
-    done = subprocess.run([sys.executable, "-c", MORE_THREADS], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", MORE_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE_ROOT)
     assert done.stdout.strip() == "equal", done.stderr
 
 
