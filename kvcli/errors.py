@@ -71,4 +71,3 @@ class OutputError(KVError):
 EXIT_CONTEXT_FULL = 9  # `kv run` only: the context filled while answering
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-EXIT_TERMINATED = 143

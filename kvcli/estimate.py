@@ -14,7 +14,7 @@ from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime import footprint, overheads
 from kvcli.runtime.config import LATENT, ModelConfig
-from kvcli.runtime.footprint import ASSUMED, CHOSEN, COMPUTED, EXACT, WeightBytes
+from kvcli.runtime.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.overheads import ASSUMED_BYTES
@@ -266,11 +266,6 @@ def engine_budget(limit: str | None) -> Budget:
         size = parse_size(limit, "--vram-limit", memory.total)
         return Budget(size, "allowed by --vram-limit", 0, measured)
     return Budget(memory.free + process_bytes(), f"available ({memory.source})", runtime_bytes=measured)
-
-
-def chosen_row(margin: int) -> Row:
-    """The margin as a row."""
-    return Row("margin", margin, CHOSEN)
 
 
 def _mib(size: int) -> str:

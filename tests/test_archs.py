@@ -124,6 +124,16 @@ def test_rope_angles_stay_right_at_large_positions():
     assert torch.allclose(cos.double(), exact.cos(), atol=1e-7) and torch.allclose(sin.double(), exact.sin(), atol=1e-7)
 
 
+def test_a_tensor_that_would_be_left_out_is_named(monkeypatch: pytest.MonkeyPatch):
+    """A llama file with biases, for one: without them it would be another model."""
+    file = GGUFFile.open(tiny.make("llama").path)
+    config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
+    extra = {**file.tensors, "blk.0.attn_k.bias": file.tensors["blk.0.attn_norm.weight"]}
+    monkeypatch.setattr(GGUFFile, "tensors", property(lambda _: extra))
+    with pytest.raises(ModelError, match=r"llama does not use: blk\.0\.attn_k\.bias$"):
+        archs.build(config, Weights(file), backend("reference"))
+
+
 def test_a_missing_or_misshapen_tensor_is_named():
     file = GGUFFile.open(tiny.make("llama").path)
     config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})

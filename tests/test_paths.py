@@ -15,7 +15,6 @@ from kvcli import paths
         (paths.cache_dir, "XDG_CACHE_HOME", ".cache/kv"),
         (paths.data_dir, "XDG_DATA_HOME", ".local/share/kv"),
         (paths.state_dir, "XDG_STATE_HOME", ".local/state/kv"),
-        (paths.config_dir, "XDG_CONFIG_HOME", ".config/kv"),
     ],
 )
 def test_where(folder, variable: str, fallback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ import hashlib
 import pytest
 from toyworld import CONTENT, REPO, recipe_text
 
+from kvcli.flags import DEFAULT_MODEL
 from kvcli.runtime import recipes
 
 
@@ -22,7 +23,8 @@ def test_every_recipe_is_valid() -> None:
     smollm2 = known["smollm2"]
     assert [type(source) for source in smollm2.sources] == [recipes.IndexSource, recipes.HubSource]
     assert smollm2.file is not None and smollm2.file.size == 98_362_432
-    assert recipes.default_recipe() is smollm2 and recipes.find_recipe("SmolLM2-135M") is smollm2
+    assert [r.name for r in recipes.load_recipes().values() if r.default] == [DEFAULT_MODEL]
+    assert recipes.find_recipe("SmolLM2-135M") is smollm2
 
 
 @pytest.mark.parametrize(

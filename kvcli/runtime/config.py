@@ -64,7 +64,6 @@ class ModelConfig:
     attn_scale: float  # multiplies q.k
     embed_scale: float = 1.0
     attn_softcap: float = 0.0
-    logit_softcap: float = 0.0
     n_experts: int = 0
     n_experts_used: int = 0
 

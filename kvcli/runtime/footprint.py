@@ -51,10 +51,6 @@ class WeightBytes:
     source: str
     detail: str = ""
 
-    @property
-    def resident(self) -> int:
-        return self.packed + self.copies
-
     def part(self, ranks: int) -> WeightBytes:
         """What each of `ranks` devices keeps of them."""
         if ranks == 1:

@@ -162,14 +162,6 @@ def find_recipe(name: str) -> Recipe | None:
     return None
 
 
-def default_recipe() -> Recipe:
-    """The model of a call that names none. Raises KVError if no recipe claims to be it."""
-    for recipe in load_recipes().values():
-        if recipe.default:
-            return recipe
-    raise KVError("no model recipe is marked as the default", "install kv again")
-
-
 def parse_recipe(data: Mapping[str, Any]) -> Recipe:
     """A recipe from parsed TOML. Raises ValueError, KeyError or TypeError where it breaks the schema."""
     allowed = ("name", "title", "aliases", "license", "default", "file", "source", "shape")

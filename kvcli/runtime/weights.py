@@ -16,6 +16,7 @@ class Weights:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
+        self.used: set[str] = set()  # names that were asked for
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -32,6 +33,7 @@ class Weights:
 
     def _info(self, name: str, shape: tuple[int, ...]):
         info = self.file.tensors.get(name)
+        self.used.add(name)
         if info is None:
             raise ModelError(f"the file has no tensor {name}", "it is incomplete or of another architecture")
         if info.shape != shape:

@@ -36,9 +36,22 @@ def names() -> list[str]:
 
 
 def build(config: ModelConfig, weights: Weights, ops: Backend) -> Model:
-    """The model of `config.arch` over mapped weights. Raises ModelError for missing or misshapen tensors."""
+    """The model of `config.arch` over mapped weights.
+
+    Raises ModelError for missing or misshapen tensors, and for tensors (biases, say) that it would leave out: without
+    them it would be another model.
+    """
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
         if config.arch in module.NAMES:
-            return module.Model(config, weights, ops)
+            weights.used.clear()  # what others looked at before does not count
+            model = module.Model(config, weights, ops)
+            left = sorted(set(weights.file.tensors) - weights.used)
+            if left:
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                raise ModelError(
+                    f"the file has tensors that kv's {config.arch} does not use: {left[0]}{more}",
+                    "kv would compute another model than this one",
+                )
+            return model
     raise ModelError(f"unknown architecture '{config.arch}'", f"kv runs: {', '.join(names())}")

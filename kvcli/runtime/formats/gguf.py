@@ -72,7 +72,7 @@ GGML_TYPES: dict[str, BlockType] = {
 }
 _TYPE_NAMES = {block.id: name for name, block in GGML_TYPES.items()}
 
-MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4  # far above any real file
+MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 16, 4  # far above any real file
 _LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 _LOOKALIKES = {
     b"\x89PNG": "a PNG image",
