@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,8 +64,77 @@ def attention(
 
 
 @dataclass(frozen=True)
-class MLPWeights:
-    """A gated feed-forward block: gate and up stacked, then down."""
+class Block:
+    """One layer: attention, then a gated feed-forward part. The norms after each exist where the architecture has
+    them; gate and up are stacked."""
 
+    attn_norm: torch.Tensor
+    attn: AttentionWeights
+    ffn_norm: torch.Tensor
     gate_up: tuple[QuantTensor, QuantTensor]
     down: tuple[QuantTensor]
+    post_attn_norm: torch.Tensor | None = None
+    post_ffn_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a decoder. `activation` of the feed-forward parts: "silu" or "gelu"."""
+
+    embedding: tuple[QuantTensor]
+    blocks: tuple[Block, ...]
+    norm: torch.Tensor
+    head: tuple[QuantTensor]
+    activation: str
+
+
+class Decoder:
+    """A stack of blocks over the paged cache; what an architecture's file builds."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Backend, ropes: RopeTables) -> None:
+        self.config, self.ops, self.ropes = config, ops, ropes
+        self.weights = _placed(weights, ops)
+
+    def hidden(self, step: Step) -> torch.Tensor:
+        """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
+        ops, eps, w = self.ops, self.config.norm_eps, self.weights
+        x = ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
+        for i, block in enumerate(w.blocks):
+            h = attention(ops, ops.rms_norm(x, block.attn_norm, eps), block.attn, self.config, step, i, self.ropes)
+            self._add(x, h, block.attn.out, block.post_attn_norm)
+            h = ops.glu(ops.matmul(ops.rms_norm(x, block.ffn_norm, eps), block.gate_up), w.activation)
+            self._add(x, h, block.down, block.post_ffn_norm)
+        return ops.rms_norm(x, w.norm, eps)
+
+    def _add(
+        self, x: torch.Tensor, h: torch.Tensor, weights: tuple[QuantTensor], post_norm: torch.Tensor | None
+    ) -> None:
+        """x += W h, normed first where there is a norm."""
+        if post_norm is None:
+            self.ops.matmul(h, weights, add_to=x)
+        else:
+            x += self.ops.rms_norm(self.ops.matmul(h, weights), post_norm, self.config.norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n, d_model] -> [n, vocab_size]."""
+        return self.ops.matmul(hidden, self.weights.head)
+
+
+def _placed(w: DecoderWeights, ops: Backend) -> DecoderWeights:
+    """The same weights where the backend computes with them."""
+
+    def vector(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.to(ops.device)
+
+    blocks = []
+    for b in w.blocks:
+        a = b.attn
+        attn = AttentionWeights(ops.place(a.qkv), ops.place(a.out), vector(a.q_norm), vector(a.k_norm))
+        blocks.append(
+            Block(
+                b.attn_norm.to(ops.device), attn, b.ffn_norm.to(ops.device), ops.place(b.gate_up, paired=True),
+                ops.place(b.down), vector(b.post_attn_norm), vector(b.post_ffn_norm),
+            )
+        )  # fmt: skip
+    embedding, head = ops.place(w.embedding), ops.place(w.head)
+    return replace(w, embedding=embedding, blocks=tuple(blocks), norm=w.norm.to(ops.device), head=head)
