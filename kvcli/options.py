@@ -15,6 +15,7 @@ class LoadOptions:
     offline: bool = False
     force: bool = False  # go on with an unknown pre-tokenizer
     memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
+    device: str = "auto"  # "auto" = the first GPU that can be used, else the CPU; "cpu", "cuda", "cuda:1"
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,7 @@ def logits_like(kind: str, draws: int, vocab: int, seed: int) -> torch.Tensor:
 
 
 def combinations() -> Iterator[Case]:
-    """Every pair of top-k and top-p, the other options, vocabularies
-    and kinds of logits taken in turn."""
+    """Every pair of top-k and top-p; other options, vocabularies and kinds of logits taken in turn."""
     sizes, kinds = itertools.cycle((100, 1003, 4999)), itertools.cycle(("plain", "ties", "sparse", "equal", "plain"))
     temperatures, biases = itertools.cycle((0.8, 1.0, 0.1, 30.0)), itertools.cycle((False, True, False))
     least = itertools.cycle((0.0, 0.05, 1.0))

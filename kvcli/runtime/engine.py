@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from kvcli import kernels
-from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.errors import ContextOverflow, DeviceError, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime import archs, guard
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
@@ -42,6 +43,9 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
+        self.device = _device(load.device)
+        if self.device.notice:
+            self.notices.append(self.device.notice)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
@@ -266,6 +270,16 @@ class _Run:
             decode_tokens=max(0, len(ids) - 1),
         )
         return End(reason, text, ids, self.matcher.stop, Usage(self.n_prompt, self.reused, len(ids)), timings)
+
+
+def _device(name: str) -> Device:
+    """The device to compute on. Raises UsageError, DeviceError."""
+    found = choose(name)
+    if found.kind == CPU:
+        return found
+    if name != AUTO:
+        raise DeviceError(f"--device {name}: this version computes on CPUs only", "leave --device out")
+    return Device(CPU)
 
 
 def physical_cores() -> int:
