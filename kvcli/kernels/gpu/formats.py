@@ -99,7 +99,7 @@ def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = 
             f"use --device cpu, or a file of {', '.join((*FORMATS, *STORED_AS))}",
         )
     rows = sum(p.rows for p in parts)
-    matrix = _empty(fmt, rows, first.cols, device, paired)
+    matrix = empty_matrix(fmt, rows, first.cols, device, paired)
     step = max(GROUP, REPACK_BYTES // first.blocks.shape[1] // GROUP * GROUP)
     done = 0
     for number, part in enumerate(parts):
@@ -122,7 +122,7 @@ def _cut(piece: Tensor, paired: bool) -> Tensor:
     return piece.unflatten(0, (-1, GROUP)) if paired else piece
 
 
-def _empty(fmt: Format, rows: int, cols: int, device: torch.device, paired: bool) -> DeviceMatrix:
+def empty_matrix(fmt: Format, rows: int, cols: int, device: torch.device, paired: bool) -> DeviceMatrix:
     make = partial(torch.empty, device=device)
     if fmt.kind == PLAIN:
         dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[fmt.name]
