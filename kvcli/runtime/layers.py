@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from kvcli.runtime.config import LayerConfig, ModelConfig
 from kvcli.runtime.rope import RopeTables
 from kvcli.runtime.sealing import seal_step
 from kvcli.runtime.sequence import Step
+
+if TYPE_CHECKING:
+    from kvcli.kernels.gpu.backend import GpuBackend
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ def attention(
     shape: LayerConfig = config.layers[layer]
     kv = step.kv(layer)
     t, qkv = x.shape[0], ops.matmul(x, weights.qkv)
+    if ops.name == "cuda":
+        return _attention_on_gpu(ops, qkv, weights, config, step, layer, ropes)
     n_q, n_k = config.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k
     q = qkv[:, :n_q].view(t, config.n_heads, shape.dim_k)  # [T, heads, dim_k], rows of a wider matrix
     k = qkv[:, n_q : n_q + n_k].view(t, shape.kv_heads, shape.dim_k)
@@ -61,6 +67,31 @@ def attention(
     if rotated_v:
         ops.rotate_(out.view(t, config.n_heads, shape.dim_v))
     return out
+
+
+def _attention_on_gpu(
+    ops: GpuBackend,
+    qkv: torch.Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    step: Step,
+    layer: int,
+    ropes: RopeTables,
+) -> torch.Tensor:
+    """The same from the projections on, by kernels that do several of its steps at once."""
+    shape, kv, start = config.layers[layer], step.kv(layer), step.start
+    rope = ropes.table(shape.rope)
+    frequencies = None if rope is None else rope.frequencies_on(ops.device)
+    known = kv.basis.known
+    while True:
+        queries = ops.prepare(
+            qkv, config.n_heads, kv, start, frequencies, weights.q_norm, weights.k_norm, config.norm_eps,
+            config.attn_scale,
+        )  # fmt: skip
+        centres = seal_step(ops, kv, start, start + qkv.shape[0], rope)
+        if kv.basis.known == known:
+            return ops.attention(queries, kv, start, shape.window, config.attn_softcap, centres)
+        known = True  # the mean of keys is now known, and queries carry its share of the scores: once more
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import (
     PARTS,
-    ROW_SCALES,
     add_values,
     bound,
     dot_keys,
@@ -157,9 +156,13 @@ def _span(
             kd_next = kd
             vd_next = vd
             if K_SCALES > 0:
-                kd_next = _scales(table, following, origin, offset, head, seen_next, RECORD, K_SCALES, TILES, BN, MASKED)
+                kd_next = _scales(
+                    table, following, origin, offset, head, seen_next, RECORD, K_SCALES, TILES, BN, MASKED
+                )
             if V_SCALES > 0:
-                vd_next = _scales(table, following, origin, offset, head, seen_next, RECORD, V_SCALES, TILES, BN, MASKED)
+                vd_next = _scales(
+                    table, following, origin, offset, head, seen_next, RECORD, V_SCALES, TILES, BN, MASKED
+                )
         s = dot_keys(q0, q1, q2, q3, at, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, NK, MASKED)
         if OFF_K != 0:
             s = s - off[:, None]
@@ -268,10 +271,7 @@ def _attend(
     open_lo = 0
     open_hi = 0
     if (share == splits) & (first <= newest):  # the queries' own page
-        if OWN_OPEN:
-            open_lo = own * OPEN_TILES
-            open_hi = newest // OPEN_BN + 1
-        elif own < SINKS:
+        if OWN_OPEN or own < SINKS:
             open_lo = own * OPEN_TILES
             open_hi = newest // OPEN_BN + 1
     if (share > splits) & (first <= newest):  # the sinks before it

@@ -7,7 +7,6 @@ decoding. Small pointwise parts are plain torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -15,15 +14,18 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import pointwise
-from kvcli.kernels.gpu import attention as paged
-from kvcli.kernels.gpu import expand, rows
+from kvcli.kernels.gpu import expand
+from kvcli.kernels.gpu.attention import attend
+from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import DevicePages, device_pages
+from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.matmul import QuantTensor
 from kvcli.kernels.paged import Angles, PagedKV
-from kvcli.kernels.rotation import block, rotate
+from kvcli.kernels.rotation import rotate
 
-LOG2_E = math.log2(math.e)
+SPLITS = 64  # shares of the pages in which one query alone looks at them
 
 
 class GpuBackend:
@@ -58,7 +60,7 @@ class GpuBackend:
         for w in weights:
             part = out[:, done : done + w.rows]
             for first, piece in expand.slices(w):
-                part[:, first : first + piece.shape[0]] = torch.mm(scaled, piece.T, out_dtype=torch.float32)
+                part[:, first : first + piece.shape[0]] = _product(scaled, piece)
             if w.paired:
                 part.copy_(part.unflatten(1, (-1, 2, GROUP)).transpose(1, 2).flatten(1))
             done += w.rows
@@ -77,3 +79,41 @@ class GpuBackend:
         if dim not in self._hadamard:
             self._hadamard[dim] = rotate(torch.eye(dim)).to(self.device)
         x.copy_(x @ self._hadamard[dim])
+
+    def pages(self, kv: PagedKV, angles: Angles | None) -> DevicePages:
+        """The layer's pages as the kernels want them, made once for each state of the page list."""
+        key = ("gpu", kv.basis.known, None if angles is None else angles[0].data_ptr())
+        found = kv.descriptors.get(key)
+        if found is None:
+            found = kv.descriptors[key] = device_pages(kv, self.device, angles)
+        assert isinstance(found, DevicePages)
+        return found
+
+    def prepare(
+        self, qkv: torch.Tensor, heads: int, kv: PagedKV, start: int, frequencies: torch.Tensor | None,
+        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, scale: float,
+    ) -> Queries:  # fmt: skip
+        """Norm, turn, rotate and scale the queries of rows start.. , and store their keys and values."""
+        position = torch.tensor([start], device=self.device)
+        return prepare(qkv, heads, self.pages(kv, None), position, frequencies, q_norm, k_norm, eps, scale)
+
+    def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
+        seal(self.pages(kv, angles), first, end)
+
+    def attention(
+        self, queries: Queries, kv: PagedKV, start: int, window: int, softcap: float, angles: Angles | None
+    ) -> torch.Tensor:
+        """float32 [T, heads * dim_v], out of the rotated basis."""
+        pages = self.pages(kv, angles)
+        position = torch.tensor([start], device=self.device)
+        one = queries.q.shape[0] == 1
+        out = combine(attend(queries, pages, position, window, softcap, SPLITS if one else 1), pages)
+        assert out is not None
+        return out
+
+
+def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float16 x [T, cols] . weights [n, cols] -> float32 [T, n], summed in float32."""
+    if x.is_cuda:
+        return torch.mm(x, weights.T, out_dtype=torch.float32)
+    return x.float() @ weights.float().T  # Triton's interpreter

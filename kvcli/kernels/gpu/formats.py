@@ -4,7 +4,7 @@ A row is cut into groups of 32 elements. Every format is w = s * q + m with q an
 
 | array | holds |
 |---|---|
-| codes | int32 words. 4-bit parts: byte j of word b has element 4b + j low, 16 + 4b + j high (4 words a group); 8 bits: 8 words |
+| codes | int32 words: in 4-bit parts byte j of word b has element 4b + j low, 16 + 4b + j high; else bytes |
 | high | the bits above 4: one word a group for 5-bit codes, two for 6-bit ones |
 | scales | one entry a group: float16 d, or d and m as a float16 pair, or two bytes that `supers` multiplies |
 | supers | one entry for 8 groups: d and dmin as a float16 pair, or d |

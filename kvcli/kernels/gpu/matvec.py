@@ -2,7 +2,7 @@
 
 A program owns `BN` rows. The vector stays in registers, and the program walks over its rows, `RC` at a time, with the
 next ones on the way. Activations are int8 with a scale for each 32 elements (as in GGML's own kernels); integer dot
-products cost under two instructions a weight. The norm before a product is folded: the producer of a vector x multiplies
+products cost under two instructions a weight. The norm before a product is folded: the producer of a vector multiplies
 by the norm's weights, and the consumer multiplies its result by 1 / rms(x), from partial sums of squares that are added
 in a fixed order, so replays are bit-identical.
 """
@@ -24,7 +24,7 @@ STORE, RESIDUAL, GATED = 0, 1, 2
 @triton.jit
 def load_rows(CODES, HIGH, SCALES, SUPERS, n, g, G: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
               KIND: tl.constexpr):  # fmt: skip
-    """The packed groups g of rows n: words [RC, BG, 4] twice (the same where a group has four), high, scales, supers."""
+    """The packed groups g of rows n: words [RC, BG, 4] twice (the same if a group has four), high, scales, supers."""
     W: tl.constexpr = 8 if BITS == 8 else 4
     word = tl.arange(0, 4)
     seen = (g < G)[None, :]

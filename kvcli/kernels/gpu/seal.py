@@ -1,0 +1,2 @@
+def seal(*a): raise NotImplementedError
+def seal_at(*a): raise NotImplementedError
