@@ -128,8 +128,9 @@ def _span(
             j = tl.arange(0, ROPE_PAD)
             qc_tile = tl.load(qc + row[:, None] * ROPE + j[None, :], mask=ok[:, None] & (j < ROPE)[None, :], other=0.0)
     top = tl.full((M,), NOTHING, tl.float32)
-    total = tl.zeros((M, BN), tl.float32)
-    weight = tl.zeros((M, BN), tl.float32)
+    total = tl.zeros((M, 8), tl.float32)  # all columns are the same: sums are products with ones
+    weight = total
+    ones = tl.full((BN, 8), 1.0, tl.float16)
     a0 = tl.zeros((M, PAD_V // NV), tl.float32)
     a1 = tl.zeros((M, 1), tl.float32)
     a2 = a1
@@ -183,25 +184,25 @@ def _span(
         higher = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2(top - higher)
         p = tl.exp2(s - higher[:, None])
-        total = total * decay[:, None] + p
         top = higher
-        if V_SCALES > 0:
-            p = p * vd.to(tl.float32)[None, :]
         w = p.to(tl.float16)
+        total = tl.dot(w, ones, total * decay[:, None])
+        if V_SCALES > 0:
+            w = (p * vd.to(tl.float32)[None, :]).to(tl.float16)
         if OFF_V != 0:
-            weight = weight * decay[:, None] + w.to(tl.float32)
+            weight = tl.dot(w, ones, weight * decay[:, None])
         a0, a1, a2, a3 = add_values(
             w, decay, a0, a1, a2, a3, at + V_OFFSET, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, NV, MASKED
         )
         if SCALES:
             kd = kd_next
             vd = vd_next
-    shift = OFF_V * tl.sum(weight, 1)
+    shift = OFF_V * tl.max(weight, 1)
     factor_v = 1.0
     if FACTOR_V != 0:
         factor_v = tl.load(scale_v + head) * FACTOR_V
     tl.store(tops + cell, top, mask=ok)
-    tl.store(totals + cell, tl.sum(total, 1), mask=ok)
+    tl.store(totals + cell, tl.max(total, 1), mask=ok)
     _store_part(out, cell, ok, (a0 - shift[:, None]) * factor_v, 0, NV, DIM_V, PAD_V)
     if NV > 1:
         _store_part(out, cell, ok, (a1 - shift[:, None]) * factor_v, 1, NV, DIM_V, PAD_V)

@@ -210,7 +210,7 @@ def load_units(units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.
     Columns beyond N are 0; with MASKED also the rows that are not `seen` [BN].
     """
     j = tl.arange(0, PAD)
-    p = tl.multiple_of(units, 16) + rows[:, None] * PITCH + j[None, :]
+    p = units + rows[:, None] * PITCH + j[None, :]
     if MASKED:
         if N == PAD:
             return tl.load(p, mask=seen[:, None], other=0)
@@ -226,14 +226,15 @@ def load_units(units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.
 def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
     """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
+    # Hints are made where the pointer is: they do not pass through the arguments of a function.
     if CODEC == "f16":
-        return load_units(at.to(tl.pointer_type(tl.float16)), rows, seen, PITCH // 2, DIM, PAD, MASKED)
+        return load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED)
     elif CODEC == "bf16":
-        bits = load_units(at.to(tl.pointer_type(tl.uint16)), rows, seen, PITCH // 2, DIM, PAD, MASKED)
+        bits = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED)
         x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     else:
-        x = load_units(at.to(tl.pointer_type(tl.float32)), rows, seen, PITCH // 4, DIM, PAD, MASKED)
+        x = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16), rows, seen, PITCH // 4, DIM, PAD, MASKED)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
 
 
@@ -241,7 +242,7 @@ def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.c
 def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
     """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each."""
-    words = at.to(tl.pointer_type(tl.uint16))
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
     w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED)
     if CODEC == "int8":
         return unpack8(w)
@@ -255,7 +256,7 @@ def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
 def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
                  MASKED: tl.constexpr):  # fmt: skip
     """Rows of int4 or int6 as four parts, float16 [BN, PAD / 4] each."""
-    words = at.to(tl.pointer_type(tl.uint16))
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
     w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
     if CODEC == "int4":
         return unpack4(w)
