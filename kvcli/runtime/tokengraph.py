@@ -20,7 +20,7 @@ from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.pages import DevicePages, half_angles
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, prepare
-from kvcli.kernels.gpu.seal import seal_at
+from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.paged import PagedKV
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import GroupLayout, KVLayout
@@ -192,7 +192,7 @@ class TokenGraph:
     def _launch_sealing(self) -> None:
         for pages in self._pages:
             if pages.open is not None:
-                seal_at(pages, self.position)
+                seal_step(pages, self.position)
 
     def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
