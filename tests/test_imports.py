@@ -34,7 +34,7 @@ kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.h
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
-kvcli.runtime.plannedmodel
+kvcli.runtime.benching kvcli.runtime.plannedmodel
 kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render

@@ -138,6 +138,10 @@ class Engine:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
         return self._setting.plan(self.layout, tokens)
 
+    def bytes_per_token(self, length: int) -> int:
+        """Bytes that one token reads behind `length` rows: weights, rows of the cache, recurrent state."""
+        return self._setting.weights.read + self.layout.read_bytes(length) + self.layout.state_bytes
+
     def new_sequence(self) -> Sequence:
         """An empty context."""
         return Sequence(self.pool)
