@@ -89,6 +89,9 @@ class ModelFlags:
         str,
         _model("--device", metavar="auto|cpu|cuda[:N]", help="What computes; auto = the first usable GPU."),
     ] = "auto"
+    exact: Annotated[
+        bool, _model("--exact", help="On a GPU: no 8-bit activations (slower); a CPU always computes in float32.")
+    ] = False
     force_pretokenizer: Annotated[
         bool, _model("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
     ] = False
@@ -115,7 +118,8 @@ class ModelFlags:
             parse_size(self.vram_limit, "--vram-limit", main_memory().total)
         parse_device(self.device)
         return LoadOptions(
-            *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device)
+            *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
+            exact=self.exact,
         )
 
 
