@@ -233,8 +233,7 @@ class TokenGraph:
         )  # fmt: skip
         splits, partials = self._partials_of(layer, bucket)
         attend(queries, pages, self.position, shape.window, c.attn_softcap, splits, partials, pdl)
-        heads = self.heads[layer]
-        combine(partials, pages, heads.values if heads.keep else None, heads, pdl)
+        combine(partials, pages, self.heads[layer], pdl)
 
     def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
         """Into how many shares the layer's pages are cut, and where the results of the shares go."""

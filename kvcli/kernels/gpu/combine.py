@@ -1,60 +1,24 @@
 """`combine`: partial results of attention -> what the next product reads; in a decode step it seals, too.
 
-The heads' outputs come out of the rotated basis, and may be quantized on the way: int8 codes q of 32 elements under one
-float32 scale d = largest / 127, with the sums of d * q over every 16 elements.
+The heads' outputs come out of the rotated basis, and may become the vector of the next product on the way (products.py).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.attention import Partials
+from kvcli.kernels.gpu.language import store_activations
 from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
-from kvcli.kernels.gpu.seal import seal_arguments, seal_program
 from kvcli.kernels.gpu.tiles import bound, launch_options, wait_for_inputs
 from kvcli.kernels.rotation import block
 
 MOST_PARTS = 512
 MOST = tl.constexpr(MOST_PARTS)
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Rows of n elements: codes int8 [T, n], scales float32 [T, n / 32] and sums float32 [T, n / 16]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    sums: torch.Tensor
-
-    @classmethod
-    def empty(cls, rows: int, n: int, device: torch.device | str) -> Quantized:
-        """Buffers."""
-        return cls(
-            torch.empty(rows, n, dtype=torch.int8, device=device),
-            torch.empty(rows, n // 32, device=device),
-            torch.empty(rows, n // 16, device=device),
-        )
-
-
-@triton.jit
-def quantize_groups(x, codes, scales, sums, first, n, GROUPS: tl.constexpr):
-    """x float32 [GROUPS * 32], of which the first n groups are stored, from group number `first` on."""
-    g = tl.arange(0, GROUPS)
-    v = tl.reshape(x, (GROUPS, 32))
-    largest = tl.max(tl.abs(v), 1)
-    inverse = tl.where(largest > 1e-30, 127.0 / largest, 0.0)
-    q = tl.floor(v * inverse[:, None] + 0.5)
-    d = largest / 127.0
-    at = first + g
-    tl.store(codes + at[:, None] * 32 + tl.arange(0, 32)[None, :], q.to(tl.int8), mask=(g < n)[:, None])
-    tl.store(scales + at, d, mask=g < n)
-    both = tl.sum(tl.reshape(q, (GROUPS, 2, 16)), 2) * d[:, None]
-    tl.store(sums + at[:, None] * 2 + tl.arange(0, 2)[None, :], both, mask=(g < n)[:, None])
 
 
 @triton.jit
@@ -90,7 +54,7 @@ def _finish(
     if KEEP:
         tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
     if QUANTIZE:
-        quantize_groups(x, codes, scales, sums, (t * HEADS + head) * (DIM // 32), DIM // 32, PAD // 32)
+        store_activations(x, head * DIM, HEADS * DIM, DIM // 32, codes, scales, sums, result, PAD // 32, False)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -107,47 +71,17 @@ def _combine(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parts", "origin", "offset", "open_offset"])
-def _combine_and_seal(
-    out, tops, totals, result, codes, scales, sums, position, table, open_table, centre, angles, scale_k, scale_v,
-    parts, origin, offset, open_offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TURN: tl.constexpr, STEP: tl.constexpr, KEEP: tl.constexpr,
-    QUANTIZE: tl.constexpr, PDL: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
-    DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
-    CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
-    OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr,
-):  # fmt: skip
-    """One program a head, then those that seal: for keys and values, by group of rows, by KV head."""
-    i = tl.program_id(0)
-    wait_for_inputs(PDL)
-    if i < HEADS:
-        _finish(
-            i, 0, out, tops, totals, result, codes, scales, sums, parts, HEADS, DIM_V, PAD_V, TURN, STEP, KEEP,
-            QUANTIZE,
-        )  # fmt: skip
-    else:
-        i -= HEADS
-        seal_program(
-            i // (2 * KV_HEADS), i // KV_HEADS % 2, i % KV_HEADS, position, 0, 0, table, open_table, centre, angles,
-            scale_k, scale_v, origin, offset, open_offset, True, SIZE, SINKS, TAIL, DIM_K, PAD_K, DIM_V, PAD_V,
-            CODEC_K, CODEC_V, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OPEN_K, OPEN_V, OPEN_RECORD,
-            OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, CENTRED, ROPE, TURN_K,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["groups"])
 def _quantize(x, codes, scales, sums, groups, GROUPS: tl.constexpr, PDL: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * GROUPS
+    first = tl.program_id(0) * GROUPS
     i = tl.arange(0, GROUPS * 32)
     wait_for_inputs(PDL)
     v = tl.load(x + first * 32 + i, mask=i < (groups - first) * 32, other=0.0)
-    quantize_groups(v, codes, scales, sums, first, groups - first, GROUPS)
+    store_activations(v, first * 32, groups * 32, groups - first, codes, scales, sums, x, GROUPS, False)
 
 
-def quantize(x: torch.Tensor, to: Quantized, pdl: bool = False) -> None:
-    """x float32 [T, n], n a multiple of 32."""
+def quantize(x: torch.Tensor, to: Activations, pdl: bool = False) -> None:
+    """x float32 [1, n], n a multiple of 32; all but the values of `to` are written."""
     groups = x.numel() // 32
     _quantize[(triton.cdiv(groups, 4),)](
         x, to.codes, to.scales, to.sums, groups, 4, pdl, **launch_options(pdl, 1)
@@ -157,42 +91,33 @@ def quantize(x: torch.Tensor, to: Quantized, pdl: bool = False) -> None:
 def combine(
     partials: Partials,
     pages: DevicePages,
-    out: torch.Tensor | None = None,
-    quantized: Quantized | None = None,
-    seal_at: torch.Tensor | None = None,
+    into: Activations | None = None,
     pdl: bool = False,
 ) -> torch.Tensor | None:
     """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated.
 
-    With `quantized` the result goes there, and to `out` only if that is given. With `seal_at`, the position (int64 [1]
-    on the device) of the only query, the page that its row fills is sealed, as by `seal_step`, in the same launch.
+    With `into` (T = 1) the result goes there instead.
     """
     rows, heads, parts, dim = partials.out.shape
     if parts > MOST_PARTS:
         raise ValueError(f"{parts} partial results are more than the {MOST_PARTS} that are merged")
-    fused = quantized is not None and dim % 32 == 0
-    if out is None and not fused:
-        out = torch.empty(rows, heads * dim, device=partials.out.device)
+    fused = into is not None and dim % 32 == 0
     turn = block(dim) if pages.rotated[1] else 0
-    some = partials.out  # stands for what is not there
-    outputs = [some if out is None else out, some, some, some]
-    if quantized is not None:
-        outputs[1:] = quantized.codes, quantized.scales, quantized.sums
+    out = some = partials.out  # stands for what is not there
+    outputs = [some, some, some, some]
+    if into is not None:
+        outputs[1:] = into.codes, into.scales, into.sums
+    keep = into is None or into.keep or not fused
+    if keep:
+        out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
+        outputs[0] = out
     step, warps = (16, 8) if parts > 8 else (4, 2)
-    if seal_at is None:
-        _combine[heads, rows](
-            partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, step,
-            out is not None, fused, pdl, **launch_options(pdl, warps),
-        )  # fmt: skip
-    else:
-        if rows != 1 or pages.open is None or not pages.tail:
-            raise ValueError("only the page that one row fills can be sealed here")
-        tensors, constants = seal_arguments(pages)
-        _combine_and_seal[(heads + pages.record.page_size // 16 * 2 * pages.record.kv_heads,)](
-            partials.out, partials.tops, partials.totals, *outputs, seal_at, *tensors, parts, pages.first_page,
-            pages.offset, pages.open.offset, heads, pages.record.kv_heads, turn, step, out is not None, fused, pdl,
-            *constants, **launch_options(pdl, warps),
-        )  # fmt: skip
-    if quantized is not None and not fused and out is not None:
-        quantize(out, quantized, pdl)
-    return out
+    _combine[heads, rows](
+        partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, step, keep,
+        fused, pdl, **launch_options(pdl, warps),
+    )  # fmt: skip
+    if into is None:
+        return out
+    if not fused:
+        quantize(out, into, pdl)
+    return None

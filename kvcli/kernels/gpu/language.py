@@ -64,24 +64,37 @@ def half_of(pair, HIGH: tl.constexpr):
     return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+FINE: tl.constexpr = 254  # fine steps in a coarse one
+
+
 @triton.jit
-def quantize_group(v, NGROUPS: tl.constexpr):
-    """float32 [NGROUPS * 32] -> codes float32 [NGROUPS, 32] in -127..127, scales [NGROUPS], 16-sums [NGROUPS, 2]."""
+def quantize_groups(v, NGROUPS: tl.constexpr):
+    """float32 [NGROUPS * 32] -> coarse and fine codes float32 [NGROUPS, 32] in -127..127, the fine step [NGROUPS], sums.
+
+    An element is step * (FINE * coarse + fine): 16 bits in two planes of 8. Sums [NGROUPS, 2] are of 16 elements each.
+    """
     rows = tl.reshape(v, (NGROUPS, 32))
     largest = tl.max(tl.abs(rows), 1)
-    scale = largest / 127.0
-    codes = tl.floor(rows * tl.where(largest > 0, 127.0 / largest, 0.0)[:, None] + 0.5)
-    sums = tl.sum(tl.reshape(codes, (NGROUPS, 2, 16)), 2) * scale[:, None]
-    return codes, scale, sums
+    scaled = rows * tl.where(largest > 1e-30, 127.0 / largest, 0.0)[:, None]
+    coarse = tl.floor(scaled + 0.5)
+    fine = tl.floor((scaled - coarse) * FINE + 0.5)
+    step = largest / (127.0 * FINE)
+    sums = tl.sum(tl.reshape(coarse * FINE + fine, (NGROUPS, 2, 16)), 2) * step[:, None]
+    return coarse, fine, step, sums
 
 
 @triton.jit
-def store_activations(v, first, CODES, SCALES, SUMS, VALUES, NGROUPS: tl.constexpr, KEEP: tl.constexpr):
-    """Write elements [first, first + 32 NGROUPS) of an activation vector: int8 codes, scales, sums, and as they are."""
-    codes, scale, sums = quantize_group(v, NGROUPS)
+def store_activations(v, first, n, there, CODES, SCALES, SUMS, VALUES, NGROUPS: tl.constexpr, KEEP: tl.constexpr):
+    """Write elements [first, first + 32 NGROUPS) of a vector of n, the first `there` groups of them, as `Activations`
+    (products.py)."""
+    coarse, fine, step, sums = quantize_groups(v, NGROUPS)
     g, e = tl.arange(0, NGROUPS), tl.arange(0, 32)
-    tl.store(CODES + first + g[:, None] * 32 + e[None, :], codes.to(tl.int8))
-    tl.store(SCALES + first // 32 + g, scale)
-    tl.store(SUMS + first // 16 + g[:, None] * 2 + tl.arange(0, 2)[None, :], sums)
+    at = CODES + first + g[:, None] * 32 + e[None, :]
+    keep = (g < there)[:, None]
+    tl.store(at, coarse.to(tl.int8), mask=keep)
+    tl.store(at + n, fine.to(tl.int8), mask=keep)
+    tl.store(SCALES + first // 32 + g, step, mask=g < there)
+    tl.store(SUMS + first // 16 + g[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=keep)
     if KEEP:
-        tl.store(VALUES + first + tl.arange(0, NGROUPS * 32), v)
+        i = tl.arange(0, NGROUPS * 32)
+        tl.store(VALUES + first + i, v, mask=i < there * 32)

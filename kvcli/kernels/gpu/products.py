@@ -17,8 +17,8 @@ MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 @dataclass(frozen=True)
 class Activations:
-    """A vector [n] as products read it: int8 codes, float32 scales [n / 32] and sums [n / 16], and float32 values
-    where `keep` (for matrices of floats)."""
+    """A vector [n] as products read it: int8 codes [2, n] (see `language.quantize_groups`), float32 steps [n / 32] and
+    sums [n / 16], and float32 values where `keep` (for matrices of floats)."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -31,7 +31,7 @@ class Activations:
         def floats(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
-        codes = torch.zeros(n, dtype=torch.int8, device=device)
+        codes = torch.zeros(2, n, dtype=torch.int8, device=device)
         return cls(codes, floats(n // 32), floats(n // 16), floats(n if keep else 1), keep)
 
     @property
@@ -143,7 +143,7 @@ def advance_kernel(Y, H, POST, NEXT, CODES, SCALES, SUMS, VALUES, Y_SQUARES, SQU
         h = tl.load(H + n) + h * inverse_rms(Y_SQUARES, K, eps, PARTS) * tl.load(POST + n)
     tl.store(H + n, h)
     tl.store(SQUARES + pid, tl.sum(h * h, 0))
-    store_activations(h * tl.load(NEXT + n), pid * 32, CODES, SCALES, SUMS, VALUES, 1, KEEP)
+    store_activations(h * tl.load(NEXT + n), pid * 32, K, 1, CODES, SCALES, SUMS, VALUES, 1, KEEP)
 
 
 def advance(
