@@ -64,7 +64,7 @@ def half_of(pair, HIGH: tl.constexpr):
     return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-FINE: tl.constexpr = 254  # fine steps in a coarse one
+FINE = tl.constexpr(254)  # fine steps in a coarse one
 
 
 @triton.jit

@@ -88,18 +88,19 @@ def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, B
         c0 = ((c << 24) >> 24).to(tl.float32)
         c1 = ((c << 16) >> 24).to(tl.float32)
         scaled = c0 * t0.to(tl.float32) + c1 * t1.to(tl.float32)
-        low = c0 * s0[None, :] + c1 * s1[None, :]
-        return d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * low)
-    t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE + dot_words(a0, a1, ya, yb, BITS == 4)
-    if KIND == 1:  # s * (q - offset)
-        return s.to(tl.float32) * (xd[None, :] * t.to(tl.float32) - OFFSET * (s0 + s1)[None, :])
-    elif KIND == 2:  # s * q + m
-        return half_of(s, False) * (xd[None, :] * t.to(tl.float32)) + half_of(s, True) * (s0 + s1)[None, :]
-    else:  # d * s * q - dmin * m; with 5 bits the sum is below 2^31 yet
-        c = s.to(tl.int32)
-        scaled = (t * (c & 255)).to(tl.float32)
-        low = half_of(d, True) * ((c >> 8) & 255).to(tl.float32)
-        return half_of(d, False) * (xd[None, :] * scaled) - low * (s0 + s1)[None, :]
+        y = d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * (c0 * s0[None, :] + c1 * s1[None, :]))
+    else:
+        t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE + dot_words(a0, a1, ya, yb, BITS == 4)
+        if KIND == 1:  # s * (q - offset)
+            y = s.to(tl.float32) * (xd[None, :] * t.to(tl.float32) - OFFSET * (s0 + s1)[None, :])
+        elif KIND == 2:  # s * q + m
+            y = half_of(s, False) * (xd[None, :] * t.to(tl.float32)) + half_of(s, True) * (s0 + s1)[None, :]
+        else:  # d * s * q - dmin * m; with 5 bits the product is below 2^31 yet
+            c = s.to(tl.int32)
+            scaled = (t * (c & 255)).to(tl.float32)
+            low = half_of(d, True) * ((c >> 8) & 255).to(tl.float32)
+            y = half_of(d, False) * (xd[None, :] * scaled) - low * (s0 + s1)[None, :]
+    return y
 
 
 @triton.jit
