@@ -114,8 +114,8 @@ class Engine:
             raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = as trained, or what fits")
         if asked > trained:
             self.notices.append(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
-        weights = weights_of_tensors(file.tensors, self.config, CPU)
-        budget = engine_budget(load.memory_limit)
+        weights = weights_of_tensors(file.tensors, self.config, self.device.kind)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._setting = engine_setting(self.config, weights, cache, budget, threads)
         self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
         if self.shortened:

@@ -69,11 +69,18 @@ class DeviceSampler:
             return f"top-k is {effective['top_k']}, on the device it is 1 to {MAX_TOP_K}"
         return ""
 
+    @staticmethod
+    def error(code: int) -> str:
+        """What a negative code in place of a token says."""
+        if code == NOTHING_LEFT:
+            return "no token is left to choose from: every logit is -inf"
+        return "the model's output is not a number"
+
     def launch(self, logits: Tensor, uniform: Tensor, out: Tensor) -> None:
         """Write the token after float32 `logits` [vocab] to int64 `out` [1]; `uniform`: float32 [1], unused if greedy.
 
         All on the device; nothing waits, nothing is allocated: it can be captured in a graph. A negative `out`
-        (NOT_A_NUMBER, NOTHING_LEFT) stands for the error that `Sampler.sample` raises on these logits.
+        (NOT_A_NUMBER, NOTHING_LEFT) stands for the `error` that `Sampler.sample` raises on these logits.
         """
         biased = self.bias is not None
         bias = logits if self.bias is None else self.bias
