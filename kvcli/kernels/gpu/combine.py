@@ -47,7 +47,7 @@ def quantize_groups(x, codes, scales, sums, first, n, GROUPS: tl.constexpr):
     g = tl.arange(0, GROUPS)
     v = tl.reshape(x, (GROUPS, 32))
     largest = tl.max(tl.abs(v), 1)
-    inverse = tl.where(largest > 1e-30, 127.0 / largest, 0.0)
+    inverse = tl.where(largest > 1e-30, 127.0 / tl.maximum(largest, 1e-30), 0.0)
     q = tl.floor(v * inverse[:, None] + 0.5)
     d = largest / 127.0
     at = first + g

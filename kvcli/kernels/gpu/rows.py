@@ -120,9 +120,7 @@ def _prepare(
     wait_for_inputs(PDL)
     at = tl.load(position) + t
     if head < HEADS:
-        x, partner = _head(
-            qkv + t * WIDTH + head * DIM_K, q_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, Q_NORMED
-        )
+        x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
         if CENTRED:
             mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
             own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
@@ -141,9 +139,7 @@ def _prepare(
         page = tl.load(table + (at // SIZE - origin)) + offset
         slot = at % SIZE
         if head < HEADS + KV_HEADS:
-            key, _ = _head(
-                qkv + t * WIDTH + head * DIM_K, k_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, K_NORMED
-            )
+            key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, K_NORMED)
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
             store_row(page + (head - HEADS) * RECORD + slot * K_ROW, key, DIM_K, PAD_K, CODEC_K)

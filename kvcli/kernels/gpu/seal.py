@@ -29,7 +29,9 @@ def _load_quarter(at, rows, keep, i: tl.constexpr, PITCH: tl.constexpr, DIM: tl.
     d = elements(i, 4, DIM, PAD)
     mask = keep[:, None] & (d < DIM)[None, :]
     if CODEC == "f32":
-        return tl.load(at.to(tl.pointer_type(tl.float32)) + rows[:, None] * (PITCH // 4) + d[None, :], mask=mask, other=0)
+        return tl.load(
+            at.to(tl.pointer_type(tl.float32)) + rows[:, None] * (PITCH // 4) + d[None, :], mask=mask, other=0
+        )
     elif CODEC == "f16":
         p = at.to(tl.pointer_type(tl.float16)) + rows[:, None] * (PITCH // 2) + d[None, :]
         return tl.load(p, mask=mask, other=0).to(tl.float32)

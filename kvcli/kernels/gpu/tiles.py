@@ -228,9 +228,13 @@ def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.c
     """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
     # Hints are made where the pointer is: they do not pass through the arguments of a function.
     if CODEC == "f16":
-        return load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED)
+        return load_units(
+            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+        )
     elif CODEC == "bf16":
-        bits = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED)
+        bits = load_units(
+            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+        )
         x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     else:
