@@ -26,7 +26,12 @@ class Layer:
     """One attention layer with random projections, by the reference and by the kernels."""
 
     def __init__(self, types, dims, kv_heads: int, heads: int, norm: bool = False, rope: bool = True, **more: int):
-        self.cache, self.heads, self.kv_heads, self.dims = GpuCache(types, dims, kv_heads, **more), heads, kv_heads, dims
+        self.cache, self.heads, self.kv_heads, self.dims = (
+            GpuCache(types, dims, kv_heads, **more),
+            heads,
+            kv_heads,
+            dims,
+        )
         self.generator = torch.manual_seed(heads)
         self.norms = tuple(self.random(dims[0]) + 1 for _ in range(2)) if norm else (None, None)
         self.rope = self.cache.rope if rope else None
@@ -65,9 +70,7 @@ class Layer:
         self.pages = self.cache.on_device()
         frequencies = torch.from_numpy(self.rope.frequencies).to(DEVICE) if self.rope else None
         norms = (None if x is None else x.to(DEVICE) for x in self.norms)
-        return prepare(
-            qkv.to(DEVICE), self.heads, self.pages, position(start), frequencies, *norms, 1e-6, self.scale
-        )
+        return prepare(qkv.to(DEVICE), self.heads, self.pages, position(start), frequencies, *norms, 1e-6, self.scale)
 
 
 @pytest.mark.parametrize(
