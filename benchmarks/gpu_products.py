@@ -20,7 +20,7 @@ import torch
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.formats import D_M, FORMATS, GROUP, HALVES, PAIR, D, DeviceMatrix, Format, empty_matrix
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
-from kvcli.kernels.gpu.products import Activations, Norm, Tiles, advance, matvec, parts_of, tiles
+from kvcli.kernels.gpu.products import Activations, Norm, Tiles, advance, matvec, parts_of, planes_of, tiles
 
 SHAPES = {  # name: (rows, columns, role)
     "qkv 8B": (6144, 4096, STORE), "out 8B": (4096, 4096, RESIDUAL), "gate/up 8B": (28672, 4096, GATED),
@@ -90,12 +90,13 @@ class Case:
         self.into = Activations.empty(rows // 2 if role == GATED else rows, True, DEVICE)
         self.left = torch.empty(parts_of(first, role), device=DEVICE)
 
-    def launch(self, matrix: DeviceMatrix, chosen: Tiles | None = None, pdl: bool = True) -> None:
+    def launch(self, matrix: DeviceMatrix, chosen: Tiles | None = None, pdl: int = 1, planes: int = 0) -> None:
         norm = Norm(self.squares, 1e-5) if self.role != RESIDUAL else None
         left = self.left if chosen is None else torch.empty(-(-matrix.rows // chosen.bn), device=DEVICE)
         matvec(
             matrix, self.x, self.role, norm=norm, out=self.out, residual=self.out, next_norm=self.norm_weights,
             into=self.into, squares=left if self.role == RESIDUAL else None, pdl=pdl, chosen=chosen,
+            planes=planes,
         )  # fmt: skip
 
     def error(self) -> float:
@@ -105,7 +106,9 @@ class Case:
         self.launch(m)
         w = expand.rows(m, torch.empty(m.rows, m.cols, device=DEVICE))
         packed = m.codes.dtype == torch.int32
-        codes = self.x.codes.double().view(-1, GROUP) * self.x.scales.double()[:, None]
+        plain = self.x.codes.double() * torch.tensor([[254.0], [1.0]], device=DEVICE)
+        plain = (plain[: planes_of(m)]).sum(0)
+        codes = plain.view(-1, GROUP) * self.x.scales.double()[:, None]
         x = codes.view(-1) if packed else self.x.values.double()
         y = torch.cat([part.double() @ x for part in w.split(8192)])
         if self.role == RESIDUAL:

@@ -222,8 +222,9 @@ class TokenGraph:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
         c, pages, qkv = self.model.config, self._pages[layer], self.qkv[layer]
         shape, done = c.layers[layer], 0
-        for matrix in block.attn.qkv:
-            matvec(matrix, self.x, STORE, norm=self.norm, out=qkv[0, done : done + matrix.rows], pdl=pdl)
+        for matrix in block.attn.qkv:  # of different formats: they run beside each other
+            beside = 2 * pdl if done else pdl
+            matvec(matrix, self.x, STORE, norm=self.norm, out=qkv[0, done : done + matrix.rows], pdl=beside)
             done += matrix.rows
         rope = self.model.ropes.table(shape.rope)
         frequencies = None if rope is None else rope.frequencies_on(self.device)
@@ -242,7 +243,7 @@ class TokenGraph:
         group: GroupLayout = self.layout.groups[slot[0]]
         seen = min(bucket, group.window) if group.window else bucket
         most = PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads
-        splits = max(1, min(most, seen // group.page_size))
+        splits = max(1, min(most, seen // (2 * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:
             self._partials[key] = Partials.empty(1, self.model.config.n_heads, self._pages[layer], splits)

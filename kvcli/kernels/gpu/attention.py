@@ -45,8 +45,7 @@ def _attend(
     share = tl.program_id(0)
     head = tl.program_id(1)
     parts = tl.num_programs(0)
-    wait_for_inputs(PDL)
-    start = tl.load(position).to(tl.int32)
+    start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
     end = start + rows_end
     r = tl.arange(0, M)
     base = (start // BLOCK + tl.program_id(2)) * BLOCK
@@ -88,6 +87,7 @@ def _attend(
     if (share > splits) & (first <= newest):  # the sinks before it
         open_lo = visible * OPEN_TILES
         open_hi = tl.minimum(own, SINKS) * OPEN_TILES
+    wait_for_inputs(PDL)
     if lo < hi:
         span(
             lo, hi, q, qc, qb, ok, row, at, oldest, newest, head, table, origin, offset, angles, scale_k, scale_v,

@@ -1,6 +1,6 @@
-"""`combine`: partial results of attention -> what the next product reads; in a decode step it seals, too.
+"""`combine`: partial results of attention -> what the next product reads.
 
-The heads' outputs come out of the rotated basis, and may become the vector of the next product on the way (products.py).
+The heads' outputs come out of the rotated basis, and may become the next product's vector on the way.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def combine(
     if keep:
         out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
         outputs[0] = out
-    step, warps = (16, 8) if parts > 8 else (4, 2)
+    step = min(128, max(4, triton.next_power_of_2(parts)))
+    warps = 8 if step > 32 else (4 if step > 8 else 2)
     _combine[heads, rows](
         partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, step, keep,
         fused, pdl, **launch_options(pdl, warps),

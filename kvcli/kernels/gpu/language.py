@@ -18,12 +18,25 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRET = tl.constexpr(INTERPRETED)
 
 
+# How a kernel stands to the one launched before it. AFTER: it starts early and waits for it before it reads what it
+# wrote. BESIDE: it needs only what the one before that has written, and waits at its end.
+SERIAL, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernel before this one has written all, then let the next one start its loads of weights."""
-    if PDL:
+    """Before the first read of what the kernel before wrote; from here on the next one may be launched."""
+    if PDL == AFTER:
         gdc_wait()
+    if PDL > SERIAL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_at_end(PDL: tl.constexpr):
+    """The last thing of a kernel that runs beside the one before it: whoever waits for this one waits for both."""
+    if PDL == BESIDE:
+        gdc_wait()
 
 
 @triton.jit
@@ -68,33 +81,26 @@ FINE = tl.constexpr(254)  # fine steps in a coarse one
 
 
 @triton.jit
-def quantize_groups(v, NGROUPS: tl.constexpr):
-    """float32 [NGROUPS * 32] -> coarse and fine codes float32 [NGROUPS, 32] in -127..127, the fine step [NGROUPS], sums.
-
-    An element is step * (FINE * coarse + fine): 16 bits in two planes of 8. Sums [NGROUPS, 2] are of 16 elements each.
-    """
+def store_activations(v, first, n, there, CODES, SCALES, SUMS, VALUES, NGROUPS: tl.constexpr, KEEP: tl.constexpr):
+    """Write elements [first, first + 32 NGROUPS) of a vector of n, the first `there` groups of them, as `Activations`
+    (products.py)."""
     rows = tl.reshape(v, (NGROUPS, 32))
     largest = tl.max(tl.abs(rows), 1)
     scaled = rows * tl.where(largest > 1e-30, 127.0 / largest, 0.0)[:, None]
     coarse = tl.floor(scaled + 0.5)
     fine = tl.floor((scaled - coarse) * FINE + 0.5)
     step = largest / (127.0 * FINE)
-    sums = tl.sum(tl.reshape(coarse * FINE + fine, (NGROUPS, 2, 16)), 2) * step[:, None]
-    return coarse, fine, step, sums
-
-
-@triton.jit
-def store_activations(v, first, n, there, CODES, SCALES, SUMS, VALUES, NGROUPS: tl.constexpr, KEEP: tl.constexpr):
-    """Write elements [first, first + 32 NGROUPS) of a vector of n, the first `there` groups of them, as `Activations`
-    (products.py)."""
-    coarse, fine, step, sums = quantize_groups(v, NGROUPS)
     g, e = tl.arange(0, NGROUPS), tl.arange(0, 32)
     at = CODES + first + g[:, None] * 32 + e[None, :]
     keep = (g < there)[:, None]
     tl.store(at, coarse.to(tl.int8), mask=keep)
     tl.store(at + n, fine.to(tl.int8), mask=keep)
     tl.store(SCALES + first // 32 + g, step, mask=g < there)
-    tl.store(SUMS + first // 16 + g[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=keep)
+    at = SUMS + first // 16 + g[:, None] * 2 + tl.arange(0, 2)[None, :]
+    coarse_sums = tl.sum(tl.reshape(coarse * FINE, (NGROUPS, 2, 16)), 2)
+    both_sums = coarse_sums + tl.sum(tl.reshape(fine, (NGROUPS, 2, 16)), 2)
+    tl.store(at, coarse_sums * step[:, None], mask=keep)
+    tl.store(at + n // 16, both_sums * step[:, None], mask=keep)
     if KEEP:
         i = tl.arange(0, NGROUPS * 32)
         tl.store(VALUES + first + i, v, mask=i < there * 32)

@@ -1,10 +1,11 @@
 """Products of a packed matrix with one activation vector, with what follows fused behind them.
 
 A program owns `BN` rows. The vector stays in registers, and the program walks over its rows, `RC` at a time, with the
-next ones on the way. Activations are 16 bits in two planes of int8 with a scale for each 32 elements: integer dot
-products cost two to three instructions a weight, and nothing is lost as with the usual 8 bits. The norm before a product is folded: the producer of a vector multiplies
-by the norm's weights, and the consumer multiplies its result by 1 / rms(x), from partial sums of squares that are added
-in a fixed order, so replays are bit-identical.
+next ones on the way. Activations are integers with a scale for each 32 elements, so that integer dot products cost
+about two instructions a weight: 8 bits (one plane, as in GGML's own kernels), or 16 in two planes of 8, where a matrix
+is so small that it costs no time. The norm before a product is folded: the producer of a vector multiplies by the
+norm's weights, and the consumer multiplies its result by 1 / rms(x), from partial sums of squares that are added in a
+fixed order, so replays are bit-identical.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -13,9 +14,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvcli.kernels.gpu.language import FINE, dot4, dot_nibbles, half_of, store_activations
+from kvcli.kernels.gpu.language import (
+    FINE,
+    dot4,
+    dot_nibbles,
+    half_of,
+    store_activations,
+    wait_at_end,
+    wait_for_previous,
+)
 
 # What a program does with its rows of the product.
 STORE, RESIDUAL, GATED = 0, 1, 2
@@ -61,16 +69,17 @@ def dot_words(a0, a1, xa, xb, NIBBLES: tl.constexpr):
 
 @triton.jit
 def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
-             KIND: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
+             KIND: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr):  # fmt: skip
     """Packed groups [RC, BG] times the vector's groups -> float32 [RC, BG].
 
-    xa, xb: the coarse codes of the first and second 16 elements of each group as words [BG, 4], ya, yb the fine ones;
-    xd the step, s0, s1 the sums of each 16 elements.
+    xa, xb: the coarse codes of the first and second 16 elements of each group as words [BG, 4], ya, yb the fine ones
+    (of two planes); xd the step, s0, s1 the sums of each 16 elements.
     """
     xa = tl.broadcast_to(xa[None], (RC, BG, 4))
     xb = tl.broadcast_to(xb[None], (RC, BG, 4))
-    ya = tl.broadcast_to(ya[None], (RC, BG, 4))
-    yb = tl.broadcast_to(yb[None], (RC, BG, 4))
+    if PLANES == 2:
+        ya = tl.broadcast_to(ya[None], (RC, BG, 4))
+        yb = tl.broadcast_to(yb[None], (RC, BG, 4))
     b = tl.arange(0, 4)[None, None, :]
     a0, a1 = w0, w1
     if BITS == 5:
@@ -82,15 +91,20 @@ def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, B
         a0 = (w0 & 0x0F0F0F0F) | ((h & 0x03030303) << 4)
         a1 = ((w0 >> 4) & 0x0F0F0F0F) | ((h & 0x0C0C0C0C) << 2)
     if KIND == 4:  # d * s * (q - offset), a scale for each 16
-        t0 = tl.sum(dot4(a0, xa), 2) * FINE + tl.sum(dot4(a0, ya), 2)
-        t1 = tl.sum(dot4(a1, xb), 2) * FINE + tl.sum(dot4(a1, yb), 2)
+        t0 = tl.sum(dot4(a0, xa), 2) * FINE
+        t1 = tl.sum(dot4(a1, xb), 2) * FINE
+        if PLANES == 2:
+            t0 += tl.sum(dot4(a0, ya), 2)
+            t1 += tl.sum(dot4(a1, yb), 2)
         c = s.to(tl.int32)
         c0 = ((c << 24) >> 24).to(tl.float32)
         c1 = ((c << 16) >> 24).to(tl.float32)
         scaled = c0 * t0.to(tl.float32) + c1 * t1.to(tl.float32)
         y = d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * (c0 * s0[None, :] + c1 * s1[None, :]))
     else:
-        t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE + dot_words(a0, a1, ya, yb, BITS == 4)
+        t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE
+        if PLANES == 2:
+            t += dot_words(a0, a1, ya, yb, BITS == 4)
         if KIND == 1:  # s * (q - offset)
             y = s.to(tl.float32) * (xd[None, :] * t.to(tl.float32) - OFFSET * (s0 + s1)[None, :])
         elif KIND == 2:  # s * q + m
@@ -146,8 +160,8 @@ def finish(y, n, pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, SQUARES, 
 @triton.jit
 def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
                   X_SQUARES, SQUARES, N, eps, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-                  OFFSET: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr,
-                  GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
+                  OFFSET: tl.constexpr, PLANES: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr,
+                  SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
@@ -157,33 +171,35 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     NCH: tl.constexpr = BN // RC
     n = tl.minimum(first + row, N - 1)
     w0, w1, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     word = tl.arange(0, 4)
     seen = g < G
     xa = tl.load(XCODES + (g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
     xb = tl.load(XCODES + (g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
-    ya = tl.load(XCODES + (G * 8 + g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
-    yb = tl.load(XCODES + (G * 8 + g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
+    ya, yb = xa, xb
+    if PLANES == 2:
+        ya = tl.load(XCODES + (G * 8 + g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
+        yb = tl.load(XCODES + (G * 8 + g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
     xd = tl.load(XSCALES + g, mask=seen, other=0.0)
-    s0 = tl.load(XSUMS + g * 2, mask=seen, other=0.0)
-    s1 = tl.load(XSUMS + g * 2 + 1, mask=seen, other=0.0)
+    sums = XSUMS + (PLANES - 1) * (G * 2) + g * 2
+    s0 = tl.load(sums, mask=seen, other=0.0)
+    s1 = tl.load(sums + 1, mask=seen, other=0.0)
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
         n = tl.minimum(first + (c + 1) * RC + row, N - 1)
         v0, v1, next_high, next_s, next_d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
-        y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET), 1)
+        y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
         out = tl.where(chunk[:, None] == c, y[None, :], out)
         w0, w1, high, s, d = v0, v1, next_high, next_s, next_d
-    y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET), 1)
+    y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
     r = 1.0
     if PARTS > 0:
         r = inverse_rms(X_SQUARES, G * 32, eps, PARTS)
     finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
            SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    wait_at_end(PDL)
 
 
 @triton.jit
@@ -200,9 +216,7 @@ def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQU
     seen = (k < K)[None, :]
     n = tl.minimum(first + row, N - 1).to(tl.int64)
     w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     x = tl.load(X + k, mask=k < K, other=0.0)
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
@@ -219,3 +233,4 @@ def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQU
         r = inverse_rms(X_SQUARES, K, eps, PARTS)
     finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
            SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    wait_at_end(PDL)

@@ -12,13 +12,18 @@ from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import store_activations, wait_for_previous
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, matvec_packed, matvec_plain
 
+TWO_PLANES_BYTES = 4 << 20  # a smaller matrix takes activations of 16 bits: reading it is not what takes the time
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 
 @dataclass(frozen=True)
 class Activations:
-    """A vector [n] as products read it: int8 codes [2, n] (see `language.quantize_groups`), float32 steps [n / 32] and
-    sums [n / 16], and float32 values where `keep` (for matrices of floats)."""
+    """A vector [n] as products read it.
+
+    Element i is scales[i / 32] * (254 * codes[0, i] + codes[1, i]): 16 bits in two planes of int8, of which the first
+    alone is 8 bits. `sums` float32 [2, n / 16]: of every 16 elements, of the first plane alone and of both. `values`
+    float32 [n] where `keep` (for matrices of floats).
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -32,7 +37,7 @@ class Activations:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
         codes = torch.zeros(2, n, dtype=torch.int8, device=device)
-        return cls(codes, floats(n // 32), floats(n // 16), floats(n if keep else 1), keep)
+        return cls(codes, floats(n // 32), floats(n // 8), floats(n if keep else 1), keep)
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
@@ -94,8 +99,9 @@ def matvec(
     into: Activations | None = None,
     squares: torch.Tensor | None = None,
     gelu: bool = False,
-    pdl: bool = False,
+    pdl: int = 0,
     chosen: Tiles | None = None,
+    planes: int = 0,
 ) -> None:
     """One product; see matvec.finish for what becomes of it.
 
@@ -114,7 +120,7 @@ def matvec(
     common = {
         "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "GELU": gelu,
         "KEEP": into is not None and into.keep, "BN": t.bn, "RC": t.rc, "PDL": pdl, "num_warps": t.warps,
-        "launch_pdl": pdl,
+        "launch_pdl": pdl > 0,
     }  # fmt: skip
     f = matrix.format
     if f.kind == PLAIN:
@@ -122,8 +128,14 @@ def matvec(
     else:
         matvec_packed[grid](
             *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
-            G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, BG=t.bg, **common,
+            G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
+            PLANES=planes or planes_of(matrix), BG=t.bg, **common,
         )  # fmt: skip
+
+
+def planes_of(matrix: DeviceMatrix) -> int:
+    """Planes of the activations that the matrix is multiplied with."""
+    return 2 if matrix.nbytes <= TWO_PLANES_BYTES else 1
 
 
 def parts_of(matrix: DeviceMatrix, role: int) -> int:
@@ -153,7 +165,7 @@ def advance(
     into: Activations,
     squares: torch.Tensor,
     post: tuple[torch.Tensor, Norm] | None = None,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> None:
     """residual = y, or with `post` (weights, norm of y) residual += normed y; `into` becomes residual * next_norm."""
     k = y.shape[-1]
@@ -161,5 +173,5 @@ def advance(
     advance_kernel[(k // GROUP,)](
         y, residual, weights, next_norm, *into.arrays, norm.squares if norm else squares, squares, k,
         norm.eps if norm else 0.0, PARTS=norm.parts if norm else 0, KEEP=into.keep, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        launch_pdl=pdl > 0,
     )  # fmt: skip

@@ -55,21 +55,19 @@ def hadamard(x, PAD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn(x, partner, position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
-    """RoPE of x [PAD] whose element i is paired with element i +- ROPE / 2, `partner` [PAD]: both, turned."""
+def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
+    """What RoPE multiplies an element and its partner (half a rope_dim away) by: float32 [PAD] each."""
     i = tl.arange(0, PAD)
     half: tl.constexpr = ROPE // 2
     f = tl.load(frequencies + tl.where(i < half, i, i - half), mask=i < ROPE, other=0.0)
     angle = position.to(tl.float64) * f
     angle -= tl.floor(angle * (1.0 / TWO_PI) + 0.5) * TWO_PI
     a = angle.to(tl.float32)
-    c = tl.cos(a)
-    s = tl.where(i < half, -tl.sin(a), tl.sin(a))
-    return x * c + partner * s, partner * c - x * s
+    return tl.cos(a), tl.where(i < half, -tl.sin(a), tl.sin(a))
 
 
 @triton.jit
-def _head(x_at, norm, position, frequencies, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+def _head(x_at, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
           NORMED: tl.constexpr):  # fmt: skip
     """One head, normed and turned: float32 [PAD], and for each element below ROPE the one that it is paired with."""
     i = tl.arange(0, PAD)
@@ -84,9 +82,11 @@ def _head(x_at, norm, position, frequencies, eps, DIM: tl.constexpr, PAD: tl.con
         x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
         if ROPE > 0:
             partner = partner * r * tl.load(norm + j, mask=i < ROPE, other=0.0)
+    turned = x
     if ROPE > 0:
-        x, partner = turn(x, partner, position, frequencies, ROPE, PAD)
-    return x, partner
+        turned = x * c + partner * s
+        partner = partner * c - x * s
+    return turned, partner
 
 
 @triton.jit
@@ -117,18 +117,23 @@ def _prepare(
     head = tl.program_id(1)
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
     i = tl.arange(0, PAD_K)
+    at = tl.load(position) + t  # no kernel of this token writes it
+    page = tl.load(table + (at // SIZE - origin)) + offset
+    slot = at % SIZE
+    c, s = 0.0, 0.0
+    if ROPE > 0:
+        c, s = turning(at, frequencies, ROPE, PAD_K)
     wait_for_inputs(PDL)
-    at = tl.load(position) + t
     if head < HEADS:
-        x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
+        x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
         if CENTRED:
             mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
             own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
             if ROPE > 0:
                 half: tl.constexpr = ROPE // 2
                 other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
-                c = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
-                half_c = tl.clamp(c, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+                term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
+                half_c = tl.clamp(term, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
                 tl.store(qc + (t * HEADS + head) * ROPE + i, half_c, mask=i < ROPE)
             tl.store(qb + t * HEADS + head, tl.sum(tl.where(i < ROPE, 0.0, x * own), 0) * factor)
         if TURN_K > 0:
@@ -136,10 +141,8 @@ def _prepare(
         half_x = tl.clamp(x * factor, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
         tl.store(q + (t * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
     else:
-        page = tl.load(table + (at // SIZE - origin)) + offset
-        slot = at % SIZE
         if head < HEADS + KV_HEADS:
-            key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, at, frequencies, eps, DIM_K, PAD_K, ROPE, K_NORMED)
+            key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, K_NORMED)
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
             store_row(page + (head - HEADS) * RECORD + slot * K_ROW, key, DIM_K, PAD_K, CODEC_K)
