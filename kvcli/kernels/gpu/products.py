@@ -67,7 +67,7 @@ class Tiles:
 
 
 def tiles(matrix: DeviceMatrix, role: int) -> Tiles:
-    """Tile sizes as measured on sm_90: about 16 to 32 words of weights a thread in flight."""
+    """Tile sizes as measured on an H100: about 16 to 32 words of weights a thread in flight."""
     if matrix.format.kind == PLAIN:
         bk = triton.next_power_of_2(matrix.cols)
         rc = max(1, min(8, 8192 // bk))
@@ -78,12 +78,11 @@ def tiles(matrix: DeviceMatrix, role: int) -> Tiles:
         bn, rc, warps = (16, 4, 4) if matrix.rows > 32768 else (8, 4, 2)
         warps = max(1, min(16, warps * bg // 128))
     elif role == GATED:
-        bn, rc, warps = 64, 4, max(1, min(16, bg // 32))
+        bn, rc, warps = (64, 4, min(16, bg // 32)) if bg > 64 else (64, 16, 8)
     else:
-        bn, warps = 32, max(1, min(16, bg // 16))
-        rc = max(1, min(32, (256 if bg <= 128 else 128) * warps // bg))
-    if matrix.format.bits >= 6 and role != RESIDUAL:
-        rc = max(1, rc // (2 if matrix.format.bits == 8 else 1))
+        bn, rc, warps = (32, 16, max(1, bg // 16)) if bg <= 128 else (32, 4, min(16, bg // 32))
+    if matrix.format.bits == 8 and role != RESIDUAL:
+        rc //= 2
     return Tiles(bn, bg, rc, warps)
 
 
@@ -129,13 +128,14 @@ def matvec(
         matvec_packed[grid](
             *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
             G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
-            PLANES=planes or planes_of(matrix), BG=t.bg, **common,
+            PLANES=planes or planes_of(matrix, role), WHOLE=matrix.rows % t.bn == 0, BG=t.bg, **common,
         )  # fmt: skip
 
 
-def planes_of(matrix: DeviceMatrix) -> int:
-    """Planes of the activations that the matrix is multiplied with."""
-    return 2 if matrix.nbytes <= TWO_PLANES_BYTES else 1
+def planes_of(matrix: DeviceMatrix, role: int) -> int:
+    """Planes of the activations that the matrix is multiplied with. Two, where they cost next to nothing: in matrices
+    that are read in no time, and where what is added to the residual is at stake (an error there stays)."""
+    return 2 if role == RESIDUAL or matrix.nbytes <= TWO_PLANES_BYTES else 1
 
 
 def parts_of(matrix: DeviceMatrix, role: int) -> int:
