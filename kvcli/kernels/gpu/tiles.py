@@ -49,7 +49,7 @@ else:
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Until the kernels before have ended; from here on the next one may start to be launched."""
-    if PDL:
+    if PDL and not INTERPRET:
         gdc_wait()
         gdc_launch_dependents()
 
