@@ -132,7 +132,16 @@ class Engine:
         if reason:
             self.notices.append(f"slow path (each token as a prompt of one): {reason}")
             return None
-        return tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
+        graph = tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
+        graph.compile(self._dry_run)
+        return graph
+
+    def _dry_run(self) -> None:
+        """A prompt long enough to need every kernel that prompts need."""
+        seq = self.new_sequence()
+        self.logits(self.forward(seq, [0] * min(self.ctx_size, 2 * self.layout.page_size + 1))[-1:])
+        self.logits(self.forward(seq, [0]))
+        seq.close()
 
     def predict(self, tokens: int) -> Plan:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""

@@ -176,9 +176,9 @@ def clamped(n, N, WHOLE: tl.constexpr):
 @triton.jit
 def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
                   X_SQUARES, SQUARES, N, eps, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-                  OFFSET: tl.constexpr, PLANES: tl.constexpr, WHOLE: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr,
-                  SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  OFFSET: tl.constexpr, PLANES: tl.constexpr, WHOLE: tl.constexpr, ROLE: tl.constexpr,
+                  PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr,
+                  BG: tl.constexpr, RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
     g = tl.arange(0, BG)
