@@ -9,7 +9,6 @@ from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import CacheOptions
 from kvcli.runtime import overheads
-from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.footprint import WeightBytes
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
@@ -50,6 +49,8 @@ class Wish:
     shared: int = 0
     ranks: int = 1
     threads: int = 1
+    tail: int = CacheOptions.tail
+    sinks: int = CacheOptions.sinks
 
 
 @dataclass(frozen=True)
@@ -163,17 +164,16 @@ def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
 def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
     """For each context, every pair. Raises UsageError."""
     base = setting(model, target, wish)
-    layouts = {pair: _layout(base.config, pair, wish.page_size) for pair in wish.pairs}
+    layouts = {
+        pair: KVLayout.build(base.config, *pair, wish.page_size, sinks=wish.sinks, tail=wish.tail)
+        for pair in wish.pairs
+    }
     trained = model.config.context_length or NO_LIMIT
     longest = {pair: _largest(base, layout, target, trained) for pair, layout in layouts.items()}
     return [
         [_outcome(base, pair, layout, target, context, longest[pair]) for pair, layout in layouts.items()]
         for context in wish.contexts
     ]
-
-
-def _layout(config: ModelConfig, pair: Pair, page_size: int) -> KVLayout:
-    return KVLayout.build(config, *pair, page_size=page_size)
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:

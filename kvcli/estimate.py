@@ -229,8 +229,7 @@ def plan_for_engine(
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
     UsageError for types.
     """
-    type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
-    layout = KVLayout.build(config, type_k, type_v, cache.page_size)
+    layout = KVLayout.of_options(config, cache)
     setting = engine_setting(config, weights, cache, budget, threads)
     trained = config.context_length
     wanted = cache.ctx_size or trained

@@ -49,8 +49,8 @@ each_config = pytest.mark.parametrize("name", CONFIGS)
 TYPES = tuple(CODEC_SPECS)
 
 
-def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64) -> KVLayout:
-    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size)
+def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64, **more: int) -> KVLayout:
+    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size, **more)
 
 
 # --- predicted == allocated ---
@@ -88,25 +88,25 @@ def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, str, str, int, int, int]:
-    """A config, types, a page size, a chunk and a context at or beside one of the layout's boundaries."""
+def cases(draw: st.DrawFn) -> tuple[KVLayout, int, int]:
+    """A layout, a chunk and a context at or beside one of the layout's boundaries."""
     name = draw(st.sampled_from(sorted(CONFIGS)))
     type_k, type_v = draw(st.sampled_from(TYPES)), draw(st.sampled_from(TYPES))
     size = draw(st.sampled_from((16, 32, 64)))
     chunk = draw(st.sampled_from((1, 16, 100, 512)))
-    layout = layout_of(name, type_k, type_v, size)
+    tail, sinks = draw(st.sampled_from(((1, 1), (1, 0), (1, 3), (0, 1), (0, 2))))
+    layout = layout_of(name, type_k, type_v, size, tail=tail, sinks=sinks)
     window = max((g.window for g in layout.groups), default=0)
     per_chunk = layout.groups[0].pages_per_chunk
     marks = [size, 3 * size, window, window + chunk, window + chunk + size, (per_chunk % 50) * size]
     tokens = max(1, draw(st.sampled_from(marks)) + draw(st.sampled_from((-1, 0, 1))))
-    return name, type_k, type_v, size, chunk, tokens
+    return layout, chunk, tokens
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_predicted_bytes_are_allocated(case: tuple[str, str, str, int, int, int]) -> None:
-    name, type_k, type_v, size, chunk, tokens = case
-    layout = layout_of(name, type_k, type_v, size)
+def test_predicted_bytes_are_allocated(case: tuple[KVLayout, int, int]) -> None:
+    layout, chunk, tokens = case
     assert allocated(layout, tokens, chunk) == layout.pool_bytes(tokens, chunk)
 
 
@@ -123,21 +123,26 @@ def test_predicted_bytes_of_several_sequences(name: str) -> None:
     assert allocated(layout, 333, 64, sequences=3) == layout.pool_bytes(333, 64, sequences=3)
 
 
-def test_a_shared_prefix_is_allocated_once() -> None:
+@pytest.mark.parametrize("kind", ("f32", "int4"))
+@pytest.mark.parametrize(("tail", "sinks"), ((1, 1), (1, 0), (1, 4), (0, 1), (0, 4), (1, 20), (0, 20)))
+def test_a_shared_prefix_is_allocated_once(kind: str, tail: int, sinks: int) -> None:
     from kvcli.runtime.pages import PagePool
     from kvcli.runtime.sequence import Sequence
 
-    layout = layout_of("llama", "f32", page_size=16)
+    layout = layout_of("llama", kind, page_size=16, tail=tail, sinks=sinks)
     pool = PagePool(layout)
     first = Sequence(pool)
-    for n in steps(layout, 150, 512):
+    for n in steps(layout, 150, 16):
         first.reserve([0] * n)
         first.commit([0] * n)
     others = [first.fork() for _ in range(9)]
     for seq in (first, *others):
-        seq.reserve([1] * 15)
-        seq.commit([1] * 15)
-    assert pool.committed_bytes == layout.pool_bytes(165, 512, sequences=10, shared=150)
+        for n in (10, 5):  # to the end of the page, and on
+            seq.reserve([1] * n)
+            seq.commit([1] * n)
+    planned = layout.arena_pages(165, 16, sequences=10, shared=150)
+    assert [pool.peak(a) for a in range(len(layout.arenas))] == list(planned)
+    assert pool.committed_bytes == layout.pool_bytes(165, 16, sequences=10, shared=150)
     assert pool.committed_bytes < layout.pool_bytes(165, 512, sequences=10)
 
 

@@ -44,7 +44,7 @@ class Engine:
         self.notices: list[str] = []
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
-        self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
+        self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         self.ubatch = cache.ubatch
