@@ -69,7 +69,7 @@ def test_the_score_error_of_int4_keys_does_not_grow_with_the_position(name: str)
     found = np.array([[score_errors(ops, far, seed) for seed in range(16)] for far in POSITIONS])
     ours, without, fixed = np.sqrt((found**2).mean(1)).T
     assert ours.max() < 1.1 * ours[0], ours
-    assert (ours < 0.5 * without).all(), (ours, without)
+    assert (ours < 0.65 * without).all(), (ours, without)
     assert (ours[1:] < 0.6 * fixed[1:]).all(), (ours, fixed)
 
 
