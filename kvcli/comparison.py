@@ -67,6 +67,7 @@ class Outcome:
     memory_context: int  # what memory alone would allow
     tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
     file_bytes: int  # of a prompt-cache file that holds the whole context
+    step: int  # rows of a prefill step
 
     @property
     def label(self) -> str:
@@ -185,7 +186,7 @@ def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> t
 def _outcome(
     base: Setting, pair: Pair, layout: KVLayout, target: Target, context: int, longest: tuple[int, int]
 ) -> Outcome:
-    plan = base.plan(layout, context)
+    plan, step = base.plan(layout, context), base.step(layout)
     read = base.weights.read + base.sequences * (layout.read_bytes(context) + layout.state_bytes)
     rate = None
     if target.bandwidth is not None and base.weights.read:
@@ -194,12 +195,13 @@ def _outcome(
         pair,
         layout,
         plan,
-        sum(layout.arena_pages(context, base.chunk, base.sequences, min(base.shared, context))),
+        sum(layout.arena_pages(context, step, base.sequences, min(base.shared, context))),
         plan.needed <= target.memory.free,
         target.memory.free - plan.total,
         *longest,
         rate,
-        _FILE_HEADER + layout.bytes(context, base.chunk) + 4 * context,
+        _FILE_HEADER + layout.bytes(context, step) + 4 * context,
+        step,
     )
 
 

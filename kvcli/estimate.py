@@ -20,6 +20,7 @@ from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.overheads import ASSUMED_BYTES
 
 DEFAULT_MARGIN = 512 << 20
+SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
 
 # Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
 IDEAL_BYTES = {
@@ -146,13 +147,18 @@ class Setting:
 
     def plan(self, layout: KVLayout, tokens: int) -> Plan:
         """What `sequences` of `tokens` need under `layout`."""
-        kv = layout.pool_bytes(tokens, self.chunk, self.sequences, min(self.shared, tokens))
+        kv = layout.pool_bytes(tokens, self.step(layout), self.sequences, min(self.shared, tokens))
         rows = [*self._fixed(layout, tokens), Row("KV pool", kv, EXACT), *self._per_sequence(layout, tokens)]
         return Plan(tuple(rows), tokens, kv, self.margin)
 
+    def step(self, layout: KVLayout) -> int:
+        """Rows of a prefill step: `chunk`, but on a CPU no more 16-bit pages at once than sealing them saves."""
+        sealed = self.kind == CPU and any(g.sealed for g in layout.groups)
+        return min(self.chunk, SEALED_STEP) if sealed else self.chunk
+
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
-        rows_at_once = min(self.chunk, tokens)
+        rows_at_once = min(self.step(layout), tokens)
         work = footprint.activation_bytes(config, rows_at_once, self.kind) + footprint.logit_bytes(config)
         if self.kind == CPU:
             work += footprint.scratch_bytes(config, layout.page_size, self.threads)
@@ -173,9 +179,10 @@ class Setting:
         constant = layout.constant_bytes * self.sequences
         if constant:
             rows.append(Row("per-sequence state", constant, EXACT))
-        tables = layout.table_bytes(tokens, self.chunk, self.sequences)
+        step = self.step(layout)
+        tables = layout.table_bytes(tokens, step, self.sequences)
         if self.kind == CPU:
-            pages = sum(layout.arena_pages(tokens, self.chunk, self.sequences, self.shared))
+            pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
             tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
         rows.append(Row("tables and token ids", tables, COMPUTED))
         return rows

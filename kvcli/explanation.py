@@ -22,14 +22,14 @@ def explain(report: Report) -> str:
 def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     wish, tokens = report.wish, o.plan.tokens
     yield f"{o.label} at {tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
-    counts = o.layout.arena_pages(tokens, wish.chunk, wish.sequences, min(wish.shared, tokens))
+    counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
     sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
     for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
         if i < len(o.layout.groups):
-            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(wish, arena, tokens))
+            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(wish, arena, tokens, o.step))
         else:
             title = "16-bit tail and sinks" if wish.tail else "16-bit sinks and rows of a step"
-            yield from _arena(report, arena, title, count, _opened(wish, next(sealed), tokens))
+            yield from _arena(report, arena, title, count, _opened(wish, next(sealed), tokens, o.step))
     yield f"  KV pool  {o.plan.kv_bytes:,} B"
     for row in o.plan.rows:
         if row.name != "KV pool":
@@ -73,23 +73,23 @@ def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -
         yield f"    (one of {wish.ranks} devices)"
 
 
-def _pages(wish: Wish, g: GroupLayout, tokens: int) -> str:
+def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
     size = g.page_size
     text = f"ceil({tokens:,} / {size})"
     if g.sealed:
         text = f"max(0, {'floor' if g.tail else 'ceil'}({tokens:,} / {size}) - {g.sinks})"
     if g.kind == SLIDING:
-        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
+        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if wish.sequences > 1:
         common, _ = g.shared_pages(min(wish.shared, tokens))
         text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
     return text
 
 
-def _opened(wish: Wish, g: GroupLayout, tokens: int) -> str:
+def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
     """16-bit pages of a sealed group: those of the sequence that runs, and those that the others keep meanwhile."""
     size = g.page_size
-    running = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({wish.chunk:,} / {size}))"
+    running = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({step:,} / {size}))"
     if wish.sequences == 1:
         return running
     _, common = g.shared_pages(min(wish.shared, tokens))

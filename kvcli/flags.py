@@ -147,7 +147,14 @@ class CacheFlags:
     kv_tail: Tail = CacheOptions.tail
     kv_sink: Sinks = CacheOptions.sinks
     ubatch_size: Annotated[
-        int, _cache("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step.")
+        int,
+        _cache(
+            "-ub",
+            "--ubatch-size",
+            "--prefill-chunk",
+            metavar="N",
+            help="Tokens per prefill step; with types below 16 bits on a CPU at most 256.",
+        ),
     ] = CacheOptions.ubatch
 
     def options(self) -> CacheOptions:

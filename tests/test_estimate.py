@@ -57,13 +57,14 @@ def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_si
 
 
 def steps(layout: KVLayout, tokens: int, chunk: int) -> Iterator[int]:
-    """Steps as the engine cuts them, with one begun where a window is just full: then most is held."""
+    """Steps as the engine cuts them, with one begun behind the sinks, and one where a window is just full: then most is
+    held."""
     size = layout.page_size
     window = max((g.window for g in layout.groups), default=0)
-    turn = min(tokens, -(-max(0, window - 1) // size) * size)
+    turns = sorted((layout.groups[0].sinks * size, -(-max(0, window - 1) // size) * size))
     start = 0
     while start < tokens:
-        end = turn if start < turn else tokens
+        end = min([tokens, *(turn for turn in turns if turn > start)])
         stop = min(end, start + chunk, (start // size + -(-chunk // size)) * size)
         yield stop - start
         start = stop

@@ -137,7 +137,7 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
     assert "a token: 32 x 8 x 132 = 33,792 B" in out
     assert "a record: 64 x 132, to a multiple of 128 = 8,448 B" in out
     assert "pages: max(0, floor(65,536 / 64) - 1) = 1,023" in out
-    assert "pages: 1 x min(ceil(65,536 / 64), 1 + ceil(512 / 64)) = 9" in out
+    assert "pages: min(ceil(65,536 / 64), 1 + ceil(512 / 64)) = 9" in out
     sliding = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--explain", "-ct", "f16"))
     assert "min(ceil(131,072 / 64), ceil((1,024 - 1) / 64) + ceil(512 / 64)) = 24" in sliding
 

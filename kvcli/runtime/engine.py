@@ -47,7 +47,6 @@ class Engine:
         self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
-        self.ubatch = cache.ubatch
         threads = load.threads or physical_cores()
         pool_bytes = self._plan(file, load, cache, threads)
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
@@ -107,6 +106,7 @@ class Engine:
         weights = weights_of_tensors(file.tensors, self.config, CPU)
         budget = engine_budget(load.memory_limit)
         self._setting = engine_setting(self.config, weights, cache, budget, threads)
+        self.ubatch = self._setting.step(self.layout)
         self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
         if self.shortened:
             self.notices.append(self.shortened)
