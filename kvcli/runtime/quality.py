@@ -198,22 +198,20 @@ def _hidden(engine: Engine, pool: PagePool, ids: list[int], first: int) -> torch
 def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]) -> Iterator[tuple[Types, Scores]]:
     """Compare all types with f16, slice by slice."""
     rows = max(1, min(SLICE_ROWS, SLICE_ELEMENTS // engine.config.vocab_size))
-    parts: dict[Types, list[Scores]] = {t: [] for t in hidden}
+    n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
+    found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
     wanted = torch.tensor(targets)[:, None]  # [n, 1]
-    for at in range(0, len(targets), rows):
-        base = engine.logits(hidden[BASE][at : at + rows]).log_softmax(-1)  # [rows, vocab_size]
+    for at in range(0, n, rows):
+        end = min(n, at + rows)
+        base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]
         weight, top = base.exp(), base.argmax(-1)
         for t, states in hidden.items():
-            log_p = base if t == BASE else engine.logits(states[at : at + rows]).log_softmax(-1)
-            parts[t].append(
-                Scores(
-                    -log_p.gather(1, wanted[at : at + rows])[:, 0],
-                    (weight * (base - log_p)).sum(-1),
-                    (log_p.argmax(-1) == top).float(),
-                )
-            )
-    for t, found in parts.items():
-        yield t, _joined(found)
+            log_p = base if t == BASE else engine.logits(states[at:end]).log_softmax(-1)
+            scores = found[t]
+            scores.nll[at:end] = -log_p.gather(1, wanted[at:end])[:, 0]
+            scores.kld[at:end] = (weight * (base - log_p)).sum(-1)
+            scores.same_top[at:end] = log_p.argmax(-1) == top
+    yield from found.items()
 
 
 def _joined(parts: list[Scores]) -> Scores:
