@@ -158,7 +158,7 @@ class Setting:
 
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
-        rows_at_once = min(self.step(layout), tokens)
+        rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
         work = footprint.activation_bytes(config, rows_at_once, self.kind) + footprint.logit_bytes(config)
         if self.kind == CPU:
             work += footprint.scratch_bytes(config, layout.page_size, self.threads)
