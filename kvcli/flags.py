@@ -141,7 +141,7 @@ class CacheFlags:
         str | None, _cache("-ct", "--cache-type", metavar="T", help="Sets both types.", show_default=False)
     ] = None
     force_cache_type: Annotated[
-        bool, _cache("--force-cache-type", help="Go on when the weights say that this type of keys fails.")
+        bool, _cache("--force-cache-type", "--force", help="Go on when the weights say that this type of keys fails.")
     ] = False
     page_size: PageSize = CacheOptions.page_size
     kv_tail: Tail = CacheOptions.tail
