@@ -147,6 +147,18 @@ def test_a_shared_prefix_is_allocated_once(kind: str, tail: int, sinks: int) -> 
     assert pool.committed_bytes < layout.pool_bytes(165, 512, sequences=10)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "MHA", "MQA"])
+@pytest.mark.parametrize(("kind", "least"), [("int8", 704), ("int4", 384)])
+def test_a_smaller_type_takes_less_at_every_context(name: str, kind: str, least: int) -> None:
+    """From `least` tokens on, and never two pages more: a short prompt is open and sealed at the same time."""
+    setting = Setting(CONFIGS[name], WEIGHTS)
+    layout, base = layout_of(name, kind), layout_of(name)
+    allowed = 2 * sum(g.page_bytes for g in base.groups)
+    for tokens in range(1, 4096, 13):
+        more = layout.bytes(tokens, setting.step(layout)) - base.bytes(tokens, setting.step(base))
+        assert more < (0 if tokens >= least else allowed), tokens
+
+
 def test_memory_is_committed_in_steps() -> None:
     group = layout_of("llama").groups[0]
     assert group.pages_per_chunk == max(1, CHUNK_BYTES // group.page_bytes) == 1

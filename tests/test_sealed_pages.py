@@ -29,7 +29,7 @@ from kvcli.runtime.sequence import Sequence, Step
 OPS = ReferenceBackend()
 SIZE, WINDOW, DIM = 16, 37, 4
 KINDS = (SLIDING, FULL, SLIDING)  # groups are numbered as they appear: 0 slides, 1 is full; their open pages: 2, 3
-TYPES = (("int8", "int8"), ("fp8", "int4"), ("f16", "int8"), ("int6", "f32"))
+TYPES = (("int8", "int8"), ("fp8", "int4"), ("f16", "int8"), ("int6", "f32"), ("int4", "fp8_e5m2"))
 
 
 def tiny_layout(types: tuple[str, str], tail: int, sinks: int = 1) -> KVLayout:
