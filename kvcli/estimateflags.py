@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
 from kvcli.options import CacheOptions
-from kvcli.pageflags import PageSize, Sinks, Tail, check_pages
 
 if TYPE_CHECKING:
     from kvcli.comparison import Pair, Wish

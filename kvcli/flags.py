@@ -15,10 +15,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.pageflags import PageSize, Sinks, Tail, check_pages
 from kvcli.runtime.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
@@ -277,15 +277,6 @@ def parse_tokens(text: str, flag: str) -> int:
     if tokens > MAX_CTX or len(match[1]) > 12:
         raise UsageError(f"{flag} is '{text}', more than any model can address", f"the most is {MAX_CTX}")
     return tokens
-
-
-def check_cache_type(name: str, flag: str) -> str:
-    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
-    from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS
-
-    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
-        return name
-    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float]:

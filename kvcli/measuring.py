@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli import opening, render
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
 from kvcli.errors import UsageError
-from kvcli.flags import ModelFlags, check_cache_type
+from kvcli.flags import ModelFlags
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions
-from kvcli.pageflags import PageSize, Sinks, Tail, check_pages
 from kvcli.runtime.cachetypes import alias_note, canonical
 
 if TYPE_CHECKING:

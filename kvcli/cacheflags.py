@@ -1,5 +1,5 @@
-"""The flags that say how a cache is cut into pages and which of them stay in 16 bits; every command that has a cache
-or plans one takes them. Never imports torch."""
+"""The flags of the cache that every command takes which has one or plans one: pages, which of them stay in 16 bits, and
+the names of cache types. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS
 
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_SINKS = 1 << 20
@@ -35,3 +36,10 @@ def check_pages(page_size: int, tail: int, sinks: int) -> None:
     if tail == sinks == 0:
         hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
         raise UsageError("--kv-tail 0 and --kv-sink 0 exclude each other", hint)
+
+
+def check_cache_type(name: str, flag: str) -> str:
+    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
+    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
+        return name
+    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
