@@ -137,14 +137,15 @@ class TokenGraph:
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        if any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers)):
+        plainly = any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers))
+        if plainly:
             logits = self._run_plainly(step)
         else:
             self._bind(seq, step)
             logits = self._replay(step.start + 1)
             self._seal(step.start + 1)
         seq.commit([-1 if token is None else token])
-        self._next = seq, step.start + 1
+        self._next = (None, -1) if plainly else (seq, step.start + 1)  # what was fixed plainly is yet to be bound
         self.position.add_(1)
         return logits
 
