@@ -30,7 +30,8 @@ kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.run
 kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
 kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub
+kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub kvcli.runtime.tokengraph
+kvcli.runtime.decoding
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
@@ -55,16 +56,11 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH_USERS = (
-    *("kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.engine", "kvcli.runtime.layers"),
-    *(
-        "kvcli.runtime.guard",
-        "kvcli.runtime.quality",
-        "kvcli.runtime.recall",
-        "kvcli.runtime.rope",
-        "kvcli.runtime.sealing",
-    ),
-    *("kvcli.runtime.pages", "kvcli.runtime.sampler", "kvcli.runtime.sequence", "kvcli.runtime.weights"),
-)
+    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.guard",
+    "kvcli.runtime.layers", "kvcli.runtime.pages", "kvcli.runtime.quality", "kvcli.runtime.recall",
+    "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
+    "kvcli.runtime.tokengraph", "kvcli.runtime.weights",
+)  # fmt: skip
 
 
 def _modules() -> dict[str, Path]:

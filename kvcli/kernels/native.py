@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -97,7 +98,7 @@ def _record(r: RecordLayout) -> _Record:
 class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding."""
 
-    name = "native"
+    name: Literal["native"] = "native"
     device = torch.device("cpu")
     place = staticmethod(place)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from kvcli.kernels.attention import attention
@@ -14,7 +16,7 @@ from kvcli.kernels.store import seal, store
 class ReferenceBackend:
     """The specification that the other backends are checked against. Slow; exact in float32."""
 
-    name = "reference"
+    name: Literal["reference"] = "reference"
     device = torch.device("cpu")
     place = staticmethod(place)
     matmul = staticmethod(matmul)

@@ -37,8 +37,9 @@ class DeviceTokens:
     def __init__(self, graph: TokenGraph, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
         self.graph, self.seq, self.sampler, self.device_sampler = graph, seq, sampler, device_sampler
         self._uniform = torch.zeros(1, device=graph.device)
-        self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=graph.device.type == "cuda")
-        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._waits = graph.device.type == "cuda"  # else it is Triton's interpreter, which is never behind
+        self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=self._waits)
+        self._events = [torch.cuda.Event() for _ in range(2 if self._waits else 0)]
         self._chosen = 0  # tokens chosen so far, read or not
         self._known = seq.length  # rows whose ids were read
 
@@ -64,11 +65,13 @@ class DeviceTokens:
         self.device_sampler.launch(logits, self._uniform, self.graph.token)
         slot = self._chosen % 2
         self._ids[slot : slot + 1].copy_(self.graph.token, non_blocking=True)
-        self._events[slot].record()
+        if self._waits:
+            self._events[slot].record()
         self._chosen += 1
 
     def _read(self, number: int) -> int:
-        self._events[number % 2].synchronize()
+        if self._waits:
+            self._events[number % 2].synchronize()
         token = int(self._ids[number % 2])
         if token < 0:
             raise KVError(self.device_sampler.error(token), "the model file may be damaged; pull it again")
@@ -76,5 +79,6 @@ class DeviceTokens:
 
     def close(self) -> None:
         """Give up rows whose tokens nobody has seen."""
-        torch.cuda.synchronize(self.graph.device)
+        if self._waits:
+            torch.cuda.synchronize(self.graph.device)
         self.seq.rewind(self.seq.rewindable(self._known))

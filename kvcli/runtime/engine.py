@@ -174,7 +174,9 @@ class Engine:
         """Hidden states [n, d_model] -> logits float32 [n, vocab_size]."""
         return self.model.logits(hidden)
 
-    def tokens(self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor) -> Iterator[int]:
+    def tokens(
+        self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+    ) -> Generator[int, None, None]:
         """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
 
         The caller appends each id to `history`, and closes the iterator when it wants no more: then `seq` holds no row

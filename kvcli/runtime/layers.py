@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.kernels import Backend, QuantTensor
+from kvcli.kernels import Backend
 from kvcli.runtime.config import LayerConfig, ModelConfig
 from kvcli.runtime.rope import RopeTables
 from kvcli.runtime.sealing import seal_step
@@ -16,13 +16,15 @@ from kvcli.runtime.sequence import Step
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend
 
+Matrices = tuple[Any, ...]  # QuantTensor as in the file, or what the backend's `place` made of them
+
 
 @dataclass(frozen=True)
 class AttentionWeights:
     """Projections of one layer; the norms over each head of q and k exist where the architecture has them."""
 
-    qkv: tuple[QuantTensor, QuantTensor, QuantTensor]
-    out: tuple[QuantTensor]
+    qkv: Matrices
+    out: Matrices
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
 
@@ -102,8 +104,8 @@ class Block:
     attn_norm: torch.Tensor
     attn: AttentionWeights
     ffn_norm: torch.Tensor
-    gate_up: tuple[QuantTensor, QuantTensor]
-    down: tuple[QuantTensor]
+    gate_up: Matrices
+    down: Matrices
     post_attn_norm: torch.Tensor | None = None
     post_ffn_norm: torch.Tensor | None = None
 
@@ -112,10 +114,10 @@ class Block:
 class DecoderWeights:
     """All weights of a decoder. `activation` of the feed-forward parts: "silu" or "gelu"."""
 
-    embedding: tuple[QuantTensor]
+    embedding: Matrices
     blocks: tuple[Block, ...]
     norm: torch.Tensor
-    head: tuple[QuantTensor]
+    head: Matrices
     activation: str
 
 
@@ -137,9 +139,7 @@ class Decoder:
             self._add(x, h, block.down, block.post_ffn_norm)
         return ops.rms_norm(x, w.norm, eps)
 
-    def _add(
-        self, x: torch.Tensor, h: torch.Tensor, weights: tuple[QuantTensor], post_norm: torch.Tensor | None
-    ) -> None:
+    def _add(self, x: torch.Tensor, h: torch.Tensor, weights: Matrices, post_norm: torch.Tensor | None) -> None:
         """x += W h, normed first where there is a norm."""
         if post_norm is None:
             self.ops.matmul(h, weights, add_to=x)

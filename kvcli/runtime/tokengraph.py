@@ -55,7 +55,8 @@ class _Tables:
     def __init__(self, pages: int, classes: int, device: torch.device) -> None:
         self.device = torch.zeros(classes, pages, dtype=torch.int64, device=device)
         self.staging = torch.zeros(UPLOADS, classes, pages, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.turn, self.bound = 0, ()
+        self.turn = 0
+        self.bound: tuple[PagedKV, ...] = ()
 
     def bind(self, layers: tuple[PagedKV, ...]) -> None:
         """Upload the pages of a sequence, if they are not those that are there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
 import torch
 
@@ -31,7 +32,7 @@ SPLITS = 64  # shares of the pages in which one query alone looks at them
 class GpuBackend:
     """Same signatures as the reference, over tensors of one GPU. Results do not depend on chunking beyond rounding."""
 
-    name = "cuda"
+    name: Literal["cuda"] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
