@@ -1,6 +1,7 @@
 """Load time, time to first token, prefill and decode speed and peak memory of `kv run`, as a user gets them.
 
     python benchmarks/cpu.py TEXT_FILE [--model smollm2] [--tokens 512] [--predict 128] [--runs 5]
+        [--cache-type auto]
 
 TEXT_FILE is cut to about `--tokens` tokens of prompt. Every run is its own process. Prints a table of medians and one
 JSON line last. Also times a one-token run, start-up included.
@@ -48,14 +49,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--predict", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cache-type", default="auto", help="as -ct of kv run takes it")
     options = parser.parse_args()
     prompt = cut(options.text.read_text(), options.tokens, options.model)
-    arguments = ["-m", options.model, "--temp", "0", "--ignore-eos", "-n"]
+    arguments = ["-m", options.model, "-ct", options.cache_type, "--temp", "0", "--ignore-eos", "-n"]
     rows = [run([*arguments, str(options.predict)], prompt)[0] for _ in range(options.runs)]
     walls = [run([*arguments, "1"], "Hello")[1] for _ in range(options.runs)]
     median = {key: statistics.median(r["timings"][key] for r in rows) for key in rows[0]["timings"]}
     result = {
         "model": options.model,
+        "cache_type": options.cache_type,
         "prompt_tokens": rows[0]["usage"]["prompt_tokens"],
         **median,
         "peak_bytes": statistics.median(r["memory"]["peak_bytes"] for r in rows),

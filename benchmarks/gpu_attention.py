@@ -25,7 +25,7 @@ import torch
 from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
 from kvcli.kernels.gpu.combine import Quantized, combine
-from kvcli.kernels.gpu.pages import DevicePages, device_pages
+from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.reference import ReferenceBackend
@@ -114,7 +114,7 @@ def check(case: tuple[tuple[str, str], tuple[int, int]]) -> list[tuple[str, floa
     for rows, t, splits in ((1517, 1, 5), (1517, 1, 40), (300, 40, 1)):
         kv, angles = filled(where, rows, t, rope)
         there = on_gpu(kv)
-        pages = device_pages(there, "cuda", angles)
+        pages = device_pages(there, "cuda", half_angles(angles, "cuda"))
         position = torch.tensor([rows - t], device="cuda")
         width = (heads + kv_heads) * dims[0] + kv_heads * dims[1]
         qkv = torch.randn(t, width, generator=torch.manual_seed(2))
@@ -151,7 +151,7 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
     for page in there.pages:
         if page is not None:
             page.fill_(0xA5)
-    seal(device_pages(there, "cuda", angles), 64, 256)
+    seal(device_pages(there, "cuda", half_angles(angles, "cuda")), 64, 256)
     pairs = [(a, b) for a, b in zip(kv.pages, there.pages, strict=True) if a is not None and b is not None]
     used = group.page_size * (group.k_row_bytes + group.v_row_bytes + group.scale_bytes)
     heads = [(x.view(group.kv_heads, -1)[:, :used] for x in (a, b.cpu())) for a, b in pairs]
@@ -309,7 +309,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         best: tuple[float, int, Tiling | None] | None = None
         for tiles in tilings(kind) if sweep else [None]:
             for splits in (1, 2, 4, 8, 16) if context <= 1024 else (16, 32, 33, 64, 66, 99, 132):
-                if part_count(case.pages[0], splits) > 512:
+                if part_count(case.pages[0], splits, 1) > 512:
                     continue
                 try:
                     us = case.run(splits, tiles)

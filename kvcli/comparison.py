@@ -9,7 +9,6 @@ from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import CacheOptions
 from kvcli.runtime import overheads
-from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.device import AUTO, parse_device
 from kvcli.runtime.footprint import WeightBytes
 from kvcli.runtime.layout import KVLayout
@@ -51,6 +50,8 @@ class Wish:
     shared: int = 0
     ranks: int = 1
     threads: int = 1
+    tail: int = CacheOptions.tail
+    sinks: int = CacheOptions.sinks
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Outcome:
     memory_context: int  # what memory alone would allow
     tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
     file_bytes: int  # of a prompt-cache file that holds the whole context
+    step: int  # rows of a prefill step
 
     @property
     def label(self) -> str:
@@ -164,17 +166,16 @@ def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
 def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
     """For each context, every pair. Raises UsageError."""
     base = setting(model, target, wish)
-    layouts = {pair: _layout(base.config, pair, wish.page_size) for pair in wish.pairs}
+    layouts = {
+        pair: KVLayout.build(base.config, *pair, wish.page_size, sinks=wish.sinks, tail=wish.tail)
+        for pair in wish.pairs
+    }
     trained = model.config.context_length or NO_LIMIT
     longest = {pair: _largest(base, layout, target, trained) for pair, layout in layouts.items()}
     return [
         [_outcome(base, pair, layout, target, context, longest[pair]) for pair, layout in layouts.items()]
         for context in wish.contexts
     ]
-
-
-def _layout(config: ModelConfig, pair: Pair, page_size: int) -> KVLayout:
-    return KVLayout.build(config, *pair, page_size=page_size)
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:
@@ -186,7 +187,7 @@ def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> t
 def _outcome(
     base: Setting, pair: Pair, layout: KVLayout, target: Target, context: int, longest: tuple[int, int]
 ) -> Outcome:
-    plan = base.plan(layout, context)
+    plan, step = base.plan(layout, context), base.step(layout)
     read = base.weights.read + base.sequences * (layout.read_bytes(context) + layout.state_bytes)
     rate = None
     if target.bandwidth is not None and base.weights.read:
@@ -195,12 +196,13 @@ def _outcome(
         pair,
         layout,
         plan,
-        sum(layout.arena_pages(context, base.chunk, base.sequences, min(base.shared, context))),
+        sum(layout.arena_pages(context, step, base.sequences, min(base.shared, context))),
         plan.needed <= target.memory.free,
         target.memory.free - plan.total,
         *longest,
         rate,
-        _FILE_HEADER + layout.bytes(context, base.chunk) + 4 * context,
+        _FILE_HEADER + layout.bytes(context, step) + 4 * context,
+        step,
     )
 
 

@@ -20,6 +20,7 @@ from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.overheads import ASSUMED_BYTES
 
 DEFAULT_MARGIN = 512 << 20
+SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
 
 # Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
 IDEAL_BYTES = {
@@ -146,13 +147,18 @@ class Setting:
 
     def plan(self, layout: KVLayout, tokens: int) -> Plan:
         """What `sequences` of `tokens` need under `layout`."""
-        kv = layout.pool_bytes(tokens, self.chunk, self.sequences, min(self.shared, tokens))
+        kv = layout.pool_bytes(tokens, self.step(layout), self.sequences, min(self.shared, tokens))
         rows = [*self._fixed(layout, tokens), Row("KV pool", kv, EXACT), *self._per_sequence(layout, tokens)]
         return Plan(tuple(rows), tokens, kv, self.margin)
 
+    def step(self, layout: KVLayout) -> int:
+        """Rows of a prefill step: `chunk`, but on a CPU no more 16-bit pages at once than sealing them saves."""
+        sealed = self.kind == CPU and any(g.sealed for g in layout.groups)
+        return min(self.chunk, SEALED_STEP) if sealed else self.chunk
+
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
-        rows_at_once = min(self.chunk, tokens)
+        rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
         work = footprint.logit_bytes(config)
         if self.kind == CPU:
             work += footprint.activation_bytes(config, rows_at_once)
@@ -176,9 +182,10 @@ class Setting:
         constant = layout.constant_bytes * self.sequences
         if constant:
             rows.append(Row("per-sequence state", constant, EXACT))
-        pages = sum(layout.arena_pages(tokens, self.chunk, self.sequences, self.shared))
+        step = self.step(layout)
+        pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
         if self.kind == CPU:
-            tables = layout.table_bytes(tokens, self.chunk, self.sequences)
+            tables = layout.table_bytes(tokens, step, self.sequences)
             tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
         else:
             tables = pages * ADDRESS_BYTES
@@ -238,8 +245,7 @@ def plan_for_engine(
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
     UsageError for types.
     """
-    type_k, type_v = ("f16" if t == "auto" else t for t in (cache.type_k, cache.type_v))
-    layout = KVLayout.build(config, type_k, type_v, cache.page_size)
+    layout = KVLayout.of_options(config, cache)
     setting = engine_setting(config, weights, cache, budget, threads)
     trained = config.context_length
     wanted = cache.ctx_size or trained

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
@@ -56,7 +57,9 @@ class PlanFlags:
         str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
     ] = None
     cache_type: Annotated[str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")] = None
-    page_size: Annotated[int, _plan("--page-size", metavar="16|32|64|128", help="Tokens per page (64).")] = 64
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
     ubatch_size: Annotated[
         int,
         _plan("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step (512)."),
@@ -74,10 +77,8 @@ class PlanFlags:
     def wish(self, model: PlannedModel) -> Wish:
         """Raises UsageError for a value out of range, or for a context that nobody names."""
         from kvcli.comparison import Wish
-        from kvcli.runtime.layout import PAGE_SIZES
 
-        if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        check_pages(self.page_size, self.kv_tail, self.kv_sink)
         for flag, value in (
             ("--ubatch-size", self.ubatch_size),
             ("--batch-size", self.batch_size),
@@ -92,7 +93,8 @@ class PlanFlags:
         pairs = self.pairs()
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
-        return Wish(contexts, pairs, self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads())
+        cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
+        return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink)
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length

@@ -253,6 +253,8 @@ def as_json(report: Report) -> dict[str, Any]:
                    "source": memory.source, "bandwidth": report.target.bandwidth,
                    "bandwidth_source": report.target.bandwidth_source or None},
         "page_size": report.wish.page_size,
+        "kv_tail": report.wish.tail,
+        "kv_sink": report.wish.sinks,
         "ubatch_size": report.wish.chunk,
         "batch_size": report.wish.sequences,
         "shared_prefix": report.wish.shared,

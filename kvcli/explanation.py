@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcli.comparison import Outcome
+from kvcli.comparison import Outcome, Wish
 from kvcli.estimateview import Report
 from kvcli.runtime.config import SLIDING
 from kvcli.runtime.layout import ALIGN, GroupLayout
@@ -22,10 +22,14 @@ def explain(report: Report) -> str:
 def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     wish, tokens = report.wish, o.plan.tokens
     yield f"{o.label} at {tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
-    counts = o.layout.arena_pages(tokens, wish.chunk, wish.sequences, min(wish.shared, tokens))
-    for arena, count in zip(o.layout.arenas, counts, strict=True):
-        opened = arena not in o.layout.groups
-        yield from _arena(report, arena, count, tokens, opened)
+    counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
+    sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
+    for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
+        if i < len(o.layout.groups):
+            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(wish, arena, tokens, o.step))
+        else:
+            title = "16-bit tail and sinks" if wish.tail else "16-bit sinks and rows of a step"
+            yield from _arena(report, arena, title, count, _opened(wish, next(sealed), tokens, o.step))
     yield f"  KV pool  {o.plan.kv_bytes:,} B"
     for row in o.plan.rows:
         if row.name != "KV pool":
@@ -46,9 +50,9 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
         yield f"  tokens/s <= {rate}"
 
 
-def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> Iterator[str]:
+def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
     wish, size = report.wish, g.page_size
-    title = "16-bit tail and sinks" if opened else f"{g.kind} layers" + (f", window {g.window:,}" if g.window else "")
+    title += f", window {g.window:,}" if g.window else ""
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
     yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {types}"
     row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
@@ -61,7 +65,7 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
     yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
     yield f"    a record: {size} x {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
     yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
-    yield f"    pages: {_pages(report, g, count, tokens, opened)}"
+    yield f"    pages: {pages} = {count:,}"
     chunks = -(-count // g.pages_per_chunk)
     figures = f"{chunks:,} x {g.pages_per_chunk} pages x {g.page_bytes:,} = {g.committed_bytes(count):,} B"
     yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
@@ -69,17 +73,27 @@ def _arena(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool
         yield f"    (one of {wish.ranks} devices)"
 
 
-def _pages(report: Report, g: GroupLayout, count: int, tokens: int, opened: bool) -> str:
-    wish, size = report.wish, g.page_size
-    if opened:
-        each = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({wish.chunk:,} / {size}))"
-        return f"{wish.sequences:,} x {each} = {count:,}"
+def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+    size = g.page_size
     text = f"ceil({tokens:,} / {size})"
     if g.sealed:
-        text = f"max(0, floor({tokens:,} / {size}) - {g.sinks})"
+        text = f"max(0, {'floor' if g.tail else 'ceil'}({tokens:,} / {size}) - {g.sinks})"
     if g.kind == SLIDING:
-        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({wish.chunk:,} / {size}))"
+        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if wish.sequences > 1:
-        common = 0 if g.kind == SLIDING else min(wish.shared, tokens) // size
+        common, _ = g.shared_pages(min(wish.shared, tokens))
         text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
-    return f"{text} = {count:,}"
+    return text
+
+
+def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+    """16-bit pages of a sealed group: those of the sequence that runs, and those that the others keep meanwhile."""
+    size = g.page_size
+    running = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({step:,} / {size}))"
+    if wish.sequences == 1:
+        return running
+    _, common = g.shared_pages(min(wish.shared, tokens))
+    kept = g.open_pages_kept(tokens)
+    if common:
+        return f"{common:,} + {wish.sequences - 1:,} x ({kept:,} - {common:,}) + ({running} - {common:,})"
+    return f"{wish.sequences - 1:,} x {kept:,} + {running}"

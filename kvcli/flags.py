@@ -15,13 +15,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
-PAGE_SIZES = (16, 32, 64, 128)
 MAX_CTX = 1 << 31
 
 
@@ -154,23 +154,32 @@ class CacheFlags:
         str | None, _cache("-ct", "--cache-type", metavar="T", help="Sets both types.", show_default=False)
     ] = None
     force_cache_type: Annotated[
-        bool, _cache("--force-cache-type", help="Go on when the weights say that this type of keys fails.")
+        bool, _cache("--force-cache-type", "--force", help="Go on when the weights say that this type of keys fails.")
     ] = False
-    page_size: Annotated[int, _cache("--page-size", metavar="16|32|64|128", help="Tokens per page.")] = 64
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
     ubatch_size: Annotated[
-        int, _cache("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step.")
+        int,
+        _cache(
+            "-ub",
+            "--ubatch-size",
+            "--prefill-chunk",
+            metavar="N",
+            help="Tokens per prefill step; with types below 16 bits on a CPU at most 256.",
+        ),
     ] = CacheOptions.ubatch
 
     def options(self) -> CacheOptions:
         """Raises UsageError for a value out of range."""
-        if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        check_pages(self.page_size, self.kv_tail, self.kv_sink)
         _at_least(1, self.ubatch_size, "--ubatch-size")
         both = check_cache_type(self.cache_type or "auto", "--cache-type")
         type_k = check_cache_type(self.cache_type_k or both, "--cache-type-k")
         type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
-        return CacheOptions(ctx_size, type_k, type_v, self.page_size, self.ubatch_size, self.force_cache_type)
+        pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
+        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type)
 
 
 @dataclass(frozen=True)
@@ -281,15 +290,6 @@ def parse_tokens(text: str, flag: str) -> int:
     if tokens > MAX_CTX or len(match[1]) > 12:
         raise UsageError(f"{flag} is '{text}', more than any model can address", f"the most is {MAX_CTX}")
     return tokens
-
-
-def check_cache_type(name: str, flag: str) -> str:
-    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
-    from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS
-
-    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
-        return name
-    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli import opening, render
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
 from kvcli.errors import UsageError
-from kvcli.flags import PAGE_SIZES, ModelFlags, check_cache_type
+from kvcli.flags import ModelFlags
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions
@@ -38,14 +39,13 @@ class TypeFlags:
     cache_type_v: Annotated[
         str | None, _option("-ctv", "--cache-type-v", metavar="LIST", help="Types of values, paired with -ctk.")
     ] = None
-    page_size: Annotated[
-        int, typer.Option("--page-size", metavar="16|32|64|128", help="Tokens per page.", rich_help_panel="KV cache")
-    ] = 64
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
 
     def types(self, default: str, invocation: Invocation) -> list[Types]:
         """Every pair once, in order, under their own names; foreign names are told. Raises UsageError."""
-        if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        check_pages(self.page_size, self.kv_tail, self.kv_sink)
         given = self.cache_type
         if given is None and self.cache_type_k is None and self.cache_type_v is None:
             given = default
@@ -89,7 +89,7 @@ def open_for(
     model: ModelFlags, types: TypeFlags, ctx_size: int, invocation: Invocation, interrupts: Interrupts
 ) -> Engine:
     """The engine whose model is measured, with a 16-bit cache of its own that long."""
-    options = CacheOptions(ctx_size, "f16", "f16", types.page_size)
+    options = CacheOptions(ctx_size, "f16", "f16", types.page_size, tail=types.kv_tail, sinks=types.kv_sink)
     return opening.open_engine(model.options(invocation.offline), options, invocation, interrupts)
 
 

@@ -28,6 +28,8 @@ class CacheOptions:
     type_v: str = "auto"
     page_size: int = 64  # tokens per page
     ubatch: int = 512  # tokens per prefill step
+    tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
+    sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
 
 

@@ -43,7 +43,7 @@ with mock.patch.dict(os.environ):
 from sealedcases import Cache, layout  # noqa: E402
 
 from kvcli.kernels import Angles, PagedKV  # noqa: E402
-from kvcli.kernels.gpu.pages import DevicePages, device_pages  # noqa: E402
+from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries  # noqa: E402
 from kvcli.kernels.reference import ReferenceBackend  # noqa: E402
@@ -78,7 +78,7 @@ class GpuCache(Cache):
     def on_device(self) -> DevicePages:
         """The pages of the last step, in copies where the device is not the CPU; `self.there` keeps them."""
         self.there = moved(self.kv)
-        return device_pages(self.there, DEVICE, self.angles)
+        return device_pages(self.there, DEVICE, None if self.angles is None else half_angles(self.angles, DEVICE))
 
     def back(self) -> None:
         """What kernels wrote, into the pages of the pool."""

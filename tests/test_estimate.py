@@ -50,21 +50,22 @@ each_config = pytest.mark.parametrize("name", CONFIGS)
 TYPES = tuple(CODEC_SPECS)
 
 
-def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64) -> KVLayout:
-    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size)
+def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64, **more: int) -> KVLayout:
+    return KVLayout.build(CONFIGS[name], type_k, type_v or type_k, page_size, **more)
 
 
 # --- predicted == allocated ---
 
 
 def steps(layout: KVLayout, tokens: int, chunk: int) -> Iterator[int]:
-    """Steps as the engine cuts them, with one begun where a window is just full: then most is held."""
+    """Steps as the engine cuts them, with one begun behind the sinks, and one where a window is just full: then most is
+    held."""
     size = layout.page_size
     window = max((g.window for g in layout.groups), default=0)
-    turn = min(tokens, -(-max(0, window - 1) // size) * size)
+    turns = sorted((layout.groups[0].sinks * size, -(-max(0, window - 1) // size) * size))
     start = 0
     while start < tokens:
-        end = turn if start < turn else tokens
+        end = min([tokens, *(turn for turn in turns if turn > start)])
         stop = min(end, start + chunk, (start // size + -(-chunk // size)) * size)
         yield stop - start
         start = stop
@@ -89,25 +90,25 @@ def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, str, str, int, int, int]:
-    """A config, types, a page size, a chunk and a context at or beside one of the layout's boundaries."""
+def cases(draw: st.DrawFn) -> tuple[KVLayout, int, int]:
+    """A layout, a chunk and a context at or beside one of the layout's boundaries."""
     name = draw(st.sampled_from(sorted(CONFIGS)))
     type_k, type_v = draw(st.sampled_from(TYPES)), draw(st.sampled_from(TYPES))
     size = draw(st.sampled_from((16, 32, 64)))
     chunk = draw(st.sampled_from((1, 16, 100, 512)))
-    layout = layout_of(name, type_k, type_v, size)
+    tail, sinks = draw(st.sampled_from(((1, 1), (1, 0), (1, 3), (0, 1), (0, 2))))
+    layout = layout_of(name, type_k, type_v, size, tail=tail, sinks=sinks)
     window = max((g.window for g in layout.groups), default=0)
     per_chunk = layout.groups[0].pages_per_chunk
     marks = [size, 3 * size, window, window + chunk, window + chunk + size, (per_chunk % 50) * size]
     tokens = max(1, draw(st.sampled_from(marks)) + draw(st.sampled_from((-1, 0, 1))))
-    return name, type_k, type_v, size, chunk, tokens
+    return layout, chunk, tokens
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_predicted_bytes_are_allocated(case: tuple[str, str, str, int, int, int]) -> None:
-    name, type_k, type_v, size, chunk, tokens = case
-    layout = layout_of(name, type_k, type_v, size)
+def test_predicted_bytes_are_allocated(case: tuple[KVLayout, int, int]) -> None:
+    layout, chunk, tokens = case
     assert allocated(layout, tokens, chunk) == layout.pool_bytes(tokens, chunk)
 
 
@@ -124,22 +125,39 @@ def test_predicted_bytes_of_several_sequences(name: str) -> None:
     assert allocated(layout, 333, 64, sequences=3) == layout.pool_bytes(333, 64, sequences=3)
 
 
-def test_a_shared_prefix_is_allocated_once() -> None:
+@pytest.mark.parametrize("kind", ("f32", "int4"))
+@pytest.mark.parametrize(("tail", "sinks"), ((1, 1), (1, 0), (1, 4), (0, 1), (0, 4), (1, 20), (0, 20)))
+def test_a_shared_prefix_is_allocated_once(kind: str, tail: int, sinks: int) -> None:
     from kvcli.runtime.pages import PagePool
     from kvcli.runtime.sequence import Sequence
 
-    layout = layout_of("llama", "f32", page_size=16)
+    layout = layout_of("llama", kind, page_size=16, tail=tail, sinks=sinks)
     pool = PagePool(layout)
     first = Sequence(pool)
-    for n in steps(layout, 150, 512):
+    for n in steps(layout, 150, 16):
         first.reserve([0] * n)
         first.commit([0] * n)
     others = [first.fork() for _ in range(9)]
     for seq in (first, *others):
-        seq.reserve([1] * 15)
-        seq.commit([1] * 15)
-    assert pool.committed_bytes == layout.pool_bytes(165, 512, sequences=10, shared=150)
+        for n in (10, 5):  # to the end of the page, and on
+            seq.reserve([1] * n)
+            seq.commit([1] * n)
+    planned = layout.arena_pages(165, 16, sequences=10, shared=150)
+    assert [pool.peak(a) for a in range(len(layout.arenas))] == list(planned)
+    assert pool.committed_bytes == layout.pool_bytes(165, 16, sequences=10, shared=150)
     assert pool.committed_bytes < layout.pool_bytes(165, 512, sequences=10)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "MHA", "MQA"])
+@pytest.mark.parametrize(("kind", "least"), [("int8", 704), ("int4", 384)])
+def test_a_smaller_type_takes_less_at_every_context(name: str, kind: str, least: int) -> None:
+    """From `least` tokens on, and never two pages more: a short prompt is open and sealed at the same time."""
+    setting = Setting(CONFIGS[name], WEIGHTS)
+    layout, base = layout_of(name, kind), layout_of(name)
+    allowed = 2 * sum(g.page_bytes for g in base.groups)
+    for tokens in range(1, 4096, 13):
+        more = layout.bytes(tokens, setting.step(layout)) - base.bytes(tokens, setting.step(base))
+        assert more < (0 if tokens >= least else allowed), tokens
 
 
 def test_memory_is_committed_in_steps() -> None:

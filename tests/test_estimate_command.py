@@ -137,7 +137,14 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
     assert "a token: 32 x 8 x 132 = 33,792 B" in out
     assert "a record: 64 x 132, to a multiple of 128 = 8,448 B" in out
     assert "pages: max(0, floor(65,536 / 64) - 1) = 1,023" in out
-    assert "pages: 1 x min(ceil(65,536 / 64), 1 + ceil(512 / 64)) = 9" in out
+    assert "pages: min(ceil(65,536 / 64), 1 + ceil(512 / 64)) = 9" in out
+    out = ok(kv_here("estimate", *CARD, "--explain", "-ct", "int4", "--kv-tail", "0", "--kv-sink", "3"))
+    assert "pages: max(0, ceil(65,536 / 64) - 3) = 1,021" in out
+    assert "pages: min(ceil(65,536 / 64), 3 + ceil(512 / 64)) = 11" in out
+    shared = ("--batch-size", "4", "--shared-prefix", "1k")
+    _, out, _ = kv_here("estimate", *CARD, "--explain", "-ct", "int4", *shared)
+    assert "pages: 15 + 4 x (max(0, floor(65,536 / 64) - 1) - 15) = 4,047" in out
+    assert "pages: 1 + 3 x (1 - 1) + (min(ceil(65,536 / 64), 1 + ceil(512 / 64)) - 1) = 9" in out
     sliding = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--explain", "-ct", "f16"))
     assert "min(ceil(131,072 / 64), ceil((1,024 - 1) / 64) + ceil(512 / 64)) = 24" in sliding
 
@@ -198,6 +205,9 @@ def test_print_args_can_be_run(small: Path, kv_here: KvHere) -> None:
     args = ok(kv_here("estimate", str(small), "--print-args", "--page-size", "32", "-ub", "128")).split()
     expected = ["-m", str(small), "--cache-type-k", "f16", "--cache-type-v", "f16", "-c", "512"]
     assert args == [*expected, "--page-size", "32", "-ub", "128"]
+    flags = ("--kv-tail", "0", "--kv-sink", "2")
+    args = ok(kv_here("estimate", str(small), "--print-args", "-ct", "int4", *flags)).split()
+    assert args[-4:] == list(flags) and "int4" in args
 
 
 def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
@@ -266,6 +276,9 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
         (("smollm2", "--json", "--csv"), "exclude"),
         (("smollm2", "--units", "MB"), "--units"),
         (("smollm2", "--page-size", "48"), "--page-size"),
+        (("smollm2", "--kv-tail", "2"), "--kv-tail is 2"),
+        (("smollm2", "--kv-sink", "-1"), "--kv-sink is -1"),
+        (("smollm2", "--kv-tail", "0", "--kv-sink", "0"), "--kv-tail 0 and --kv-sink 0 exclude"),
         (("smollm2", "--shared-prefix", "9k"), "--shared-prefix"),
         (("smollm2", "--bandwidth", "0"), "--bandwidth"),
         (("--layers", "2"), "--kv-heads"),

@@ -104,9 +104,20 @@ def test_table_and_json_agree(ask: Recall):
     assert results[0]["nll"] != results[6]["nll"]  # int4 is another cache
 
 
+def test_tail_and_sinks_reach_the_cache(ask: Recall):
+    def nll(*flags: str) -> list[float]:
+        code, out, err = ask("--ctx", "300", "--depths", "50", "-ct", "f16,int4", "--json", *flags)
+        assert code == 0, err
+        return [cell["nll"] for cell in json.loads(out)["results"]]
+
+    (f16, usual), (_, no_tail), (_, all_open) = nll(), nll("--kv-tail", "0"), nll("--kv-sink", "100")
+    assert len({f16, usual, no_tail}) == 3 and all_open == pytest.approx(f16, abs=2e-3)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (("--kv-tail", "2"), "--kv-tail is 2"),
         (("--depths", "0,x"), "--depths is '0,x'"),
         (("--depths", "101"), "--depths is '101'"),
         (("--ctx", "1k,many"), "--ctx is 'many'"),

@@ -21,6 +21,7 @@ def test_flags_reach_the_options(kv):
     kv(
         *("run", "hello", "-m", "gemma3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
         *("-c", "32k", "--page-size", "32", "-ub", "128", "-ct", "f16", "-ctv", "bf16", "--offline"),
+        *("--kv-tail", "0", "--kv-sink", "3"),
         *(
             "-n",
             "5",
@@ -55,6 +56,7 @@ def test_flags_reach_the_options(kv):
         32,
         128,
     )
+    assert (cache.tail, cache.sinks, cache.force_types) == (0, 3, False)
     sample = kv.engine.calls[-1][1]
     assert (sample.max_tokens, sample.temperature, sample.top_k, sample.top_p, sample.min_p) == (
         5,
@@ -73,6 +75,7 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     kv("run", "hello")
     load, cache = kv.opened[-1]
     assert (load.model, cache.ctx_size, cache.type_k, cache.type_v) == ("smollm2", 0, "auto", "auto")
+    assert (cache.page_size, cache.tail, cache.sinks) == (64, 1, 1)
     assert kv.engine.calls[-1][1].max_tokens == -1
     monkeypatch.setenv("KV_MODEL", "other")
     kv("run", "hello", "-ctk", "f16")
@@ -85,6 +88,8 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     [
         *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
         *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("--kv-tail", "2"), ("--kv-tail", "-1"), ("--kv-sink", "-1"), ("--kv-sink", "1048577"), ("--kv-sink", "x")),
+        ("--kv-tail", "0", "--kv-sink", "0"),
         *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
         *(
             ("--temp", "nan"),

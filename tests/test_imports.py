@@ -37,7 +37,7 @@ kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.run
 kvcli.runtime.remoteheaders
 kvcli.runtime.benching kvcli.runtime.plannedmodel
 kvcli.comparison kvcli.doctor kvcli.verification
-kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
+kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
 kvcli.explanation kvcli.opening kvcli.sinks

@@ -162,6 +162,21 @@ def test_json_is_one_object_with_every_figure(ppl: Ppl, tmp_path: Path):
     assert row["bits"] > row["sealed_bits"] > 4 and row["bytes_per_token"] > 0
 
 
+def test_tail_and_sinks_change_what_is_read_and_what_it_costs(ppl: Ppl):
+    def row(*flags: str) -> dict:
+        code, out, err = ppl("-ct", "int4", "--chunks", "2", "--json", *flags)
+        assert code == 0, err
+        return json.loads(out)["types"][1]
+
+    usual, no_tail, more_sinks = row(), row("--kv-tail", "0"), row("--kv-sink", "4")
+    assert usual == row("--kv-tail", "1", "--kv-sink", "1")
+    assert no_tail["kld"] > 1.2 * usual["kld"] > usual["kld"] > more_sinks["kld"] > 0
+    assert row("--kv-sink", "0")["kld"] > usual["kld"]
+    assert no_tail["bytes_per_token"] == usual["bytes_per_token"] < more_sinks["bytes_per_token"]
+    everything = row("--kv-sink", "8")  # all pages are sinks; the basis of keys is another, so not all bits are f16's
+    assert everything["kld"] < 1e-5 and everything["sealed_bits"] == usual["sealed_bits"] < 16
+
+
 def test_gates_are_exit_8_after_the_table(ppl: Ppl):
     code, out, err = ppl("-ct", "int4", "--chunks", "1", "--max-kld", "1e-9")
     assert code == 8 and out.count("\n") == 3 and "int4: KLD" in err and "above 1e-09" in err
@@ -190,6 +205,7 @@ def test_the_gate_of_ppl_is_on_the_way_up_only(ppl: Ppl):
         (("-c", "4"), "nothing to measure"),
         (("-c", "100k"), "one chunk needs"),
         (("--page-size", "48"), "--page-size is 48"),
+        (("--kv-tail", "0", "--kv-sink", "0"), "exclude each other"),
         (("-f", "-", "-f", "-"), "stands twice"),
         (("-f", "/nowhere"), "cannot read /nowhere"),
     ],

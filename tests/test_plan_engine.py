@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Kv
+from conftest import Kv, KvHere
 from synthetics import small_model
 
 from kvcli.errors import DoesNotFit, UsageError
@@ -82,6 +82,30 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
         assert f"the largest that fits is -c {tokens};" in refused.value.hint
     with pytest.raises(AssertionError, match="touched"):  # what fits goes on to load
         open_small(small, limit, ctx_size=tokens, **cut)
+
+
+@pytest.mark.parametrize(("tail", "sinks"), [(1, 1), (0, 1), (0, 3), (1, 0), (1, 5), (1, 50)])
+def test_tail_and_sinks_are_planned_and_allocated(small: Path, kv_here: KvHere, tail: int, sinks: int) -> None:
+    """What `kv estimate` says of these flags, the plan of the engine, and the pool after a run to the end."""
+    engine = open_small(small, None, ctx_size=900, type_k="int4", type_v="int8", tail=tail, sinks=sinks)
+    end = list(engine.generate(engine.new_sequence(), ids(890), WHOLE_CONTEXT))[-1]
+    assert isinstance(end, End) and end.finish_reason == "context"
+    assert engine.pool.committed_bytes == engine.plan.kv_bytes
+    flags = ("-c", "900", "-ctk", "int4", "-ctv", "int8", "--kv-tail", str(tail), "--kv-sink", str(sinks))
+    code, out, err = kv_here("estimate", str(small), "--device", "cpu", *flags, "--json")
+    value = json.loads(out)
+    assert code == 0, err
+    assert (value["kv_tail"], value["kv_sink"]) == (tail, sinks)
+    assert [row["kv_bytes"] for row in value["types"]] == [engine.plan.kv_bytes]
+
+
+def test_steps_of_sealed_caches_are_short(small: Path) -> None:
+    def step(**cache: Any) -> int:
+        return open_small(small, None, **cache).ubatch
+
+    assert step() == step(type_k="f32", type_v="bf16") == 512
+    assert step(type_k="f16", type_v="int4") == step(type_k="int8", type_v="int8", ubatch=300) == 256
+    assert step(type_k="int4", type_v="int4", ubatch=100) == 100
 
 
 def test_without_a_limit_it_is_the_training_context(small: Path) -> None:

@@ -128,6 +128,8 @@ def _print_args(report: Report, name: str | None) -> None:
     wish = report.wish
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
     args += [] if wish.chunk == CacheOptions.ubatch else ["-ub", str(wish.chunk)]
+    args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
+    args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
     render.write_out(" ".join(args) + "\n")
 
 

@@ -53,10 +53,9 @@ class Engine:
             self.notices.append(self.device.notice)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
-        self.layout = KVLayout.build(self.config, *self.cache_types, cache.page_size)
+        self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
-        self.ubatch = cache.ubatch
         threads = load.threads or physical_cores()
         pool_bytes = self._plan(file, load, cache, threads)
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
@@ -117,6 +116,7 @@ class Engine:
         weights = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._setting = engine_setting(self.config, weights, cache, budget, threads)
+        self.ubatch = self._setting.step(self.layout)
         self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
         if self.shortened:
             self.notices.append(self.shortened)
@@ -132,7 +132,16 @@ class Engine:
         if reason:
             self.notices.append(f"slow path (each token as a prompt of one): {reason}")
             return None
-        return tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
+        graph = tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
+        graph.compile(self._dry_run)
+        return graph
+
+    def _dry_run(self) -> None:
+        """A prompt long enough to need every kernel that prompts need."""
+        seq = self.new_sequence()
+        self.logits(self.forward(seq, [0] * min(self.ctx_size, 2 * self.layout.page_size + 1))[-1:])
+        self.logits(self.forward(seq, [0]))
+        seq.close()
 
     def predict(self, tokens: int) -> Plan:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvcli.errors import UsageError
-from kvcli.runtime.cachetypes import CODEC_SPECS, CodecSpec, codec
+from kvcli.options import CacheOptions
+from kvcli.runtime.cachetypes import CODEC_SPECS, CodecSpec, canonical, codec
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -144,6 +145,14 @@ class GroupLayout:
             return whole
         return min(whole, -(-(self.window - 1) // self.page_size) + -(-chunk // self.page_size))
 
+    def shared_pages(self, tokens: int) -> tuple[int, int]:
+        """Pages that sequences with the same first `tokens` hold in common: of the group, and sinks in 16 bits."""
+        if self.kind == SLIDING:
+            return 0, 0
+        whole = tokens // self.page_size
+        sinks = min(whole, self.sinks) if self.sealed else 0
+        return whole - sinks, sinks
+
     def first_page(self, position: int) -> int:
         """The oldest page that a query at `position`, or any later one, can see."""
         if self.kind != SLIDING:
@@ -208,6 +217,12 @@ class KVLayout:
         )
         return cls(groups, page_size, sum(layer.state_bytes for layer in config.layers), tuple(slots))
 
+    @classmethod
+    def of_options(cls, config: ModelConfig, cache: CacheOptions) -> KVLayout:
+        """The layout that these options name; "auto" is 16 bits. Raises UsageError, see `build`."""
+        types = canonical(cache.type_k), canonical(cache.type_v)
+        return cls.build(config, *types, cache.page_size, sinks=cache.sinks, tail=cache.tail)
+
     @cached_property
     def arenas(self) -> tuple[GroupLayout, ...]:
         """What the pool keeps apart: every group, then the 16-bit classes of the sealed ones in the same order."""
@@ -240,14 +255,13 @@ class KVLayout:
 
         Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not counted.
         """
-        common = min(shared, tokens) // self.page_size
-        counts = []
+        counts, opened = [], []
         for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
-            kept = 0 if g.kind == SLIDING else common
+            kept, sinks = g.shared_pages(min(shared, tokens))
             counts.append(kept + sequences * (n - kept))
-        opened = [
-            (sequences - 1) * g.open_pages_kept(tokens) + g.open_pages(tokens, chunk) for g in self.groups if g.sealed
-        ]
+            if g.sealed:
+                waiting, running = g.open_pages_kept(tokens) - sinks, g.open_pages(tokens, chunk) - sinks
+                opened.append(sinks + (sequences - 1) * waiting + running)
         return (*counts, *opened)
 
     def bytes(self, tokens: int, chunk: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.layout import GroupLayout, KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
 
@@ -98,7 +98,8 @@ class Summary:
 class Cost:
     """What a type stores at a given length, by the allocator's own arithmetic, the 16-bit pages included.
 
-    `bits` is the average over the elements of all rows held; `sealed_bits` that of rows beyond sinks and tail.
+    `bits` is the average over the elements of all rows held; `sealed_bits` that of sealed rows, where
+    there are any: not of sinks, tail and layers that stay in 16 bits.
     """
 
     tokens: int
@@ -162,20 +163,24 @@ def cost(layout: KVLayout, tokens: int) -> Cost:
     counts = layout.arena_pages(tokens, 1)
     held = sum(n * a.page_bytes for n, a in zip(counts, layout.arenas, strict=True))
     whole = -(-tokens // layout.page_size) * layout.page_size  # positions of all pages, the last one filled up
-    elements = row_elements = 0
+    elements = 0
     for i, g in enumerate(layout.groups):
-        each = len(g.layers) * g.kv_heads * (g.dim_k + g.dim_v)
         arena = layout.open_arena(i)
         pages = counts[i] + (0 if arena is None else counts[arena])
-        elements += each * min(whole, pages * layout.page_size)
-        row_elements += each
+        elements += _row_elements(g) * min(whole, pages * layout.page_size)
     held += sum(g.static_bytes for g in layout.groups)
+    chosen = [g for g in layout.groups if g.sealed] or layout.groups
     return Cost(
         tokens,
         layout.bytes(tokens, 1) / tokens,
         8 * held / elements,
-        8 * layout.token_bytes() / row_elements,
+        8 * sum(g.token_bytes for g in chosen) / sum(_row_elements(g) for g in chosen),
     )
+
+
+def _row_elements(group: GroupLayout) -> int:
+    """Elements of a token's keys and values in all layers of the group."""
+    return len(group.layers) * group.kv_heads * (group.dim_k + group.dim_v)
 
 
 def _hidden(engine: Engine, pool: PagePool, ids: list[int], first: int) -> torch.Tensor:
@@ -193,22 +198,20 @@ def _hidden(engine: Engine, pool: PagePool, ids: list[int], first: int) -> torch
 def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]) -> Iterator[tuple[Types, Scores]]:
     """Compare all types with f16, slice by slice."""
     rows = max(1, min(SLICE_ROWS, SLICE_ELEMENTS // engine.config.vocab_size))
-    parts: dict[Types, list[Scores]] = {t: [] for t in hidden}
+    n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
+    found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
     wanted = torch.tensor(targets)[:, None]  # [n, 1]
-    for at in range(0, len(targets), rows):
-        base = engine.logits(hidden[BASE][at : at + rows]).log_softmax(-1)  # [rows, vocab_size]
+    for at in range(0, n, rows):
+        end = min(n, at + rows)
+        base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]
         weight, top = base.exp(), base.argmax(-1)
         for t, states in hidden.items():
-            log_p = base if t == BASE else engine.logits(states[at : at + rows]).log_softmax(-1)
-            parts[t].append(
-                Scores(
-                    -log_p.gather(1, wanted[at : at + rows])[:, 0],
-                    (weight * (base - log_p)).sum(-1),
-                    (log_p.argmax(-1) == top).float(),
-                )
-            )
-    for t, found in parts.items():
-        yield t, _joined(found)
+            log_p = base if t == BASE else engine.logits(states[at:end]).log_softmax(-1)
+            scores = found[t]
+            scores.nll[at:end] = -log_p.gather(1, wanted[at:end])[:, 0]
+            scores.kld[at:end] = (weight * (base - log_p)).sum(-1)
+            scores.same_top[at:end] = log_p.argmax(-1) == top
+    yield from found.items()
 
 
 def _joined(parts: list[Scores]) -> Scores:

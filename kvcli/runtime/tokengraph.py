@@ -16,6 +16,7 @@ from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.pages import DevicePages, half_angles
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
@@ -24,6 +25,7 @@ from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.paged import PagedKV
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seals_with_unknown_basis
 from kvcli.runtime.sequence import Sequence, Step, paged_record
 
@@ -32,6 +34,7 @@ SEALING = 0
 UPLOADS = 4  # page tables on the way to the device at once
 PROGRAMS = {4: 1056, 6: 1056, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS
 OTHER_PROGRAMS = 400
+MOST_SPLITS = 120  # with the parts for open pages these are 128, which are combined in one go
 
 
 def unsupported(model: Decoder) -> str:
@@ -87,6 +90,7 @@ class TokenGraph:
         self._queries = [
             Queries.empty(1, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
         ]
+        self._angles: dict[RopeTable, torch.Tensor] = {}
         pages = -(-ctx_size // layout.page_size) + 1
         self._tables = [_Tables(pages, 1 + g.sealed, self.device) for g in layout.groups]
         self._pages = [self._layer_pages(i, pages) for i in range(c.n_layers)]
@@ -116,10 +120,14 @@ class TokenGraph:
             centre=self._floats(group.kv_heads, group.dim_k) if k.centred else None,
             scale_k=self._floats(group.kv_heads) if k.static_bytes else None,
             scale_v=self._floats(group.kv_heads) if v.static_bytes else None,
-            angles=half_angles(rope.centres(pages * self.layout.page_size), self.device)
-            if k.centred and rope is not None
-            else None,
+            angles=self._angles_of(rope, pages * self.layout.page_size) if k.centred and rope is not None else None,
         )  # fmt: skip
+
+    def _angles_of(self, rope: RopeTable, rows: int) -> torch.Tensor:
+        """The angles of the centres of so many rows, one copy for all layers."""
+        if rope not in self._angles:
+            self._angles[rope] = half_angles(rope.centres(rows), self.device)
+        return self._angles[rope]
 
     def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
         """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
@@ -130,14 +138,15 @@ class TokenGraph:
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        if any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers)):
+        plainly = any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers))
+        if plainly:
             logits = self._run_plainly(step)
         else:
             self._bind(seq, step)
             logits = self._replay(step.start + 1)
             self._seal(step.start + 1)
         seq.commit([-1 if token is None else token])
-        self._next = seq, step.start + 1
+        self._next = (None, -1) if plainly else (seq, step.start + 1)  # what was fixed plainly is yet to be bound
         self.position.add_(1)
         return logits
 
@@ -205,6 +214,15 @@ class TokenGraph:
         self._graphs[key] = graph
         return graph
 
+    def compile(self, forward: Callable[[], None]) -> None:
+        """Compile what `forward` (a prompt of more than two pages) and a token launch, in parallel; nothing is run."""
+        with collecting() as launches, torch.inference_mode():
+            forward()
+            for bucket in (SMALLEST_BUCKET, self.ctx_size):  # few parts to combine, and many
+                self.launch(bucket)
+            self._launch_sealing()
+        compile_all(launches)
+
     def launch(self, bucket: int) -> None:
         """Every kernel of a token, for up to `bucket` rows."""
         c, w, pdl = self.model.config, self.model.weights, self.pdl
@@ -243,7 +261,7 @@ class TokenGraph:
         assert slot is not None
         group: GroupLayout = self.layout.groups[slot[0]]
         seen = min(bucket, group.window) if group.window else bucket
-        most = PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads
+        most = min(MOST_SPLITS, PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads)
         splits = max(1, min(most, seen // (2 * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:

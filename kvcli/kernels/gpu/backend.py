@@ -19,7 +19,7 @@ from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
-from kvcli.kernels.gpu.pages import DevicePages, device_pages
+from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.matmul import QuantTensor
@@ -37,6 +37,7 @@ class GpuBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._placed: dict[tuple[int, ...], tuple[DeviceMatrix, ...]] = {}
+        self._angles: tuple[tuple[int, int], torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
@@ -86,9 +87,18 @@ class GpuBackend:
         key = ("gpu", kv.basis.known, None if angles is None else angles[0].data_ptr())
         found = kv.descriptors.get(key)
         if found is None:
-            found = kv.descriptors[key] = device_pages(kv, self.device, angles)
+            found = kv.descriptors[key] = device_pages(kv, self.device, self._half_angles(angles))
         assert isinstance(found, DevicePages)
         return found
+
+    def _half_angles(self, angles: Angles | None) -> torch.Tensor | None:
+        """The angles of the centres on the device; kept for the other layers."""
+        if angles is None:
+            return None
+        key = angles[0].data_ptr(), angles[0].shape[0]
+        if self._angles is None or self._angles[0] != key:
+            self._angles = key, half_angles(angles, self.device)
+        return self._angles[1]
 
     def prepare(
         self, qkv: torch.Tensor, heads: int, kv: PagedKV, start: int, frequencies: torch.Tensor | None,

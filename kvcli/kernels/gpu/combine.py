@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvcli.kernels.gpu.attention import Partials
 from kvcli.kernels.gpu.language import store_activations
+from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
@@ -83,7 +84,7 @@ def _quantize(x, codes, scales, sums, groups, GROUPS: tl.constexpr, PDL: tl.cons
 def quantize(x: torch.Tensor, to: Activations, pdl: bool = False) -> None:
     """x float32 [1, n], n a multiple of 32; all but the values of `to` are written."""
     groups = x.numel() // 32
-    _quantize[(triton.cdiv(groups, 4),)](
+    launch(_quantize, (triton.cdiv(groups, 4),))(
         x, to.codes, to.scales, to.sums, groups, 4, pdl, **launch_options(pdl, 1)
     )  # fmt: skip
 
@@ -113,7 +114,7 @@ def combine(
         outputs[0] = out
     step = min(128, max(4, triton.next_power_of_2(parts)))
     warps = 8 if step > 32 else (4 if step > 8 else 2)
-    _combine[heads, rows](
+    launch(_combine, (heads, rows))(
         partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, step, keep,
         fused, pdl, **launch_options(pdl, warps),
     )  # fmt: skip

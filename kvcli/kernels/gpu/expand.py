@@ -12,12 +12,13 @@ import triton.language as tl
 
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import half_of
+from kvcli.kernels.gpu.launching import launch
 
 GROUPS = 64  # groups of 32 elements a program expands
 SLICE_BYTES = 32 << 20  # of float16 weights expanded at a time: they stay in the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "total"])
 def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G: tl.constexpr, BITS: tl.constexpr,
                   KIND: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """Rows from `first` on, or rows IDS, as floats [rows, 32 G]; CODES and HIGH as bytes."""
@@ -25,7 +26,9 @@ def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G:
     seen = p < total
     row, g = p // G, p % G
     if GATHER:
-        source = tl.load(IDS + row, mask=seen, other=0)
+        source = tl.maximum(
+            tl.load(IDS + row, mask=seen, other=0), 0
+        )  # negative: an error that the host has yet to see
     else:
         source = row + first
     at = source * G + g
@@ -78,7 +81,7 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
         picked = matrix.codes[first : first + out.shape[0]] if ids is None else matrix.codes.index_select(0, ids)
         return out.copy_(picked) if scale == 1.0 else out.copy_(picked.float() * scale)
     codes, high = matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8)
-    expand_groups[(triton.cdiv(count, GROUPS),)](
+    launch(expand_groups, (triton.cdiv(count, GROUPS),))(
         codes, high, matrix.scales, matrix.supers, ids if ids is not None else matrix.scales, out, first, count, scale,
         G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, GATHER=ids is not None, P=GROUPS, num_warps=4,
     )  # fmt: skip

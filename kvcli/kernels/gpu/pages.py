@@ -53,8 +53,8 @@ def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
     return torch.cat(angles, 1).to(device=device, dtype=torch.float16)
 
 
-def device_pages(kv: PagedKV, device: torch.device | str, angles: Angles | None = None) -> DevicePages:
-    """The pages of the runtime as the kernels want them. `angles`: see `store.seal`; used where keys are centred."""
+def device_pages(kv: PagedKV, device: torch.device | str, angles: torch.Tensor | None = None) -> DevicePages:
+    """The pages of the runtime as the kernels want them. `angles`: see `DevicePages`; used where keys are centred."""
     check(kv.record)
     absolute = torch.from_numpy(kv.addresses)
     table = torch.where(absolute == 0, 0, absolute - kv.offset).to(device)
@@ -73,7 +73,7 @@ def device_pages(kv: PagedKV, device: torch.device | str, angles: Angles | None 
         centre,
         scale_k,
         scale_v,
-        None if centre is None or angles is None else half_angles(angles, device),
+        None if centre is None else angles,
     )
 
 

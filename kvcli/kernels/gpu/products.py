@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import store_activations, wait_for_previous
+from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, matvec_packed, matvec_plain
 
 TWO_PLANES_BYTES = 4 << 20  # a smaller matrix takes activations of 16 bits: reading it is not what takes the time
@@ -123,9 +124,9 @@ def matvec(
     }  # fmt: skip
     f = matrix.format
     if f.kind == PLAIN:
-        matvec_plain[grid](matrix.codes, x.values, *tensors, K=matrix.cols, BK=t.bg, **common)
+        launch(matvec_plain, grid)(matrix.codes, x.values, *tensors, K=matrix.cols, BK=t.bg, **common)
     else:
-        matvec_packed[grid](
+        launch(matvec_packed, grid)(
             *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
             G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
             PLANES=planes or planes_of(matrix, role), WHOLE=matrix.rows % t.bn == 0, BG=t.bg, **common,
@@ -170,7 +171,7 @@ def advance(
     """residual = y, or with `post` (weights, norm of y) residual += normed y; `into` becomes residual * next_norm."""
     k = y.shape[-1]
     weights, norm = post if post else (next_norm, None)
-    advance_kernel[(k // GROUP,)](
+    launch(advance_kernel, (k // GROUP,))(
         y, residual, weights, next_norm, *into.arrays, norm.squares if norm else squares, squares, k,
         norm.eps if norm else 0.0, PARTS=norm.parts if norm else 0, KEEP=into.keep, PDL=pdl, num_warps=1,
         launch_pdl=pdl > 0,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options, wait_for_inputs
 from kvcli.kernels.rotation import block
@@ -179,7 +180,7 @@ def prepare(
         out = Queries.empty(rows, heads, r.dim_k, rope, qkv.device)
     o, (rotated_k, rotated_v) = target.record, pages.rotated
     some = qkv  # stands for what is not there
-    _prepare[rows, heads + 2 * r.kv_heads](
+    launch(_prepare, (rows, heads + 2 * r.kv_heads))(
         qkv, position, target.table, some if frequencies is None else frequencies,
         some if q_norm is None else q_norm, some if k_norm is None else k_norm,
         some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, pages.first_page, target.offset, eps,

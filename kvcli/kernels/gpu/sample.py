@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.gpu.launching import launch
+
 MAX_TOP_K = 1024
 NOT_A_NUMBER, NOTHING_LEFT = -1, -2  # written in place of a token: NaN or inf among the logits; all are -inf
 _MOST_BLOCKS = 4096  # keys that one program holds in registers
@@ -84,15 +86,15 @@ class DeviceSampler:
         """
         biased = self.bias is not None
         bias = logits if self.bias is None else self.bias
-        _maxima[(triton.cdiv(self.vocab, _PROGRAM),)](
+        launch(_maxima, (triton.cdiv(self.vocab, _PROGRAM),))(
             logits, bias, self.maxima, self.vocab, BLOCK=self.block, ROWS=_PROGRAM // self.block, BIASED=biased
         )
         held = triton.next_power_of_2(self.n_blocks)
         shape = {"BLOCK": self.block, "HELD": held, "BIASED": biased, "num_warps": 8}
         if self.greedy:
-            _greedy[(1,)](logits, bias, self.maxima, out, self.vocab, self.n_blocks, **shape)
+            launch(_greedy, (1,))(logits, bias, self.maxima, out, self.vocab, self.n_blocks, **shape)
             return
-        _draw[(1,)](
+        launch(_draw, (1,))(
             logits, bias, self.maxima, self.numbers, uniform, out, self.blocks, *self.candidates, *self.best,
             self.order, self.shares, self.vocab, self.n_blocks, self.k,
             WIDTH=self.width, CHUNK=max(_CHUNK, self.width), TOP_P=self.top_p, MIN_P=self.min_p, **shape,

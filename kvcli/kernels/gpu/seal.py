@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options, wait_for_inputs
@@ -274,7 +275,7 @@ def seal(pages: DevicePages, first: int, end: int) -> None:
         raise ValueError("this cache has no pages to seal")
     tensors, constants = seal_arguments(pages)
     groups = (end - 1) // 16 - first // 16 + 1
-    _seal[groups, pages.record.kv_heads, 2](
+    launch(_seal, (groups, pages.record.kv_heads, 2))(
         pages.table, *tensors, first, end, pages.first_page, pages.offset, pages.open.offset, False, *constants, False,
         **launch_options(False, 2),
     )  # fmt: skip
@@ -286,7 +287,7 @@ def seal_step(pages: DevicePages, position: torch.Tensor, pdl: bool = False) -> 
         raise ValueError("this cache has no pages to seal")
     tensors, constants = seal_arguments(pages)
     groups = pages.record.page_size // 16 if pages.tail else 1
-    _seal[groups, pages.record.kv_heads, 2](
+    launch(_seal, (groups, pages.record.kv_heads, 2))(
         position, *tensors, 0, 0, pages.first_page, pages.offset, pages.open.offset, True, *constants, pdl,
         **launch_options(pdl, 2),
     )  # fmt: skip
