@@ -1,28 +1,50 @@
 """GPU kernels in tests: compiled on a CUDA machine, else in Triton's interpreter on the CPU.
 
-Import this before anything of `kvcli.kernels.gpu`, and before Triton: the interpreter is chosen when it is imported.
+Import this before anything of `kvcli.kernels.gpu`, and before Triton: a kernel is interpreted if TRITON_INTERPRET is
+set when it is defined. So the variable is set here while all of them are imported, and what runs later, or in another
+process, does not see it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import random
+from contextlib import suppress
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-triton = pytest.importorskip("triton")
-if DEVICE == "cpu" and not isinstance(triton.language.sum, triton.runtime.interpreter.InterpretedFunction):
-    pytest.skip("triton was imported without its interpreter", allow_module_level=True)
+
+
+def _import_kernels() -> None:
+    triton = pytest.importorskip("triton")
+    with suppress(ImportError):  # else imported as the first kernel runs, and it wants what is defined here
+        importlib.import_module("triton.experimental.gluon")
+    package = importlib.import_module("kvcli.kernels.gpu")
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    for module in (triton.language.standard, *modules):
+        for x in vars(module).values():
+            if isinstance(x, triton.runtime.jit.KernelInterface):
+                interpreted = not isinstance(x, triton.runtime.JITFunction)
+                assert interpreted == (DEVICE == "cpu"), f"{module.__name__} was imported too early"
+
+
+with mock.patch.dict(os.environ):
+    os.environ.pop("TRITON_INTERPRET", None)
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    _import_kernels()
 
 from sealedcases import Cache, layout  # noqa: E402
 
 from kvcli.kernels import Angles, PagedKV  # noqa: E402
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
+from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries  # noqa: E402
 from kvcli.kernels.reference import ReferenceBackend  # noqa: E402
 from kvcli.kernels.rotation import rotate  # noqa: E402
@@ -101,3 +123,22 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of the difference, relative to what is expected; NaN where something is not finite."""
     found, expected = found.detach().cpu().double(), expected.double()
     return ((found - expected).norm() / expected.norm()).item()
+
+
+def planes(x: Activations) -> torch.Tensor:
+    """float64 [2, n] on the CPU: the vector as products read it with one plane, and with two."""
+    coarse, fine = x.codes.cpu().double()
+    steps = x.scales.cpu().double().repeat_interleave(32)
+    return torch.stack((254 * coarse * steps, (254 * coarse + fine) * steps))
+
+
+def expect_activations(x: torch.Tensor, made: Activations) -> None:
+    """`made` stands for x float32 [n], but for half a code; errors relative to the largest element of the group."""
+    x, (coarse, both) = x.cpu(), planes(made)
+    largest = x.view(-1, 32).abs().amax(1).double().repeat_interleave(32)
+    assert ((coarse - x).abs() <= largest * (0.501 / 127)).all()
+    assert ((both - x).abs() <= largest * 2.0**-15).all()
+    expected = torch.stack((coarse, both)).view(2, -1, 16)
+    sums = made.sums.cpu().view(2, -1).double()
+    assert ((sums - expected.sum(2)).abs() <= expected.abs().sum(2) * 1e-6).all()
+    assert not made.keep or torch.equal(made.values.cpu(), x)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpucases import DEVICE, GpuCache, error, position
+from gpucases import DEVICE, GpuCache, error, expect_activations, position
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.attention import attend, part_count
-from kvcli.kernels.gpu.combine import Quantized, combine, quantize
-from kvcli.kernels.gpu.seal import seal_step
+from kvcli.kernels.gpu.combine import combine, quantize
+from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.rotation import rotate_
 
 LIMIT = 2e-3
@@ -136,62 +136,23 @@ def test_same_bits_again():
     assert first is not None and second is not None and torch.equal(first, second)
 
 
+@pytest.mark.parametrize("types", [("int8", "int8"), ("f16", "f16")])
 @pytest.mark.parametrize(("dims", "heads"), [((64, 64), 2), ((64, 96), 2), ((72, 72), 4)])
-def test_quantized_output(dims, heads):
-    cache = GpuCache(("int8", "int8"), dims)
-    start, pages = written(cache, 40, 2), cache.on_device()
-    _, queries = cache.queries(torch.randn(2, heads, dims[0]), pages)
+@pytest.mark.parametrize("keep", [False, True])
+def test_output_as_the_next_vector(types, dims, heads, keep):
+    cache = GpuCache(types, dims)
+    start, pages = written(cache, 40), cache.on_device()
+    _, queries = cache.queries(torch.randn(1, heads, dims[0]), pages)
     partials, n = attend(queries, pages, position(start)), heads * dims[1]
-    made, out = Quantized.empty(2, n, DEVICE), torch.empty(2, n, device=DEVICE)
-    combine(partials, pages, out, made)
-    plain = combine(partials, pages)
-    assert plain is not None and torch.equal(plain, out)
-    expect_quantized(out.cpu(), made)
-    alone = Quantized.empty(2, n, DEVICE)
-    combine(partials, pages, None, alone)
-    assert torch.equal(alone.codes, made.codes)
+    into, plain = Activations.empty(n, keep, torch.device(DEVICE)), combine(partials, pages)
+    assert plain is not None and combine(partials, pages, into) is None
+    expect_activations(plain[0], into)
 
 
 def test_quantize():
-    x = torch.randn(3, 96) * torch.logspace(-20, 3, 9).repeat_interleave(32).view(3, 96)
-    x[1, :32] = 0
-    made = Quantized.empty(3, 96, DEVICE)
-    quantize(x.to(DEVICE), made)
-    expect_quantized(x, made)
-
-
-def expect_quantized(x: torch.Tensor, made: Quantized) -> None:
-    """The rule, in plain torch; one code may be one off where a product is rounded at a tie."""
-    groups = x.unflatten(1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True)
-    codes = torch.where(largest > 0, torch.floor(groups * (127 / largest) + 0.5), 0.0)
-    found = made.codes.cpu().float().unflatten(1, (-1, 32))
-    assert (found - codes).abs().max() <= 1 and (found != codes).float().mean() < 1e-3
-    scales = made.scales.cpu()
-    assert torch.allclose(scales, largest[..., 0] / 127)
-    sums = found.unflatten(2, (2, 16)).sum(-1) * scales[..., None]
-    assert torch.allclose(made.sums.cpu(), sums.flatten(1), rtol=1e-5, atol=1e-30)
-
-
-@pytest.mark.parametrize("rows", [32, 33, 48])
-def test_sealing_while_combining(rows):
-    """As `seal_step` does it in a launch of its own: nothing, the second page, the third page."""
-    caches = []
-    for _ in range(2):
-        cache = GpuCache(("int4", "int8"), (64, 64), 2)
-        start = written(cache, rows)
-        for page in cache.kv.pages:
-            if page is not None:
-                page.fill_(0xFF)
-        caches.append((cache, cache.on_device()))
-    (one, pages), (two, other) = caches
-    _, queries = one.queries(torch.randn(1, 4, 64), pages)
-    partials = attend(queries, pages, position(start))
-    combine(partials, pages, seal_at=position(start))
-    seal_step(other, position(start))
-    one.back()
-    two.back()
-    for a, b in zip(one.kv.pages, two.kv.pages, strict=True):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-    last = one.kv.pages[-1]
-    assert last is None or bool((last != 0xFF).any()) == (rows % 16 == 0)
+    x = torch.randn(288) * torch.logspace(-20, 3, 9).repeat_interleave(32)
+    x[32:64] = 0
+    x[70], x[71] = -5 * x[64:96].abs().max(), 0
+    into = Activations.empty(288, False, torch.device(DEVICE))
+    quantize(x[None].to(DEVICE), into)
+    expect_activations(x, into)
