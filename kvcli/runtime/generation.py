@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -13,16 +13,33 @@ from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.stops import StopMatcher
-from kvcli.runtime.tokenizer import StreamDecoder
+from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
 
-if TYPE_CHECKING:
-    from kvcli.runtime.engine import Engine
+
+class Runner(Protocol):
+    """What a generation needs of an engine; see `Engine`."""
+
+    tokenizer: Tokenizer
+    ctx_size: int
+    load_s: float
+
+    def rewind(self, seq: Sequence, n_tokens: int) -> int: ...
+
+    def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]: ...
+
+    def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def tokens(
+        self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+    ) -> Generator[int, None, None]: ...
 
 
 class Generation:
     """One call of `Engine.generate`."""
 
-    def __init__(self, engine: Engine, seq: Sequence, prompt_ids: list[int], options: SampleOptions,
+    def __init__(self, engine: Runner, seq: Sequence, prompt_ids: list[int], options: SampleOptions,
                  sampler: Sampler, cancelled: Callable[[], bool]) -> None:  # fmt: skip
         self.engine, self.seq, self.options = engine, seq, options
         self.sampler, self.cancelled = sampler, cancelled
