@@ -9,6 +9,7 @@ from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import CacheOptions
 from kvcli.runtime import overheads
+from kvcli.runtime.device import AUTO, parse_device
 from kvcli.runtime.footprint import WeightBytes
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
@@ -134,16 +135,16 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
 
 
 def _device(device: str | None) -> Memory:
-    if device == CPU:
+    kind, number = parse_device(device or AUTO)
+    if kind == CPU:
         return main_memory()
     found = gpus()
-    if device is None:
+    if kind == AUTO:
         return found[0] if found else main_memory()
-    number = device.removeprefix("cuda:")
-    if not number.isdigit() or int(number) >= len(found):
+    if number >= len(found):
         known = ", ".join(["cpu", *(f"cuda:{i}" for i in range(len(found)))])
         raise UsageError(f"--device: there is no '{device}'", f"devices: {known}")
-    return found[int(number)]
+    return found[number]
 
 
 def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:

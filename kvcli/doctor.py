@@ -117,9 +117,18 @@ def _graphics() -> Iterator[Finding]:
     cards = machine.graphics()
     if not cards:
         yield Finding("GPU", ("no NVIDIA GPU found: runs on the CPU",), {})
+    reasons = _reasons(len(cards))
     for card in cards:
-        values = card | _measured("cuda", str(card["index"]))
+        values = card | _measured("cuda", str(card["index"])) | {"unusable": reasons[card["index"]]}
         yield Finding("GPU" if len(cards) == 1 else f"GPU {card['index']}", _card(values), values)
+
+
+def _reasons(count: int) -> list[str]:
+    """Why `kv` cannot use each GPU; "" = it can."""
+    try:
+        return measure("device")["reasons"]
+    except ProbeFailed as error:
+        return [str(error)] * count
 
 
 def _card(values: dict[str, Any]) -> tuple[str, ...]:
@@ -131,7 +140,8 @@ def _card(values: dict[str, Any]) -> tuple[str, ...]:
         facts += [f"compute capability {values['compute_capability']}", "fp8" if values["fp8"] else "no fp8"]
     if values.get("runtime_bytes"):
         facts.append(f"CUDA context and libraries {_size(values['runtime_bytes'])}")
-    return (*facts, *_speeds(values))
+    verdict = f"kv cannot use it: {values['unusable']}" if values["unusable"] else "kv can use it"
+    return (*facts, *_speeds(values), verdict)
 
 
 def _disk(values: dict[str, Any]) -> tuple[str, ...]:

@@ -26,6 +26,12 @@ class ModelError(KVError):
     exit_code = 3
 
 
+class DeviceError(KVError):
+    """A device that is asked for and missing or cannot be used (exit 3)."""
+
+    exit_code = 3
+
+
 class DoesNotFit(KVError):
     """The plan or a running sequence needs more memory than there is (exit 4)."""
 

@@ -15,7 +15,7 @@ from kvcli.options import CacheOptions
 from kvcli.runtime import footprint, overheads
 from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
-from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.layout import ADDRESS_BYTES, KVLayout
 from kvcli.runtime.memory import CPU, process_bytes
 from kvcli.runtime.overheads import ASSUMED_BYTES
 
@@ -159,9 +159,12 @@ class Setting:
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
         rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
-        work = footprint.activation_bytes(config, rows_at_once, self.kind) + footprint.logit_bytes(config)
+        work = footprint.logit_bytes(config)
         if self.kind == CPU:
+            work += footprint.activation_bytes(config, rows_at_once)
             work += footprint.scratch_bytes(config, layout.page_size, self.threads)
+        else:
+            work += footprint.gpu_workspace_bytes(config, rows_at_once)
         rows = [Row("weights", weights.packed, weights.source, weights.detail)]
         if weights.copies:
             rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
@@ -180,10 +183,12 @@ class Setting:
         if constant:
             rows.append(Row("per-sequence state", constant, EXACT))
         step = self.step(layout)
-        tables = layout.table_bytes(tokens, step, self.sequences)
+        pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
         if self.kind == CPU:
-            pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
+            tables = layout.table_bytes(tokens, step, self.sequences)
             tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
+        else:
+            tables = pages * ADDRESS_BYTES
         rows.append(Row("tables and token ids", tables, COMPUTED))
         return rows
 
@@ -208,29 +213,33 @@ class Setting:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a process may use in all, in words what they are, and what to leave of them.
+    """Bytes of a device that a process may use in all, in words what they are, and what to leave of them.
 
-    `runtime_bytes`: what is measured of the interpreter and its libraries; None = not measured.
+    `runtime_bytes`: what is measured of the interpreter and its libraries, or of a CUDA context; None = not measured.
     """
 
     bytes: int
     label: str
     margin: int = DEFAULT_MARGIN
     runtime_bytes: int | None = None
+    kind: str = CPU
 
 
 def engine_setting(
     config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
 ) -> Setting:
-    """What the plan of an engine on a CPU depends on, cache types and context aside."""
-    margin, runtime = (budget.margin, budget.runtime_bytes) if budget else (0, None)
-    return Setting(config, weights, CPU, cache.ubatch, threads, runtime_bytes=runtime, margin=margin)
+    """What the plan of an engine on the budget's device depends on, cache types and context aside. `weights`: as
+    that kind of device holds them."""
+    if budget is None:
+        return Setting(config, weights, CPU, cache.ubatch, threads, margin=0)
+    runtime, margin = budget.runtime_bytes, budget.margin
+    return Setting(config, weights, budget.kind, cache.ubatch, threads, runtime_bytes=runtime, margin=margin)
 
 
 def plan_for_engine(
     config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
 ) -> tuple[int, Plan, str]:
-    """(context size, its plan, notice) for an engine on a CPU; "" = nothing to say.
+    """(context size, its plan, notice) for an engine on the budget's device; "" = nothing to say.
 
     `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
@@ -263,15 +272,21 @@ def plan_for_engine(
     )
 
 
-def engine_budget(limit: str | None) -> Budget:
-    """What an engine on a CPU may use: `limit` (--vram-limit) as it is, else what is free and ours."""
-    from kvcli.runtime.memory import main_memory, parse_size
+def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
+    """What an engine may use of the CPU's memory, or of GPU `index`: `limit` (--vram-limit) as it is, else what is
+    free and, on a CPU, ours already. To be asked before a CUDA context is made, which the plan counts. UsageError."""
+    from kvcli.runtime import memory as memories
 
-    memory, measured = main_memory(), overheads.load(CPU)[0].runtime_bytes
+    if kind == CPU:
+        memory, ours = memories.main_memory(), process_bytes()
+    else:
+        memory, ours = memories.gpus()[index], 0
+    measured = overheads.load(CPU if kind == CPU else memory.name)[0].runtime_bytes
     if limit is not None:
-        size = parse_size(limit, "--vram-limit", memory.total)
-        return Budget(size, "allowed by --vram-limit", 0, measured)
-    return Budget(memory.free + process_bytes(), f"available ({memory.source})", runtime_bytes=measured)
+        size = memories.parse_size(limit, "--vram-limit", memory.total)
+        return Budget(size, "allowed by --vram-limit", 0, measured, kind)
+    label = "available" if kind == CPU else f"free on {memory.name}"
+    return Budget(memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind)
 
 
 def _mib(size: int) -> str:

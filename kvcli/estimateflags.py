@@ -167,7 +167,7 @@ class DeviceFlags:
     vram: Annotated[str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")] = None
     device: Annotated[
         str | None,
-        _device("--device", metavar="cpu|cuda:N", help="A device that is here; the first GPU, else the CPU."),
+        _device("--device", metavar="auto|cpu|cuda[:N]", help="A device that is here; the first GPU, else the CPU."),
     ] = None
     margin: Annotated[str | None, _device("--margin", metavar="SIZE", help="Left unused (512MiB).")] = None
     bandwidth: Annotated[

@@ -80,7 +80,7 @@ def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
     if model.params:
         parts.append(f"{human_count(model.params)} parameters")
     if model.params and model.weights and model.weights.packed:
-        parts.append(f"{8 * model.weights.packed / model.params:.2f} bits/weight")
+        parts.append(f"{8 * (model.weights.in_file or model.weights.packed) / model.params:.2f} bits/weight")
     yield "model", " · ".join(part for part in parts if part)
     if config.context_length:
         yield "", f"trained context {config.context_length:,}"

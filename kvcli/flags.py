@@ -85,6 +85,13 @@ class ModelFlags:
             help="Which kernels compute; reference = plain torch.",
         ),
     ] = "auto"
+    device: Annotated[
+        str,
+        _model("--device", metavar="auto|cpu|cuda[:N]", help="What computes; auto = the first usable GPU."),
+    ] = "auto"
+    exact: Annotated[
+        bool, _model("--exact", help="On a GPU: no 8-bit activations (slower); a CPU always computes in float32.")
+    ] = False
     force_pretokenizer: Annotated[
         bool, _model("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
     ] = False
@@ -100,6 +107,8 @@ class ModelFlags:
 
     def options(self, offline: bool = False) -> LoadOptions:
         """Raises UsageError for a value out of range."""
+        from kvcli.runtime.device import parse_device
+
         if not self.model.strip():
             raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
         if self.backend not in ("auto", "native", "reference"):
@@ -107,7 +116,11 @@ class ModelFlags:
         _at_least(0, self.threads, "--threads")
         if self.vram_limit is not None:
             parse_size(self.vram_limit, "--vram-limit", main_memory().total)
-        return LoadOptions(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit)
+        parse_device(self.device)
+        return LoadOptions(
+            *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
+            exact=self.exact,
+        )
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,20 @@ class TypeFlags:
         return list(zip(keys * (longest // len(keys)), values * (longest // len(values)), strict=True))
 
 
+def type_product(both: str | None, keys: str | None, values: str | None) -> list[Types]:
+    """Lists as -ct, -ctk and -ctv take them: each of the first, and each type of keys with each type of values.
+
+    None everywhere is f16; with one of keys and values missing the other stands for both. Raises UsageError.
+    """
+    pairs = [_pair(entry) for entry in _entries(both, "--cache-type")] if both is not None else []
+    if keys is not None and values is not None:
+        of_values = _checked(values, "--cache-type-v")
+        pairs += [(k, v) for k in _checked(keys, "--cache-type-k") for v in of_values]
+    elif keys is not None or values is not None:
+        pairs += [(t, t) for t in _checked(keys or values, "--cache-type-k" if keys else "--cache-type-v")]
+    return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs or [("f16", "f16")]))
+
+
 def open_for(
     model: ModelFlags, types: TypeFlags, ctx_size: int, invocation: Invocation, interrupts: Interrupts
 ) -> Engine:

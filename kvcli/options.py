@@ -15,6 +15,8 @@ class LoadOptions:
     offline: bool = False
     force: bool = False  # go on with an unknown pre-tokenizer
     memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
+    device: str = "auto"  # "auto" = the first GPU that can be used, else the CPU; "cpu", "cuda", "cuda:1"
+    exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
 
 
 @dataclass(frozen=True)

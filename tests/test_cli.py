@@ -197,6 +197,7 @@ def test_every_error_has_its_exit_code() -> None:
     assert codes == {
         "UsageError": 2,
         "ModelError": 3,
+        "DeviceError": 3,
         "DoesNotFit": 4,
         "ContextOverflow": 5,
         "CacheFileError": 6,

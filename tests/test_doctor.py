@@ -61,6 +61,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Quick answers instead of measurements; a test changes them. A ProbeFailed as an answer is raised."""
     answers: dict[str, Any] = {"program": PROGRAM, "memory": SPEEDS, "cards": [], "facts": FACTS}
     answers["cuda 0"] = {"runtime_bytes": 512 * MIB, "read_gb_s": 2900.0, "copy_gb_s": 2800.0}
+    answers["device"] = {"reasons": ["", "compute capability 7.5 is below 8.0"]}
     answers["cuda 1"] = ProbeFailed("torch 2.13.0 is built without CUDA")
 
     def measure(*words: str) -> dict[str, Any]:
@@ -108,10 +109,13 @@ def test_with_gpus(imitated: dict[str, Any], kv_here: KvHere) -> None:
     assert found["GPU 0"].startswith(first)
     assert "CUDA context and libraries 512 MiB" in found["GPU 0"] and "read 2,900.0 GB/s" in found["GPU 0"]
     assert "no fp8" in found["GPU 1"] and "speed not measured: torch 2.13.0 is built without CUDA" in found["GPU 1"]
+    assert found["GPU 0"].endswith("kv can use it")
+    assert found["GPU 1"].endswith("kv cannot use it: compute capability 7.5 is below 8.0")
     assert overheads.load("NVIDIA H100 80GB HBM3")[0] == Overheads(512 * MIB, 2900.0)
     assert overheads.load("Tesla T4")[0] == Overheads()
     gpus = json.loads(kv_here("doctor", "--json")[1])["gpus"]
     assert [(gpu["compute_capability"], gpu["fp8"]) for gpu in gpus] == [("9.0", True), ("7.5", False)]
+    assert [gpu["unusable"] for gpu in gpus] == ["", "compute capability 7.5 is below 8.0"]
 
 
 def test_one_gpu_that_no_tool_knows_more_of(imitated: dict[str, Any], kv_here: KvHere) -> None:

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.estimate import Budget, Setting, per_rank, plan_for_engine
+from kvcli.estimate import DEFAULT_MARGIN, Budget, Setting, engine_budget, per_rank, plan_for_engine
 from kvcli.options import CacheOptions
-from kvcli.runtime import footprint
+from kvcli.runtime import footprint, memory, overheads
 from kvcli.runtime.cachetypes import CODEC_SPECS
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.footprint import WeightBytes
 from kvcli.runtime.layout import CHUNK_BYTES, KVLayout
-from kvcli.runtime.memory import CPU, CUDA
+from kvcli.runtime.memory import CPU, CUDA, Memory
+from kvcli.runtime.overheads import Overheads
 
 WEIGHTS = WeightBytes(100_000_000, 5_000_000, 90_000_000, "exact")
 
@@ -318,6 +319,39 @@ def test_margin_is_left_free() -> None:
     assert measured.row("runtime and libraries").source == "measured"
 
 
+# --- on a GPU ---
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cards = [Memory(CUDA, name, 80 << 30, free << 20, "nvml") for name, free in (("a small card", 9), ("a card", 4096))]
+    monkeypatch.setattr(memory, "gpus", lambda: cards)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_the_budget_of_a_gpu(gpu: None) -> None:
+    found = engine_budget(None, CUDA, 1)
+    assert found == Budget(4 << 30, "free on a card (nvml)", DEFAULT_MARGIN, None, CUDA)
+    overheads.store("a card", Overheads(runtime_bytes=500))
+    assert engine_budget("6G", CUDA, 1) == Budget(6 << 30, "allowed by --vram-limit", 0, 500, CUDA)
+    assert engine_budget("0.5", CUDA, 1).bytes == 40 << 30
+    assert engine_budget("6G").kind == CPU
+
+
+def test_an_engine_on_a_gpu_is_planned_as_kv_estimate_plans(gpu: None) -> None:
+    model, budget = CONFIGS["llama"], engine_budget(None, CUDA, 1)
+    size, plan, notice = plan_for_engine(model, WEIGHTS, CacheOptions(), budget)
+    layout = layout_of("llama")
+    assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 512)
+    assert plan == Setting(model, WEIGHTS, CUDA).plan(layout, 32768)
+    assert [row.name for row in plan.rows][-3:] == ["CUDA context + libraries", "KV pool", "tables and token ids"]
+    assert plan.row("tables and token ids").bytes == 8 * sum(layout.arena_pages(32768, 512))
+    work = footprint.gpu_workspace_bytes(model, 512) + footprint.logit_bytes(model)
+    assert plan.row("workspace").bytes == work
+    with pytest.raises(DoesNotFit, match="9 MiB are free on a small card"):
+        plan_for_engine(model, WEIGHTS, CacheOptions(), engine_budget(None, CUDA, 0))
+
+
 # --- tensor parallelism ---
 
 
@@ -334,11 +368,12 @@ def test_heads_are_divided_and_latents_repeated() -> None:
 # --- weights ---
 
 
-def test_workspace_is_smaller_on_a_gpu_and_grows_with_rows() -> None:
+def test_workspace_grows_with_rows() -> None:
     model = CONFIGS["llama"]
-    assert footprint.activation_bytes(model, 512, CPU) == 2 * footprint.activation_bytes(model, 512, CUDA)
-    assert footprint.activation_bytes(model, 512, CPU) == 512 * footprint.activation_bytes(model, 1, CPU)
-    assert footprint.activation_bytes(model, 1, CPU) == 4 * (512 + 576 + 3 * 1536)
+    assert footprint.activation_bytes(model, 512) == 512 * footprint.activation_bytes(model, 1)
+    assert footprint.activation_bytes(model, 1) == 4 * (512 + 576 + 3 * 1536)
+    one, two, three = (footprint.gpu_workspace_bytes(model, rows) for rows in (512, 1024, 1536))
+    assert 0 < two - one == three - two and one > footprint.activation_bytes(model, 512)
     assert footprint.logit_bytes(model) >= 4 * model.vocab_size
 
 

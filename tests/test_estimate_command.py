@@ -219,7 +219,7 @@ def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
 def test_check(kv_here: KvHere) -> None:
     assert ok(kv_here("estimate", *CARD, "-ct", "int8", "--check")) == ""
     code, out, err = kv_here("estimate", *CARD, "--check")  # f16 is what kv run takes
-    assert (code, out) == (4, "") and "the largest context that fits is 49," in err
+    assert (code, out) == (4, "") and "the largest context that fits is 47," in err
 
 
 def test_largest_context_is_offered_and_true(kv_here: KvHere) -> None:

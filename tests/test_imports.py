@@ -21,7 +21,7 @@ kvcli.kernels
 kvcli.runtime
 kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth
 kvcli.runtime.headercache kvcli.runtime.memory
-kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.stops kvcli.runtime.wire
+kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.repacked kvcli.runtime.stops kvcli.runtime.wire
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
 kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes
 kvcli.runtime.vocabulary kvcli.runtime.websession
@@ -30,11 +30,11 @@ kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.run
 kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
 kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.diskspeed kvcli.runtime.hub
+kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
-kvcli.runtime.plannedmodel
+kvcli.runtime.benching kvcli.runtime.plannedmodel
 kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render

@@ -17,25 +17,37 @@ All float32. The plain-torch functions in matmul.py, pointwise.py, store.py and 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Union
+
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.matmul import QuantTensor
 from kvcli.kernels.native import NativeBackend
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
 from kvcli.kernels.reference import ReferenceBackend
 
-Backend = NativeBackend | ReferenceBackend
+if TYPE_CHECKING:
+    from kvcli.kernels.gpu.backend import GpuBackend
+
+Backend = Union[NativeBackend, ReferenceBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = ["BACKENDS", "CENTRE_ROWS", "Angles", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
 
 
-def backend(name: str, threads: int) -> tuple[Backend, str]:
+def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]:
     """The backend of that name, and a notice ("" = nothing to say).
 
-    "auto" takes the compiled CPU kernels; if they are missing it takes the reference and the notice says why.
+    `device`: "cpu", or a GPU as torch writes it, which has one backend. "auto" takes the compiled CPU kernels; if they
+    are missing it takes the reference and the notice says why.
     Raises UsageError for an unknown name and KVError if "native" was asked for and is not there.
     """
     if name not in BACKENDS:
         raise UsageError(f"unknown backend '{name}'", f"backends: {', '.join(BACKENDS)}")
+    if device != "cpu":
+        import torch
+
+        from kvcli.kernels.gpu.backend import GpuBackend
+
+        return GpuBackend(torch.device(device)), ""
     if name == "reference":
         return ReferenceBackend(), ""
     try:

@@ -46,23 +46,23 @@ def _f16(field: Tensor) -> Tensor:
     return field.view(torch.float16).float()
 
 
-def _nibbles(qs: Tensor) -> Tensor:
+def nibbles(qs: Tensor) -> Tensor:
     """uint8 [..., b] -> [..., 2 * b]: all low halves, then all high halves."""
     return torch.cat((qs & 15, qs >> 4), -1)
 
 
-def _planes(packed: Tensor, bits: int) -> Tensor:
+def planes(packed: Tensor, bits: int) -> Tensor:
     """uint8 [..., b] -> [..., 8 / bits, b]: plane j holds bits [j * bits, (j + 1) * bits) of each byte."""
     mask = (1 << bits) - 1
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], -2)
 
 
-def _fifth_bits(qh: Tensor) -> Tensor:
+def fifth_bits(qh: Tensor) -> Tensor:
     """uint8 [..., 4] -> [..., 32]: 16 where bit i of the little-endian word is set."""
-    return _planes(qh, 1).transpose(-1, -2).flatten(-2) << 4
+    return planes(qh, 1).transpose(-1, -2).flatten(-2) << 4
 
 
-def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [..., 12] -> scales and minima, both float32 [..., 8, 1], of Q4_K and Q5_K.
 
     Bytes 0-3: scales 0-3 in the low 6 bits; 4-7: minima 0-3 likewise. Bytes 8-11: the low 4 bits of scales
@@ -92,25 +92,25 @@ def _bf16(b: Tensor) -> Tensor:
 
 def _q4_0(b: Tensor) -> Tensor:
     """18 bytes, 32 elements: f16 d, qs[16] nibbles. Value: d * (q - 8)."""
-    q = _nibbles(b[..., 2:18]).to(torch.int8) - 8
+    q = nibbles(b[..., 2:18]).to(torch.int8) - 8
     return _f16(b[..., 0:2]) * q.float()
 
 
 def _q4_1(b: Tensor) -> Tensor:
     """20 bytes, 32 elements: f16 d, f16 m, qs[16] nibbles. Value: (d * q) + m."""
-    q = _nibbles(b[..., 4:20])
+    q = nibbles(b[..., 4:20])
     return _f16(b[..., 0:2]) * q.float() + _f16(b[..., 2:4])
 
 
 def _q5_0(b: Tensor) -> Tensor:
     """22 bytes, 32 elements: f16 d, u32 qh (bit i tops element i), qs[16] nibbles. Value: d * (q - 16)."""
-    q = (_nibbles(b[..., 6:22]) | _fifth_bits(b[..., 2:6])).to(torch.int8) - 16
+    q = (nibbles(b[..., 6:22]) | fifth_bits(b[..., 2:6])).to(torch.int8) - 16
     return _f16(b[..., 0:2]) * q.float()
 
 
 def _q5_1(b: Tensor) -> Tensor:
     """24 bytes, 32 elements: f16 d, f16 m, u32 qh (as in Q5_0), qs[16] nibbles. Value: (d * q) + m."""
-    q = _nibbles(b[..., 8:24]) | _fifth_bits(b[..., 4:8])
+    q = nibbles(b[..., 8:24]) | fifth_bits(b[..., 4:8])
     return _f16(b[..., 0:2]) * q.float() + _f16(b[..., 2:4])
 
 
@@ -125,7 +125,7 @@ def _q2_k(b: Tensor) -> Tensor:
     16 runs of 16 elements; run r: s = the low, m = the high half of sc[r]. Element 128 h + 32 j + l has bits
     [2 j, 2 j + 2) of qs[32 h + l].
     """
-    q = _planes(b[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
+    q = planes(b[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3).unflatten(-1, (16, 16))
     scales = b[..., 0:16]
     step = (_f16(b[..., 80:82]) * (scales & 15).float()).unsqueeze(-1)
     low = (_f16(b[..., 82:84]) * (scales >> 4).float()).unsqueeze(-1)
@@ -139,10 +139,10 @@ def _q3_k(b: Tensor) -> Tensor:
     the third is bit 4 h + j of hmask[l]. The 6-bit s of run r: low 4 bits from the low (r < 8) or high half
     of sc[r % 8], upper 2 bits are bits [2 (r / 4), 2 (r / 4) + 2) of sc[8 + r % 4].
     """
-    low = _planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
-    third = _planes(b[..., 0:32], 1).flatten(-2)
+    low = planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
+    third = planes(b[..., 0:32], 1).flatten(-2)
     q = ((low | (third << 2)).to(torch.int8) - 4).unflatten(-1, (16, 16))
-    scales = _nibbles(b[..., 96:104]) | (_planes(b[..., 104:108], 2).flatten(-2) << 4)
+    scales = nibbles(b[..., 96:104]) | (planes(b[..., 104:108], 2).flatten(-2) << 4)
     step = _f16(b[..., 108:110]) * (scales.to(torch.int8) - 32).float()
     return (step.unsqueeze(-1) * q.float()).flatten(-2)
 
@@ -150,11 +150,11 @@ def _q3_k(b: Tensor) -> Tensor:
 def _q4_k(b: Tensor) -> Tensor:
     """144 bytes, 256 elements: f16 d, f16 dmin, sc[12], qs[128]. Value: (d * s) * q - (dmin * m).
 
-    8 runs of 32 elements, s and m from sc (see `_six_bit_scales`); runs 2 j and 2 j + 1 are the low and high
+    8 runs of 32 elements, s and m from sc (see `six_bit_scales`); runs 2 j and 2 j + 1 are the low and high
     halves of qs[32 j : 32 j + 32].
     """
-    scales, minima = _six_bit_scales(b[..., 4:16])
-    q = _nibbles(b[..., 16:144].unflatten(-1, (4, 32))).flatten(-2).unflatten(-1, (8, 32))
+    scales, minima = six_bit_scales(b[..., 4:16])
+    q = nibbles(b[..., 16:144].unflatten(-1, (4, 32))).flatten(-2).unflatten(-1, (8, 32))
     step = _f16(b[..., 0:2]).unsqueeze(-1) * scales
     low = _f16(b[..., 2:4]).unsqueeze(-1) * minima
     return (step * q.float() - low).flatten(-2)
@@ -165,9 +165,9 @@ def _q5_k(b: Tensor) -> Tensor:
 
     As Q4_K; the fifth bit of element l of run r is bit r of qh[l].
     """
-    scales, minima = _six_bit_scales(b[..., 4:16])
-    low4 = _nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-2).unflatten(-1, (8, 32))
-    q = low4 | (_planes(b[..., 16:48], 1) << 4)
+    scales, minima = six_bit_scales(b[..., 4:16])
+    low4 = nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-2).unflatten(-1, (8, 32))
+    q = low4 | (planes(b[..., 16:48], 1) << 4)
     step = _f16(b[..., 0:2]).unsqueeze(-1) * scales
     low = _f16(b[..., 2:4]).unsqueeze(-1) * minima
     return (step * q.float() - low).flatten(-2)
@@ -179,8 +179,8 @@ def _q6_k(b: Tensor) -> Tensor:
     16 runs of 16 elements, s of run r is sc[r]. Element 128 h + 32 j + l: low 4 bits from the low (j < 2)
     or high half of ql[64 h + 32 (j % 2) + l], upper 2 bits are bits [2 j, 2 j + 2) of qh[32 h + l].
     """
-    low4 = _nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-2)
-    high2 = _planes(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
+    low4 = nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-2)
+    high2 = planes(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
     q = ((low4 | (high2 << 4)).to(torch.int8) - 32).unflatten(-1, (16, 16))
     step = _f16(b[..., 208:210]) * b[..., 192:208].view(torch.int8).float()
     return (step.unsqueeze(-1) * q.float()).flatten(-2)

@@ -59,6 +59,14 @@ def matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor
     return out if add_to is None else add_to.add_(out)
 
 
+def place(weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[QuantTensor, ...]:
+    """Matrices whose rows `matmul` stacks, where the backend computes: on a CPU, where the file is mapped.
+
+    `paired`: the first half of the rows are gates of the second.
+    """
+    return weights
+
+
 def rows(weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rows `ids` int64 [T] of the matrix as float32 [T, cols], times `scale`."""
     out = ggml.decode(weight.type, weight.blocks[ids])

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kvcli.errors import KVError
-from kvcli.kernels.matmul import QuantTensor
+from kvcli.kernels.matmul import QuantTensor, place
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
 
 # GGML type ids; the formats that cpu.c decodes.
@@ -98,6 +98,8 @@ class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding."""
 
     name = "native"
+    device = torch.device("cpu")
+    place = staticmethod(place)
 
     def __init__(self, threads: int, isa: str = "") -> None:
         self._lib = library()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +18,13 @@ from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime import archs, guard
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.decoding import DeviceTokens, host_tokens
+from kvcli.runtime.device import AUTO, choose
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.memory import CPU, process_bytes
+from kvcli.runtime.memory import CPU, CUDA, process_bytes
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
@@ -29,6 +32,9 @@ from kvcli.runtime.stops import StopMatcher
 from kvcli.runtime.template import ChatTemplate
 from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
 from kvcli.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from kvcli.runtime.tokengraph import TokenGraph
 
 Event = Prefill | Token | End
 
@@ -42,6 +48,9 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
+        self.device = choose(load.device if load.backend == AUTO else CPU)
+        if self.device.notice:
+            self.notices.append(self.device.notice)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.of_options(self.config, cache)
@@ -60,7 +69,7 @@ class Engine:
         self.template = ChatTemplate.from_gguf(file.metadata, bos, eos)
         self.sampling_defaults = _sampling_defaults(file)
         torch.set_num_threads(threads)
-        ops, notice = kernels.backend(load.backend, threads)
+        ops, notice = kernels.backend(load.backend, threads, str(self.device))
         self.backend = ops.name
         if notice:
             self.notices.append(notice)
@@ -69,7 +78,8 @@ class Engine:
         if doubt:
             self.notices.append(doubt)
         self.model = archs.build(self.config, weights, ops)
-        self.pool = PagePool(self.layout, pool_bytes)
+        self.pool = PagePool(self.layout, pool_bytes, ops.device)
+        self.graph = self._token_graph(load.exact) if self.device.kind == CUDA else None
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
 
     @classmethod
@@ -103,8 +113,8 @@ class Engine:
             raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = as trained, or what fits")
         if asked > trained:
             self.notices.append(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
-        weights = weights_of_tensors(file.tensors, self.config, CPU)
-        budget = engine_budget(load.memory_limit)
+        weights = weights_of_tensors(file.tensors, self.config, self.device.kind)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._setting = engine_setting(self.config, weights, cache, budget, threads)
         self.ubatch = self._setting.step(self.layout)
         self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
@@ -112,9 +122,25 @@ class Engine:
             self.notices.append(self.shortened)
         return self.plan.kv_bytes + budget.bytes - self.plan.needed
 
+    def _token_graph(self, exact: bool) -> TokenGraph | None:
+        """The fast way of single tokens on a GPU; None with `exact`, or where the model is not made for it."""
+        from kvcli.runtime import tokengraph
+
+        if exact:
+            return None
+        reason = tokengraph.unsupported(self.model)
+        if reason:
+            self.notices.append(f"slow path (each token as a prompt of one): {reason}")
+            return None
+        return tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
+
     def predict(self, tokens: int) -> Plan:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
         return self._setting.plan(self.layout, tokens)
+
+    def bytes_per_token(self, length: int) -> int:
+        """Bytes that one token reads behind `length` rows: weights, rows of the cache, recurrent state."""
+        return self._setting.weights.read + self.layout.read_bytes(length) + self.layout.state_bytes
 
     def new_sequence(self) -> Sequence:
         """An empty context."""
@@ -138,6 +164,28 @@ class Engine:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, d_model] -> logits float32 [n, vocab_size]."""
         return self.model.logits(hidden)
+
+    def tokens(self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor) -> Iterator[int]:
+        """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
+
+        The caller appends each id to `history`, and closes the iterator when it wants no more: then `seq` holds no row
+        beyond it.
+        """
+        graph = self.graph
+        if graph is None:
+            yield from host_tokens(logits, history, sampler, lambda t: self.logits(self.forward(seq, [t]))[0])
+            return
+        from kvcli.kernels.gpu.sample import DeviceSampler
+
+        if DeviceSampler.supports(sampler.effective):
+            yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
+            return
+        chooser = DeviceSampler(sampler.effective, self.config.vocab_size, graph.device)
+        tokens = DeviceTokens(graph, seq, sampler, chooser)
+        try:
+            yield from tokens.iterate(logits)
+        finally:
+            tokens.close()
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Cut rows [start, end) into steps of at most `ubatch`, none reaching into one page more than that needs."""
@@ -201,27 +249,29 @@ class _Run:
         if logits is None:
             yield self._end("interrupted")
             return
+        tokens = self.engine.tokens(self.seq, self.history, self.sampler, logits)
+        try:
+            reason = yield from self._answer(tokens)
+        finally:
+            tokens.close()
+        yield self._end(reason)
+
+    def _answer(self, tokens: Iterator[int]) -> Generator[Token, None, str]:
+        """Events of the tokens, and why there are no more."""
         while True:
             reason = self._full()
             if reason:
-                break
-            token = self.sampler.sample(logits, self.history, len(self.history))
+                return reason
+            token = next(tokens)
             self.last = time.perf_counter()
             if len(self.history) == self.n_prompt:
                 self.first = self.last
             if token in self.engine.tokenizer.eog_ids and not self.options.ignore_eos:
-                reason = "stop"
-                break
+                return "stop"
             self.history.append(token)
             yield Token(token, self.matcher.push(self.decoder.push(token)))
             if self.matcher.stop is not None:
-                reason = "stop"
-                break
-            reason = self._full()
-            if reason:
-                break
-            logits = self.engine.logits(self.engine.forward(self.seq, [token]))[0]
-        yield self._end(reason)
+                return "stop"
 
     def _full(self) -> str:
         """Why no further token may come, or ''."""

@@ -1,8 +1,8 @@
 """The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch,
 tables.
 
-Formulas over `ModelConfig`, no torch. They follow the code: `weights.py` and `archs/*` for what is kept and
-alive, `kernels/cpu_body.h` for scratch.
+Formulas over `ModelConfig`, no torch. They follow the code: `weights.py`, `layers.py` and `archs/*` for what is kept
+and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a GPU needs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+from kvcli.runtime import repacked
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.memory import CPU
 
@@ -22,6 +23,10 @@ _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
 _QUERY_BLOCK = 16  # queries that share a decoded page
+_SLICE_BYTES = 32 << 20  # GPU: float16 weights expanded at a time for a product with many rows
+_LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
+_SPLITS = 264  # GPU: most parts that the rows before a decoded token are cut into
+_PREFILL_PARTS = 3  # GPU: parts of a prefilled row: those before its own page, its own page, the sinks
 _LOGIT_COPIES = 4  # logits, and what the sampler makes of them
 TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
 PAGE_BYTES = 1024  # host: the objects that stand for a page
@@ -41,43 +46,62 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Weights in memory. `packed`: as the file stores them; `copies`: what the engine keeps besides
-    (reordered rows, norms in float32); `read`: what one token reads (no input embedding, only the experts
-    that are used)."""
+    """Weights in memory. `packed`: as the file stores them, on a GPU as they lie there; `copies`: what the engine
+    keeps besides (reordered rows, norms in float32); `read`: what one token reads (no input embedding, only the
+    experts that are used); `in_file`: bytes of the file's tensors where `packed` may be others, else 0."""
 
     packed: int
     copies: int
     read: int
     source: str
     detail: str = ""
+    in_file: int = 0
 
     def part(self, ranks: int) -> WeightBytes:
         """What each of `ranks` devices keeps of them."""
         if ranks == 1:
             return self
-        packed, copies, read = (-(-x // ranks) for x in (self.packed, self.copies, self.read))
+        packed, copies, read, in_file = (-(-x // ranks) for x in (self.packed, self.copies, self.read, self.in_file))
         source = ASSUMED if self.source == ASSUMED else COMPUTED
-        return WeightBytes(packed, copies, read, source, f"1/{ranks} of all")
+        return WeightBytes(packed, copies, read, source, f"1/{ranks} of all", in_file)
 
 
 def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind: str) -> WeightBytes:
     """The weights of a file. On a CPU it stays mapped, so copies come on top; a GPU gets one form of each."""
+    if kind != CPU:
+        return _weights_on_gpu(tensors, config)
     packed = copies = read = 0
-    own_head = not _HEADS.isdisjoint(tensors)
     for name, tensor in tensors.items():
         packed += tensor.nbytes
         if len(tensor.shape) == 1:
-            copies += 4 * prod(tensor.shape) - (0 if kind == CPU else tensor.nbytes)
-        elif kind == CPU and config.arch == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            copies += 4 * prod(tensor.shape)
+        elif config.arch == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
             copies += tensor.nbytes  # rows reordered for half-split RoPE
-        read += 0 if own_head and name in _EMBEDDINGS else _bytes_read(name, tensor, config)
-    return WeightBytes(packed, max(0, copies), read, EXACT, "header")
+        read += _bytes_read(name, tensor.nbytes, tensors, config)
+    return WeightBytes(packed, copies, read, EXACT, "header")
 
 
-def _bytes_read(name: str, tensor: Tensor, config: ModelConfig) -> int:
+def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
+    """As repacked; a head that is the embedding stands in the file once, and so on the GPU."""
+    packed = read = in_file = 0
+    for name, tensor in tensors.items():
+        size = repacked.device_bytes(tensor.type, tensor.shape, tensor.nbytes)
+        packed, in_file = packed + size, in_file + tensor.nbytes
+        read += _bytes_read(name, size, tensors, config)
+    mib = 1 << 20
+    same = round(packed / mib) == round(in_file / mib)
+    return WeightBytes(
+        packed, 0, read, EXACT, "header" if same else f"repacked; {in_file / mib:,.0f} MiB in the file", in_file
+    )
+
+
+def _bytes_read(name: str, size: int, tensors: Mapping[str, Tensor], config: ModelConfig) -> int:
+    """Of a tensor of `size` bytes, those that one token reads."""
+    if name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors):
+        return 0
     if config.n_experts and ("_exps." in name or ".experts." in name):
-        return tensor.nbytes * config.n_experts_used // config.n_experts
-    return tensor.nbytes
+        return size * config.n_experts_used // config.n_experts
+    return size
 
 
 def weights_of_params(params: int, active: int, bits: float, detail: str) -> WeightBytes:
@@ -85,13 +109,37 @@ def weights_of_params(params: int, active: int, bits: float, detail: str) -> Wei
     return WeightBytes(round(params * bits / 8), 0, round(active * bits / 8), COMPUTED, detail)
 
 
-def activation_bytes(config: ModelConfig, rows: int, kind: str) -> int:
-    """The most alive at once while `rows` tokens pass through a layer: float32 on a CPU, else 16 bit."""
+def activation_bytes(config: ModelConfig, rows: int) -> int:
+    """The most alive at once while `rows` tokens pass through a layer on a CPU: float32."""
     width = max((_widest(config, layer) for layer in set(config.layers)), default=0)
-    element = 4 if kind == CPU else 2
+    return rows * 4 * width + _angle_bytes(config, rows)
+
+
+def _angle_bytes(config: ModelConfig, rows: int) -> int:
+    """Tables of RoPE, and float64 to make them."""
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-    angles = sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0)  # tables; float64 to make them
-    return rows * (width * element + angles)
+    return rows * (sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0))
+
+
+def gpu_workspace_bytes(config: ModelConfig, rows: int) -> int:
+    """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one."""
+    d, f = config.d_model, config.d_ff
+    width = partials = 0
+    for layer in set(config.layers):
+        q, kv, out = _projections(config, layer)
+        normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+        # Each product has its input once more, scaled, as float32 and then as float16.
+        attention = 2 * d + q + kv + normed_heads + out + 3 * max(d, out) // 2
+        mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
+        width = max(width, attention, mlp)
+        if layer.kind != RECURRENT:
+            parts = max(_SPLITS, rows * _PREFILL_PARTS)
+            partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
+    matrix_rows = max(config.vocab_size, 2 * f)
+    slice_rows = min(matrix_rows, _SLICE_BYTES // (2 * max(1, d)))
+    products = rows * 4 * min(slice_rows, 2 * f)
+    expanded = 2 * slice_rows * d
+    return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + products + _LIBRARY_BYTES
 
 
 def _widest(config: ModelConfig, layer: LayerConfig) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.errors import KVError
+from kvcli.runtime import machine
 from kvcli.runtime.machine import ProbeFailed
 from kvcli.runtime.memory import gpus, main_memory, process_bytes
 
@@ -119,6 +120,14 @@ def cuda(index: str) -> dict[str, Any]:
     return answer | {"runtime_bytes": taken if taken > 0 else None}  # None: others freed memory meanwhile
 
 
+def device() -> dict[str, Any]:
+    """Why `kv` cannot use each GPU, in the driver's order; "" = it can."""
+    from kvcli.runtime.device import why_not
+
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return {"reasons": [why_not(card) for card in machine.graphics()]}
+
+
 def _seconds(work: Callable[[], Any]) -> float:
     """Median time of `work` after one call that does not count."""
     work()
@@ -130,4 +139,9 @@ def _seconds(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-WHAT: dict[str, Callable[..., dict[str, Any]]] = {"program": program, "memory": memory_speed, "cuda": cuda}
+WHAT: dict[str, Callable[..., dict[str, Any]]] = {
+    "program": program,
+    "memory": memory_speed,
+    "cuda": cuda,
+    "device": device,
+}

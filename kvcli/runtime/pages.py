@@ -47,7 +47,8 @@ class PagePool:
     def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
         self.layout = layout
         self.budget_bytes = budget_bytes
-        self._arenas = [_Arena(a, torch.device(device)) for a in layout.arenas]
+        self.device = torch.device(device)
+        self._arenas = [_Arena(a, self.device) for a in layout.arenas]
 
     def take(self, group: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from kvcli.errors import ModelError
-from kvcli.runtime import footprint, store
+from kvcli.runtime import footprint, repacked, store
 from kvcli.runtime.anygguf import config_from_gguf_any
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.footprint import ASSUMED, Tensor, WeightBytes
+from kvcli.runtime.memory import CPU
 from kvcli.runtime.recipes import Recipe, find_recipe
 from kvcli.runtime.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 
@@ -46,7 +47,7 @@ def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> P
     path = store.stored_path(recipe)
     if path is not None and store.stored_variant(recipe):
         return _from_header(recipe.name, str(path), given, kind, offline)
-    return _from_recipe(recipe, given)
+    return _from_recipe(recipe, given, kind)
 
 
 def _by_hand(given: Given) -> PlannedModel:
@@ -55,7 +56,7 @@ def _by_hand(given: Given) -> PlannedModel:
     return PlannedModel("by hand", config, weights, given.params, "", "flags")
 
 
-def _from_recipe(recipe: Recipe, given: Given) -> PlannedModel:
+def _from_recipe(recipe: Recipe, given: Given, kind: str) -> PlannedModel:
     shape = recipe.shape
     if not shape:
         raise ModelError(f"the recipe of {recipe.name} has no [shape]", "download it with kv pull and try again")
@@ -63,7 +64,8 @@ def _from_recipe(recipe: Recipe, given: Given) -> PlannedModel:
     params = given.params or shape["params"]
     if given.bpw is None and given.params is None and recipe.file is not None:
         size = recipe.file.size
-        weights = WeightBytes(size, 0, size, footprint.EXACT, "size of the file")
+        source = footprint.EXACT if kind == CPU else footprint.COMPUTED  # a GPU may keep a little more
+        weights = WeightBytes(size, 0, size, source, "size of the file")
     else:
         read = recipe_params_read(shape) if given.params is None else params
         weights = _weights_of_number(params, read, given, ASSUMED_BITS)
@@ -97,6 +99,9 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)
     else:
         weights = footprint.weights_of_tensors(header.tensors, config, kind)
+    notices = tuple(header.notices)
+    if kind != CPU and header.container == "gguf":
+        notices += tuple(_not_for_gpus(header.tensors))
     return PlannedModel(
         label if label != source else header.source,
         config,
@@ -106,9 +111,14 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         "header",
         header.file_bytes,
         header.bytes_read,
-        header.notices,
+        notices,
         header.alternatives,
     )
+
+
+def _not_for_gpus(tensors: Mapping[str, Tensor]) -> list[str]:
+    types = {t.type for t in tensors.values() if len(t.shape) > 1 and not repacked.can_be_held(t.type)}
+    return [f"weights stored as {', '.join(sorted(types))} cannot be computed with on a GPU"] if types else []
 
 
 def _main_type(tensors: Mapping[str, Tensor]) -> str:

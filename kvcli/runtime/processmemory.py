@@ -26,6 +26,15 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
+def reset_peak() -> bool:
+    """Let `peak_bytes` begin anew with what is resident now; False where the system does not do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    except OSError:
+        return False
+
+
 def mapped_bytes(path: Path) -> int | None:
     """Resident bytes of this file's memory maps; None where the system does not tell."""
     try:

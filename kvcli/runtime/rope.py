@@ -16,6 +16,7 @@ class RopeTable:
         """`factors` float32 [dim / 2] divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
         half = rope.dim // 2
         self._last: tuple[tuple[int, int], Angles]
+        self._on_device: torch.Tensor | None = None
         self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim)
         if rope.scaling == "linear":
             self.frequencies /= rope.factor
@@ -23,6 +24,12 @@ class RopeTable:
             self.frequencies /= factors.double().numpy()
         self._last = (0, 1), self.at_positions(np.zeros(1))
         self._centres: Angles = self._last[1]
+
+    def frequencies_on(self, device: torch.device) -> torch.Tensor:
+        """The frequencies, float64 [dim / 2], on a device; copied once."""
+        if self._on_device is None or self._on_device.device != device:
+            self._on_device = torch.from_numpy(self.frequencies).to(device)
+        return self._on_device
 
     def at(self, start: int, n: int) -> Angles:
         """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; kept for the other layers of a step."""

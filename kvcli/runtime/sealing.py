@@ -26,13 +26,28 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     if kv.open is None:
         return None
     size = kv.record.page_size
-    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
+    first, last = _sealed(kv, start, end)
     if first < last and not kv.basis.known:
         _fix_basis(ops, kv, kv.open, rope)
     angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
     if first < last:
         ops.seal(kv, first, last, angles)
     return angles
+
+
+def _sealed(kv: PagedKV, start: int, end: int) -> tuple[int, int]:
+    """The rows that are sealed as rows [start, end) come."""
+    size = kv.record.page_size
+    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
+    return first, last
+
+
+def seals_with_unknown_basis(kv: PagedKV, start: int, rows: int) -> bool:
+    """Whether these rows seal the first ones of the sequence, which fixes the mean of keys and the scales."""
+    if kv.open is None or kv.basis.known:
+        return False
+    first, last = _sealed(kv, start, start + rows)
+    return first < last
 
 
 def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:
@@ -43,7 +58,8 @@ def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable |
         rows = keys.transpose(0, 1).contiguous()
         ops.rotate_(rows)  # back to the basis in which RoPE turns
         if rope is not None:
-            ops.rope_(rows, *rope.at_positions(-np.arange(size, dtype=np.float64)))
+            cos, sin = rope.at_positions(-np.arange(size, dtype=np.float64))
+            ops.rope_(rows, cos.to(rows.device), sin.to(rows.device))
         basis.centre = rows[UNLIKE_THE_REST:].mean(0)
     codec_k, codec_v = kv.codecs
     if codec_k.per_head:

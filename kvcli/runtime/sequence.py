@@ -80,7 +80,7 @@ class Sequence:
             self._trim(start)
             raise
         return Step(
-            torch.tensor(ids, dtype=torch.int64),
+            torch.tensor(ids, dtype=torch.int64, device=self.pool.device),
             start,
             tuple(self._view(g) for g in range(len(self._lists))),
             self.pool.layout.slots,
@@ -243,14 +243,15 @@ class Sequence:
     def _layers(self, arena: int, first: int, pages: list[int]) -> tuple[PagedKV, ...]:
         """Every layer of an arena over these pages, of which the first has the number `first`."""
         layout = self.pool.layout.arenas[arena]
-        record = _record(layout)
+        record = paged_record(layout)
         address = np.array([0 if p == NO_PAGE else self.pool.address(arena, p) for p in pages], dtype=np.int64)
         memory = tuple(None if p == NO_PAGE else self.pool.page(arena, p) for p in pages)
         offsets = [i * layout.layer_bytes for i in range(len(layout.layers))]
         return tuple(PagedKV(record, np.where(address, address + x, 0), memory, x, first) for x in offsets)
 
 
-def _record(g: GroupLayout) -> RecordLayout:
+def paged_record(g: GroupLayout) -> RecordLayout:
+    """How the kernels see the records of a group (or of its open class)."""
     return RecordLayout(
         g.page_size, g.kv_heads, g.dim_k, g.dim_v, g.codec_k.name, g.codec_v.name,
         g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.scale_offsets,

@@ -8,6 +8,7 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import QuantTensor, ggml
+from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.gguf import GGUFFile
 
 
@@ -30,6 +31,15 @@ class Weights:
         """The vector of that name as float32 [size]."""
         info = self._info(name, (size,))
         return ggml.decode(info.type, self._bytes(name)).clone()
+
+    def embedding(self, config: ModelConfig) -> QuantTensor:
+        """The token embedding [vocab_size, d_model]."""
+        return self.matrix("token_embd.weight", config.vocab_size, config.d_model)
+
+    def head(self, config: ModelConfig) -> QuantTensor:
+        """The output matrix [vocab_size, d_model]: the embedding where the file has none of its own."""
+        name = "output.weight" if "output.weight" in self else "token_embd.weight"
+        return self.matrix(name, config.vocab_size, config.d_model)
 
     def _info(self, name: str, shape: tuple[int, ...]):
         info = self.file.tensors.get(name)

@@ -1,33 +1,16 @@
-"""Architectures, one a file. Each exports `NAMES` (values of `general.architecture`), `Model` and `TINY` (sizes of a
-two-layer test model); `build` finds the file by the architecture's name."""
+"""Architectures, one a file. Each exports `NAMES` (values of `general.architecture`), `build` and `TINY` (sizes of a
+two-layer test model); `build` here finds the file by the architecture's name."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Protocol
-
-import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import Backend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.sequence import Step
+from kvcli.runtime.layers import Decoder
 from kvcli.runtime.weights import Weights
-
-
-class Model(Protocol):
-    """A decoder over the paged cache."""
-
-    config: ModelConfig
-
-    def hidden(self, step: Step) -> torch.Tensor:
-        """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, d_model] -> [n, vocab_size]."""
-        ...
 
 
 def names() -> list[str]:
@@ -35,7 +18,7 @@ def names() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(__path__)]
 
 
-def build(config: ModelConfig, weights: Weights, ops: Backend) -> Model:
+def build(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     """The model of `config.arch` over mapped weights.
 
     Raises ModelError for missing or misshapen tensors, and for tensors (biases, say) that it would leave out: without
@@ -45,7 +28,7 @@ def build(config: ModelConfig, weights: Weights, ops: Backend) -> Model:
         module = importlib.import_module(f"{__name__}.{name}")
         if config.arch in module.NAMES:
             weights.used.clear()  # what others looked at before does not count
-            model = module.Model(config, weights, ops)
+            model = module.build(config, weights, ops)
             left = sorted(set(weights.file.tensors) - weights.used)
             if left:
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""

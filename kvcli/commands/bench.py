@@ -1,0 +1,274 @@
+"""`kv bench`: tokens a second of prompts and of generation, by cache type and depth, beside what memory allows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli import opening, render
+from kvcli.cacheflags import PAGE_SIZES
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.flags import ModelFlags, grouped, parse_tokens
+from kvcli.interrupt import Interrupts, last_words
+from kvcli.invocation import Invocation, JsonFlag
+from kvcli.measuring import Types, type_name, type_product
+from kvcli.options import CacheOptions
+
+if TYPE_CHECKING:
+    from kvcli.options import LoadOptions
+    from kvcli.runtime.benching import Case, Meter, Speed
+    from kvcli.runtime.device import Device
+    from kvcli.runtime.engine import Engine
+
+SCHEMA, MIB = 1, 1 << 20
+SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit")
+MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench")(bench)
+
+
+def _option(*names: str, help: str, metavar: str = "LIST") -> typer.models.OptionInfo:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="What to measure")
+
+
+@dataclass(frozen=True)
+class BenchFlags:
+    """Lengths, depths, cache types and repetitions."""
+
+    n_prompt: Annotated[str, _option("-p", "--n-prompt", help="Lengths of prompts; 0 = none.")] = "512"
+    n_gen: Annotated[str, _option("-n", "--n-gen", help="Tokens to generate; 0 = none.")] = "128"
+    n_depth: Annotated[str, _option("-d", "--n-depth", help="Rows in the cache beforehand (4k works).")] = "0"
+    cache_type: Annotated[str | None, _option("-ct", "--cache-type", help="Types, e.g. f16,int8/int4 (K/V).")] = None
+    cache_type_k: Annotated[
+        str | None, _option("-ctk", "--cache-type-k", help="Types of keys, each with all of -ctv.")
+    ] = None
+    cache_type_v: Annotated[str | None, _option("-ctv", "--cache-type-v", help="Types of values.")] = None
+    repetitions: Annotated[
+        int, _option("-r", "--repetitions", metavar="N", help="Of each test, of which the median counts.")
+    ] = 5
+    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each test once beforehand.")] = False
+    bandwidth: Annotated[
+        float | None, _option("--bandwidth", metavar="GB/s", help="Of memory; measured where kv doctor did not.")
+    ] = None
+    page_size: Annotated[int, typer.Option("--page-size", metavar="16|32|64|128", help="Tokens per page.")] = 64
+    ubatch_size: Annotated[
+        int,
+        typer.Option("-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step."),
+    ] = CacheOptions.ubatch
+
+    def types(self) -> list[Types]:
+        """Raises UsageError."""
+        return type_product(self.cache_type, self.cache_type_k, self.cache_type_v)
+
+    def cases(self) -> list[Case]:
+        """Every test. Raises UsageError, for the other flags too."""
+        from kvcli.runtime import benching
+
+        for flag, value in (("--repetitions", self.repetitions), ("--ubatch-size", self.ubatch_size)):
+            if value < 1:
+                raise UsageError(f"{flag} is {value}", "it is 1 or more")
+        if self.page_size not in PAGE_SIZES:
+            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
+        if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
+            raise UsageError(f"--bandwidth is {self.bandwidth}", "it is in GB/s, above 0")
+        prompts, generations = _lengths(self.n_prompt, "--n-prompt"), _lengths(self.n_gen, "--n-gen")
+        found = benching.cases(prompts, generations, _lengths(self.n_depth, "--n-depth"))
+        if not found:
+            raise UsageError("there is nothing to measure: -p and -n are both 0")
+        return found
+
+    def cache(self, types: Types, cases: list[Case]) -> CacheOptions:
+        """A context that holds every test. Types are measured even where the weights speak against them."""
+        return CacheOptions(
+            ctx_size=max(case.rows for case in cases),
+            type_k=types[0],
+            type_v=types[1],
+            page_size=self.page_size,
+            ubatch=self.ubatch_size,
+            force_types=True,
+        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What was measured of one pair of types. `tokens`: rows of the longest test."""
+
+    types: Types
+    speeds: list[Speed]
+    tokens: int
+    kv_bytes: int  # committed by the pool
+    predicted: int  # by the plan, all memory of the process
+    measured: int
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all tests had in common. `bandwidth` in 10^9 bytes/s, None = not known."""
+
+    model: str
+    file_bytes: int
+    backend: str
+    device: Device
+    threads: int
+    bandwidth: float | None
+    source: str
+
+
+@grouped
+def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, json: JsonFlag = False) -> None:
+    """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
+
+    Rates are medians over the repetitions, ± their standard deviation. The limit is what generation would reach if
+    reading weights and cache took all the time. Two tables, then one line of JSON with everything.
+    """
+    invocation: Invocation = ctx.obj
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
+        load, types, cases = model.options(invocation.offline), what.types(), what.cases()
+        from kvcli.runtime import benching
+
+        meter, setting = benching.Meter(), None
+        tables: list[_Table] = []
+        failures: list[DoesNotFit] = []
+        engine: Engine | None = None
+        for pair in types:
+            meter.restart()
+            try:
+                engine = opening.open_engine(load, what.cache(pair, cases), invocation, interrupts)
+                setting = setting or _setting(engine, load, what.bandwidth, invocation)
+                tables.append(_measure(engine, pair, cases, what, meter, invocation))
+            except DoesNotFit as error:
+                render.warn(f"{type_name(pair)} is left out: {error.message}", invocation)
+                failures.append(error.with_traceback(None))  # its frames would keep the engine
+            engine = None
+            benching.release()
+    if not tables or setting is None:
+        raise failures[0]
+    if not json:
+        _show(tables, setting, invocation)
+    render.print_json(_object(tables, setting, what, [f.message for f in failures]))
+    raise typer.Exit(DoesNotFit.exit_code if failures else 0)
+
+
+def _setting(engine: Engine, load: LoadOptions, bandwidth: float | None, invocation: Invocation) -> _Setting:
+    from kvcli.runtime import benching
+    from kvcli.runtime.engine import physical_cores
+
+    source = "--bandwidth"
+    if bandwidth is None:
+        bandwidth, source = benching.bandwidth(engine.device, partial(render.notice, invocation=invocation))
+    size, threads = engine.path.stat().st_size, load.threads or physical_cores()
+    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source)
+
+
+def _measure(
+    engine: Engine, pair: Types, cases: list[Case], what: BenchFlags, meter: Meter, invocation: Invocation
+) -> _Table:
+    from kvcli.runtime import benching
+
+    def tell(text: str) -> None:
+        render.notice(f"{type_name(pair)} {text}", invocation)
+
+    speeds = list(benching.run(engine, cases, what.repetitions, not what.no_warmup, tell))
+    tokens = max(case.rows for case in cases)
+    measured = meter.used(engine.device)
+    return _Table(pair, speeds, tokens, engine.pool.committed_bytes, engine.predict(tokens).total, measured)
+
+
+def _show(tables: list[_Table], setting: _Setting, invocation: Invocation) -> None:
+    rate = "speed of memory not known" if setting.bandwidth is None else f"memory {setting.bandwidth:,.1f} GB/s"
+    computes = setting.backend if setting.device.kind != "cpu" else f"{setting.backend}, {setting.threads} threads"
+    facts = (setting.model, render.human_bytes(setting.file_bytes), setting.device.name, computes, rate)
+    render.write_out(" · ".join(map(render.one_line, facts)) + "\n\n")
+    rows = [_speed_row(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds]
+    _print(SPEED_HEADERS, rows, invocation, left=2)
+    render.write_out("\n")
+    _print(MEMORY_HEADERS, [_memory_row(table) for table in tables], invocation, left=1)
+    render.write_out("\n")
+
+
+def _print(headers: Sequence[str], rows: list[list[str]], invocation: Invocation, left: int) -> None:
+    """Aligned on a terminal, Markdown elsewhere; the first `left` columns hold words, the others numbers."""
+    if render.is_terminal(sys.stdout):
+        render.print_table(headers, rows, invocation, right=range(left, len(headers)))
+        return
+    rule = ["---" if i < left else "---:" for i in range(len(headers))]
+    render.write_out("".join(f"| {' | '.join(row)} |\n" for row in (headers, rule, *rows)))
+
+
+def _speed_row(types: Types, speed: Speed, bandwidth: float | None) -> list[str]:
+    limit, gaps = speed.limit(bandwidth), [speed.gap(share) for share in (0.5, 0.95)]
+    return [
+        type_name(types),
+        str(speed.case),
+        f"{speed.median:,.2f}",
+        f"{speed.deviation:,.2f}",
+        *("-" if gap is None else f"{gap * 1e3:,.3f}" for gap in gaps),
+        "-" if limit is None else f"{100 * speed.median / limit:.1f}",
+    ]
+
+
+def _memory_row(table: _Table) -> list[str]:
+    sizes = (table.kv_bytes, table.predicted, table.measured)
+    return [type_name(table.types), f"{table.tokens:,}", *(f"{size / MIB:,.1f}" for size in sizes)]
+
+
+def _object(tables: list[_Table], setting: _Setting, what: BenchFlags, failures: list[str]) -> dict[str, Any]:
+    """Everything measured; sizes in bytes, times in seconds."""
+    return {
+        "kv_schema": SCHEMA,
+        "model": setting.model,
+        "file_bytes": setting.file_bytes,
+        "backend": setting.backend,
+        "device": str(setting.device),
+        "device_name": setting.device.name,
+        "threads": setting.threads,
+        "ubatch_size": what.ubatch_size,
+        "page_size": what.page_size,
+        "repetitions": what.repetitions,
+        "bandwidth_gb_s": setting.bandwidth,
+        "bandwidth_source": setting.source,
+        "results": [_result(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds],
+        "memory": [
+            {
+                "type_k": table.types[0],
+                "type_v": table.types[1],
+                "tokens": table.tokens,
+                "kv_bytes": table.kv_bytes,
+                "predicted_bytes": table.predicted,
+                "measured_bytes": table.measured,
+            }
+            for table in tables
+        ],
+        "failures": failures,
+    }
+
+
+def _result(types: Types, speed: Speed, bandwidth: float | None) -> dict[str, Any]:
+    limit = speed.limit(bandwidth)
+    return {
+        "type_k": types[0],
+        "type_v": types[1],
+        "test": speed.case.kind,
+        "tokens": speed.case.tokens,
+        "depth": speed.case.depth,
+        "tokens_per_s": speed.median,
+        "deviation": speed.deviation,
+        "samples": list(speed.rates),
+        "token_s_p50": speed.gap(0.5),
+        "token_s_p95": speed.gap(0.95),
+        "read_bytes_per_token": speed.read_bytes or None,
+        "limit_tokens_per_s": limit,
+        "share_of_limit": None if limit is None else speed.median / limit,
+    }
+
+
+def _lengths(text: str, flag: str) -> list[int]:
+    """'0,4k' -> tokens, each once. Raises UsageError."""
+    return list(dict.fromkeys(parse_tokens(word, flag) for word in text.split(",")))

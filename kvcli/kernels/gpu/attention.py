@@ -1,0 +1,208 @@
+"""Attention over pages, split over the sequence: `attend` makes partial results, `combine` (combine.py) merges them.
+
+A program has one KV head, the queries of a block of positions within one page, for all heads of the group, and a part
+of what they see: an equal share of the sealed (or only) pages before their own, or their own page, or the sinks. The
+last two have programs of their own: those pages are in another format, or not full. How the pages are shared out
+follows from the position, which is read on the device, and from the number of shares: a CUDA graph replays while the
+context grows.
+
+Scores and the running softmax are in base 2; `prepare` (rows.py) has scaled the queries for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.rows import Queries
+from kvcli.kernels.gpu.span import NOTHING, span
+from kvcli.kernels.gpu.tiles import PARTS, launch_options, wait_for_inputs
+
+CODE_CENTRE = {"int4": 7.5, "int6": 31.5}  # of codes that are not centred when they are unpacked
+HEAD_FACTOR = {"fp8": 256.0, "fp8_e5m2": 1.0}  # times the scale of a head
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=["rows_end", "splits", "origin", "offset", "open_offset", "window"])
+def _attend(
+    q, qc, qb, position, table, open_table, angles, scale_k, scale_v, out, tops, totals,
+    rows_end, splits, origin, offset, open_offset, window, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
+    DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
+    CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
+    RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
+    OPEN_K: tl.constexpr, OPEN_V: tl.constexpr, OPEN_NK: tl.constexpr, OPEN_NV: tl.constexpr,
+    OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, SINKS: tl.constexpr, OWN_OPEN: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr,
+    OPEN_STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    share = tl.program_id(0)
+    head = tl.program_id(1)
+    parts = tl.num_programs(0)
+    start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
+    end = start + rows_end
+    r = tl.arange(0, M)
+    base = (start // BLOCK + tl.program_id(2)) * BLOCK
+    at = base + r // GROUP  # positions
+    ok = (r < BLOCK * GROUP) & (at >= start) & (at < end)
+    first = tl.maximum(base, start)
+    newest = tl.minimum(base + BLOCK, end) - 1
+    at = tl.minimum(tl.maximum(at, first), newest)
+    row = (at - start).to(tl.int64) * HEADS + head * GROUP + r % GROUP
+    cell = row * parts + share
+    oldest = 0
+    if WINDOWED:
+        oldest = tl.maximum(first - window + 1, 0)
+    own = first // SIZE
+    visible = oldest // SIZE  # pages
+    TILES: tl.constexpr = SIZE // BN
+    OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
+    OPEN_BELOW: tl.constexpr = 0x7FFFFFFF if OWN_OPEN else SINKS
+    if share < splits:
+        lo_page = tl.maximum(visible, SINKS)
+        hi_page = own
+        if not OWN_OPEN:
+            hi_page = own + 1
+        n = tl.maximum(hi_page - lo_page, 0) * TILES
+        each = tl.cdiv(n, splits)
+        lo = lo_page * TILES + share * each
+        hi = lo_page * TILES + tl.minimum(share * each + each, n)
+    else:
+        lo = 0
+        hi = 0
+    if first > newest:
+        lo = 0
+        hi = 0
+    open_lo = 0
+    open_hi = 0
+    if (share == splits) & (first <= newest) & (own < OPEN_BELOW):  # the queries' own page
+        open_lo = own * OPEN_TILES
+        open_hi = newest // OPEN_BN + 1
+    if (share > splits) & (first <= newest):  # the sinks before it
+        open_lo = visible * OPEN_TILES
+        open_hi = tl.minimum(own, SINKS) * OPEN_TILES
+    wait_for_inputs(PDL)
+    if lo < hi:
+        span(
+            lo, hi, q, qc, qb, ok, row, at, oldest, newest, head, table, origin, offset, angles, scale_k, scale_v,
+            out, tops, totals, cell, window, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V, NK, NV,
+            RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V, CENTRED, ROPE,
+            ROPE_PAD, WINDOWED, CAPPED, WINDOWED or not OWN_OPEN, TILES, BN, STAGES,
+        )  # fmt: skip
+    elif open_lo < open_hi:
+        span(
+            open_lo, open_hi, q, qc, qb, ok, row, at, oldest, newest, head, open_table, origin, open_offset, angles,
+            scale_k, scale_v, out, tops, totals, cell, window, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, OPEN_K,
+            OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0, 0.0, 0.0, 0.0, 0.0,
+            False, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES,
+        )  # fmt: skip
+    else:
+        tl.store(tops + cell, tl.full((M,), NOTHING, tl.float32), mask=ok)
+        tl.store(totals + cell, tl.zeros((M,), tl.float32), mask=ok)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Results over parts of the rows: float32 `out` [T, heads, parts, dim_v] (undefined where nothing was seen), and
+    `tops`, `totals` [T, heads, parts]: the largest score and the sum of 2 ** (score - largest)."""
+
+    out: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, pages: DevicePages, splits: int) -> Partials:
+        """Buffers for `rows` queries, on the pages' device."""
+        parts, device = part_count(pages, splits), pages.table.device
+        return cls(
+            torch.empty(rows, heads, parts, pages.record.dim_v, device=device),
+            torch.empty(rows, heads, parts, device=device),
+            torch.empty(rows, heads, parts, device=device),
+        )
+
+
+def part_count(pages: DevicePages, splits: int) -> int:
+    """Partial results of a query: `splits` shares of the pages before its own, its own page, and the sinks."""
+    return splits + 1 + (pages.open is not None and pages.sinks > 0)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows of a tile, warps and pipeline stages for the sealed (or only) pages; rows and stages for the open ones."""
+
+    rows: int
+    warps: int
+    stages: int
+    open_rows: int = 32
+    open_stages: int = 2
+
+
+def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
+    """What measured best on an H100, by the wider of the two codecs; `dim` is the padded head dim."""
+    both = (codec_k, codec_v)
+    parts, large, wide = min(PARTS[c] for c in both), dim > 128, "f32" in both
+    if not decode:
+        return Tiling(32, 4, 2) if large or wide else Tiling(64, 4, 2)
+    if parts == 4:
+        if large:
+            return Tiling(32, 4 if "int6" in both else 2, 2, 16)
+        return Tiling(64, 2 if "int6" in both else 1, 2, 16)
+    if parts == 2:
+        return Tiling(64, 4, 2 if large else 3)
+    if wide:
+        return Tiling(16 if large else 32, 4, 2, 16)
+    return Tiling(32, 4, 3) if large else Tiling(64, 4 if "bf16" in both else 2, 3)
+
+
+def attend(
+    queries: Queries,
+    pages: DevicePages,
+    position: torch.Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    splits: int = 1,
+    out: Partials | None = None,
+    pdl: bool = False,
+    tiles: Tiling | None = None,
+) -> Partials:
+    """Causal attention of T queries, the first at `position` (int64 [1] on the device), over pages: partial results.
+
+    A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap`: see
+    `kernels.attention`. `splits`: shares that the pages before the queries' own are cut into.
+    """
+    r, rows, heads = pages.record, queries.q.shape[0], queries.q.shape[1]
+    opened = pages.where_rows_go
+    o, group = opened.record, heads // r.kv_heads
+    if out is None:
+        out = Partials.empty(rows, heads, pages, splits)
+    pad_k, pad_v = padded(r.dim_k), padded(r.dim_v)
+    least = 16 if rows == 1 else (32 if max(pad_k, pad_v) > 128 else 64)  # queries of a program, of all heads
+    m = max(least, triton.next_power_of_2(group))
+    block = 1 if rows == 1 else min(r.page_size, 1 << ((m // group).bit_length() - 1))
+    blocks = 1 if rows == 1 else (rows - 1) // block + 2
+    if tiles is None:
+        tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), rows == 1)
+    centred = pages.centre is not None
+    rope = 0 if pages.angles is None else pages.angles.shape[1]
+    some = queries.q  # stands for what is not there
+    _attend[out.tops.shape[2], r.kv_heads, blocks](
+        queries.q, queries.qc, queries.qb, position, pages.table, opened.table,
+        some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
+        some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
+        rows, splits, pages.first_page, pages.offset, opened.offset, window, softcap * LOG2_E,
+        heads, group, block, m, r.page_size, r.dim_k, pad_k, r.dim_v, pad_v,
+        r.codec_k, r.codec_v, PARTS[r.codec_k], PARTS[r.codec_v], r.record_bytes, r.k_row_bytes, r.v_row_bytes,
+        r.v_offset, r.k_scales, r.v_scales, CODE_CENTRE.get(r.codec_k, 0.0), CODE_CENTRE.get(r.codec_v, 0.0),
+        HEAD_FACTOR.get(r.codec_k, 0.0), HEAD_FACTOR.get(r.codec_v, 0.0),
+        o.codec_k, o.codec_v, PARTS[o.codec_k], PARTS[o.codec_v], o.record_bytes, o.k_row_bytes, o.v_row_bytes,
+        o.v_offset, centred, rope, max(16, triton.next_power_of_2(rope)), pages.sinks if pages.open else 0,
+        pages.open is None or pages.tail > 0, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
+        min(tiles.open_rows, r.page_size), tiles.open_stages, pdl, **launch_options(pdl, tiles.warps),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,119 @@
+"""The facade on a GPU, for any number of rows: prefill, and decoding without a graph.
+
+Matrices are expanded to float16 a slice at a time and multiplied by the vendor's library with float32 sums; each row of
+the activations is scaled by its largest element, so nothing overflows. The cache is read by the same kernels as in
+decoding. Small pointwise parts are plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from kvcli.errors import ModelError
+from kvcli.kernels import pointwise
+from kvcli.kernels.gpu import expand
+from kvcli.kernels.gpu.attention import attend
+from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
+from kvcli.kernels.gpu.pages import DevicePages, device_pages
+from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.seal import seal
+from kvcli.kernels.matmul import QuantTensor
+from kvcli.kernels.paged import Angles, PagedKV
+from kvcli.kernels.rotation import rotate
+
+SPLITS = 64  # shares of the pages in which one query alone looks at them
+
+
+class GpuBackend:
+    """Same signatures as the reference, over tensors of one GPU. Results do not depend on chunking beyond rounding."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._placed: dict[tuple[int, ...], tuple[DeviceMatrix, ...]] = {}
+        self._hadamard: dict[int, torch.Tensor] = {}
+
+    def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
+        """Repack on the device, stacked where the type is the same. One copy, however often it is asked for."""
+        key = tuple(w.blocks.data_ptr() for w in weights)
+        if key not in self._placed:
+            if paired and len({(w.type, w.rows) for w in weights}) > 1:
+                kinds = " and ".join(w.type for w in weights)
+                raise ModelError(f"gates and what they gate are stored as {kinds}", "use --device cpu")
+            runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
+            paired = paired and weights[0].rows % GROUP == 0
+            self._placed[key] = tuple(repack(run, self.device, paired) for run in runs)
+        return self._placed[key]
+
+    def matmul(
+        self, x: torch.Tensor, weights: Sequence[DeviceMatrix], add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        scaled = (x / largest).half()
+        out = torch.empty(x.shape[0], sum(w.rows for w in weights), device=self.device)
+        done = 0
+        for w in weights:
+            part = out[:, done : done + w.rows]
+            for first, piece in expand.slices(w):
+                part[:, first : first + piece.shape[0]] = _product(scaled, piece)
+            if w.paired:
+                part.copy_(part.unflatten(1, (-1, 2, GROUP)).transpose(1, 2).flatten(1))
+            done += w.rows
+        out *= largest
+        return out if add_to is None else add_to.add_(out)
+
+    def rows(self, weight: DeviceMatrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return expand.rows(weight, torch.empty(len(ids), weight.cols, device=self.device), ids=ids, scale=scale)
+
+    rms_norm = staticmethod(pointwise.rms_norm)
+    rope_ = staticmethod(pointwise.rope_)
+    glu = staticmethod(pointwise.glu)
+
+    def rotate_(self, x: torch.Tensor) -> None:
+        dim = x.shape[-1]
+        if dim not in self._hadamard:
+            self._hadamard[dim] = rotate(torch.eye(dim)).to(self.device)
+        x.copy_(x @ self._hadamard[dim])
+
+    def pages(self, kv: PagedKV, angles: Angles | None) -> DevicePages:
+        """The layer's pages as the kernels want them, made once for each state of the page list."""
+        key = ("gpu", kv.basis.known, None if angles is None else angles[0].data_ptr())
+        found = kv.descriptors.get(key)
+        if found is None:
+            found = kv.descriptors[key] = device_pages(kv, self.device, angles)
+        assert isinstance(found, DevicePages)
+        return found
+
+    def prepare(
+        self, qkv: torch.Tensor, heads: int, kv: PagedKV, start: int, frequencies: torch.Tensor | None,
+        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, scale: float,
+    ) -> Queries:  # fmt: skip
+        """Norm, turn, rotate and scale the queries of rows start.. , and store their keys and values."""
+        position = torch.tensor([start], device=self.device)
+        return prepare(qkv, heads, self.pages(kv, None), position, frequencies, q_norm, k_norm, eps, scale)
+
+    def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
+        seal(self.pages(kv, angles), first, end)
+
+    def attention(
+        self, queries: Queries, kv: PagedKV, start: int, window: int, softcap: float, angles: Angles | None
+    ) -> torch.Tensor:
+        """float32 [T, heads * dim_v], out of the rotated basis."""
+        pages = self.pages(kv, angles)
+        position = torch.tensor([start], device=self.device)
+        one = queries.q.shape[0] == 1
+        out = combine(attend(queries, pages, position, window, softcap, SPLITS if one else 1), pages)
+        assert out is not None
+        return out
+
+
+def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float16 x [T, cols] . weights [n, cols] -> float32 [T, n], summed in float32."""
+    if x.is_cuda:
+        return torch.mm(x, weights.T, out_dtype=torch.float32)
+    return x.float() @ weights.float().T  # Triton's interpreter

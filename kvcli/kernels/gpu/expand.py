@@ -1,0 +1,93 @@
+"""Packed weights back to floats: rows of the embedding, and slices of matrices for products with many vectors."""
+
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.language import half_of
+
+GROUPS = 64  # groups of 32 elements a program expands
+SLICE_BYTES = 32 << 20  # of float16 weights expanded at a time: they stay in the L2 cache
+
+
+@triton.jit
+def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G: tl.constexpr, BITS: tl.constexpr,
+                  KIND: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """Rows from `first` on, or rows IDS, as floats [rows, 32 G]; CODES and HIGH as bytes."""
+    p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    seen = p < total
+    row, g = p // G, p % G
+    if GATHER:
+        source = tl.load(IDS + row, mask=seen, other=0)
+    else:
+        source = row + first
+    at = source * G + g
+    i = tl.arange(0, 16)[None, :]
+    if BITS == 8:
+        low = tl.load(CODES + at[:, None] * 32 + i, mask=seen[:, None], other=0).to(tl.int8).to(tl.float32)
+        high = tl.load(CODES + at[:, None] * 32 + 16 + i, mask=seen[:, None], other=0).to(tl.int8).to(tl.float32)
+    else:
+        codes = tl.load(CODES + at[:, None] * 16 + i, mask=seen[:, None], other=0).to(tl.int32)
+        low, high = codes & 15, codes >> 4
+        b, j = i // 4, i % 4
+        if BITS == 5:
+            bits = tl.load(HIGH + at[:, None] * 4 + j, mask=seen[:, None], other=0).to(tl.int32)
+            low += ((bits >> b) & 1) << 4
+            high += ((bits >> (b + 4)) & 1) << 4
+        if BITS == 6:
+            bits = tl.load(HIGH + at[:, None] * 8 + (b // 2) * 4 + j, mask=seen[:, None], other=0).to(tl.int32)
+            bits = bits >> ((b % 2) * 4)
+            low += (bits & 3) << 4
+            high += ((bits >> 2) & 3) << 4
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    s = tl.load(SCALES + at, mask=seen, other=0)
+    if KIND == 1:
+        d = s.to(tl.float32)[:, None]
+        low, high = d * (low - OFFSET), d * (high - OFFSET)
+    elif KIND == 2:
+        d, m = half_of(s, False)[:, None], half_of(s, True)[:, None]
+        low, high = d * low + m, d * high + m
+    else:
+        both = tl.load(SUPERS + source * (G // 8) + g // 8, mask=seen, other=0)
+        c = s.to(tl.int32)
+        if KIND == 3:
+            d = (half_of(both, False) * (c & 255).to(tl.float32))[:, None]
+            m = (half_of(both, True) * ((c >> 8) & 255).to(tl.float32))[:, None]
+            low, high = d * low - m, d * high - m
+        else:
+            d = both.to(tl.float32)
+            low = (d * ((c << 24) >> 24).to(tl.float32))[:, None] * (low - OFFSET)
+            high = (d * ((c << 16) >> 24).to(tl.float32))[:, None] * (high - OFFSET)
+    out = OUT + p[:, None] * 32 + i
+    tl.store(out, low * scale, mask=seen[:, None])
+    tl.store(out + 16, high * scale, mask=seen[:, None])
+
+
+def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Tensor | None = None,
+         scale: float = 1.0) -> torch.Tensor:  # fmt: skip
+    """Fill out [n, cols] (any float dtype) with rows from `first` on, or with rows `ids` int64 [n], times `scale`."""
+    f, count = matrix.format, out.shape[0] * matrix.groups
+    if f.kind == PLAIN:
+        picked = matrix.codes[first : first + out.shape[0]] if ids is None else matrix.codes.index_select(0, ids)
+        return out.copy_(picked) if scale == 1.0 else out.copy_(picked.float() * scale)
+    codes, high = matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8)
+    expand_groups[(triton.cdiv(count, GROUPS),)](
+        codes, high, matrix.scales, matrix.supers, ids if ids is not None else matrix.scales, out, first, count, scale,
+        G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, GATHER=ids is not None, P=GROUPS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def slices(matrix: DeviceMatrix) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, float16 [n, cols]) over all rows; each slice overwrites the one before."""
+    step = min(matrix.rows, max(1, SLICE_BYTES // (2 * matrix.cols)))
+    buffer = torch.empty(step, matrix.cols, dtype=torch.float16, device=matrix.codes.device)
+    for first in range(0, matrix.rows, step):
+        yield first, rows(matrix, buffer[: matrix.rows - first], first)

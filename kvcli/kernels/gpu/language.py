@@ -1,0 +1,106 @@
+"""What the kernels share: integer dot products, programmatic dependent launch, and the switch of the interpreter.
+
+With TRITON_INTERPRET=1 kernels run on a CPU, where inline assembly and the launch controls of sm_90 do not exist.
+"""
+
+# triton.jit functions are compiled, not called: their arguments carry no types
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRET = tl.constexpr(INTERPRETED)
+
+
+# How a kernel stands to the one launched before it. AFTER: it starts early and waits for it before it reads what it
+# wrote. BESIDE: it needs only what the one before that has written, and waits at its end.
+SERIAL, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Before the first read of what the kernel before wrote; from here on the next one may be launched."""
+    if PDL == AFTER:
+        gdc_wait()
+    if PDL > SERIAL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_at_end(PDL: tl.constexpr):
+    """The last thing of a kernel that runs beside the one before it: whoever waits for this one waits for both."""
+    if PDL == BESIDE:
+        gdc_wait()
+
+
+@triton.jit
+def dot4(a, b):
+    """int32 words as four signed bytes each -> their dot product, int32."""
+    if INTERPRET:
+        total = a * 0
+        for i in tl.static_range(4):
+            total += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+        return total
+    else:
+        return tl.inline_asm_elementwise(
+            "{mov.b32 $0, 0; dp4a.s32.s32 $0, $1, $2, $0;}", "=&r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def dot_nibbles(w, low, high):
+    """Low nibbles of the bytes of w times `low`, high nibbles times `high` (signed bytes) -> their sum, int32."""
+    if INTERPRET:
+        return dot4(w & 0x0F0F0F0F, low) + dot4((w >> 4) & 0x0F0F0F0F, high)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a, b; and.b32 a, $1, 0x0F0F0F0F; shr.u32 b, $1, 4; and.b32 b, b, 0x0F0F0F0F;"
+            " mov.b32 $0, 0; dp4a.s32.s32 $0, a, $2, $0; dp4a.s32.s32 $0, b, $3, $0;}",
+            "=&r,r,r,r",
+            [w, low, high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def half_of(pair, HIGH: tl.constexpr):
+    """One float16 of a pair in an int32, as float32."""
+    bits = (pair >> 16) if HIGH else pair
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+FINE = tl.constexpr(254)  # fine steps in a coarse one
+
+
+@triton.jit
+def store_activations(v, first, n, there, CODES, SCALES, SUMS, VALUES, NGROUPS: tl.constexpr, KEEP: tl.constexpr):
+    """Write elements [first, first + 32 NGROUPS) of a vector of n, the first `there` groups of them, as `Activations`
+    (products.py)."""
+    rows = tl.reshape(v, (NGROUPS, 32))
+    largest = tl.max(tl.abs(rows), 1)
+    scaled = rows * tl.where(largest > 1e-30, 127.0 / largest, 0.0)[:, None]
+    coarse = tl.floor(scaled + 0.5)
+    fine = tl.floor((scaled - coarse) * FINE + 0.5)
+    step = largest / (127.0 * FINE)
+    g, e = tl.arange(0, NGROUPS), tl.arange(0, 32)
+    at = CODES + first + g[:, None] * 32 + e[None, :]
+    keep = (g < there)[:, None]
+    tl.store(at, coarse.to(tl.int8), mask=keep)
+    tl.store(at + n, fine.to(tl.int8), mask=keep)
+    tl.store(SCALES + first // 32 + g, step, mask=g < there)
+    at = SUMS + first // 16 + g[:, None] * 2 + tl.arange(0, 2)[None, :]
+    coarse_sums = tl.sum(tl.reshape(coarse * FINE, (NGROUPS, 2, 16)), 2)
+    both_sums = coarse_sums + tl.sum(tl.reshape(fine, (NGROUPS, 2, 16)), 2)
+    tl.store(at, coarse_sums * step[:, None], mask=keep)
+    tl.store(at + n // 16, both_sums * step[:, None], mask=keep)
+    if KEEP:
+        i = tl.arange(0, NGROUPS * 32)
+        tl.store(VALUES + first + i, v, mask=i < there * 32)

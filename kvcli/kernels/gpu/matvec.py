@@ -1,0 +1,252 @@
+"""Products of a packed matrix with one activation vector, with what follows fused behind them.
+
+A program owns `BN` rows. The vector stays in registers, and the program walks over its rows, `RC` at a time, with the
+next ones on the way. Activations are integers with a scale for each 32 elements, so that integer dot products cost
+about two instructions a weight: 8 bits (one plane, as in GGML's own kernels), or 16 in two planes of 8, where a matrix
+is so small that it costs no time. The norm before a product is folded: the producer of a vector multiplies by the
+norm's weights, and the consumer multiplies its result by 1 / rms(x), from partial sums of squares that are added in a
+fixed order, so replays are bit-identical.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.language import (
+    FINE,
+    dot4,
+    dot_nibbles,
+    half_of,
+    store_activations,
+    wait_at_end,
+    wait_for_previous,
+)
+
+# What a program does with its rows of the product.
+STORE, RESIDUAL, GATED = 0, 1, 2
+
+
+@triton.jit
+def load_weights(at, seen, MASKED: tl.constexpr):
+    """Weights are read once: they should not push anything out of the cache."""
+    if MASKED:
+        return tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
+    else:
+        return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_rows(CODES, HIGH, SCALES, SUPERS, n, g, G: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
+              KIND: tl.constexpr):  # fmt: skip
+    """The packed groups g of rows n: words [RC, BG, 4] twice (the same if a group has four), high, scales, supers."""
+    W: tl.constexpr = 8 if BITS == 8 else 4
+    MASKED: tl.constexpr = BG != G
+    word = tl.arange(0, 4)
+    seen = (g < G)[None, :]
+    each = seen[:, :, None]
+    at = tl.max_contiguous(n[:, None] * G + g[None, :], (1, 1))
+    words = CODES + (n[:, None, None] * (G * W) + (g[None, :, None] * W + word[None, None, :]))
+    w0 = load_weights(words, each, MASKED)
+    w1, high, d = w0, 0, 0
+    if BITS == 8:
+        w1 = load_weights(words + 4, each, MASKED)
+    if BITS == 5:
+        high = load_weights(HIGH + at, seen, MASKED)
+    if BITS == 6:
+        pair = tl.arange(0, 2)
+        pairs = HIGH + (n[:, None, None] * (G * 2) + (g[None, :, None] * 2 + pair[None, None, :]))
+        high = load_weights(pairs, each, MASKED)
+    s = load_weights(SCALES + at, seen, MASKED)
+    if KIND >= 3:
+        d = load_weights(SUPERS + (n[:, None] * (G // 8) + g[None, :] // 8), seen, MASKED)
+    return w0, w1, high, s, d
+
+
+@triton.jit
+def dot_words(a0, a1, xa, xb, NIBBLES: tl.constexpr):
+    """Words a0 times xa and a1 times xb, summed over the last axis: int32; NIBBLES: both parts are in a0."""
+    if NIBBLES:
+        return tl.sum(dot_nibbles(a0, xa, xb), 2)
+    else:
+        return tl.sum(dot4(a0, xa) + dot4(a1, xb), 2)
+
+
+@triton.jit
+def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
+             KIND: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr):  # fmt: skip
+    """Packed groups [RC, BG] times the vector's groups -> float32 [RC, BG].
+
+    xa, xb: the coarse codes of the first and second 16 elements of each group as words [BG, 4], ya, yb the fine ones
+    (of two planes); xd the step, s0, s1 the sums of each 16 elements.
+    """
+    xa = tl.broadcast_to(xa[None], (RC, BG, 4))
+    xb = tl.broadcast_to(xb[None], (RC, BG, 4))
+    if PLANES == 2:
+        ya = tl.broadcast_to(ya[None], (RC, BG, 4))
+        yb = tl.broadcast_to(yb[None], (RC, BG, 4))
+    b = tl.arange(0, 4)[None, None, :]
+    a0, a1 = w0, w1
+    if BITS == 5:
+        h = high[:, :, None]
+        a0 = (w0 & 0x0F0F0F0F) | (((h >> b) & 0x01010101) << 4)
+        a1 = ((w0 >> 4) & 0x0F0F0F0F) | (((h >> (b + 4)) & 0x01010101) << 4)
+    if BITS == 6:
+        h = tl.reshape(tl.broadcast_to(high[:, :, :, None], (RC, BG, 2, 2)), (RC, BG, 4)) >> ((b % 2) * 4)
+        a0 = (w0 & 0x0F0F0F0F) | ((h & 0x03030303) << 4)
+        a1 = ((w0 >> 4) & 0x0F0F0F0F) | ((h & 0x0C0C0C0C) << 2)
+    if KIND == 4:  # d * s * (q - offset), a scale for each 16
+        t0 = tl.sum(dot4(a0, xa), 2) * FINE
+        t1 = tl.sum(dot4(a1, xb), 2) * FINE
+        if PLANES == 2:
+            t0 += tl.sum(dot4(a0, ya), 2)
+            t1 += tl.sum(dot4(a1, yb), 2)
+        c = s.to(tl.int32)
+        c0 = ((c << 24) >> 24).to(tl.float32)
+        c1 = ((c << 16) >> 24).to(tl.float32)
+        scaled = c0 * t0.to(tl.float32) + c1 * t1.to(tl.float32)
+        y = d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * (c0 * s0[None, :] + c1 * s1[None, :]))
+    else:
+        t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE
+        if PLANES == 2:
+            t += dot_words(a0, a1, ya, yb, BITS == 4)
+        if KIND == 1:  # s * (q - offset)
+            y = s.to(tl.float32) * (xd[None, :] * t.to(tl.float32) - OFFSET * (s0 + s1)[None, :])
+        elif KIND == 2:  # s * q + m
+            y = half_of(s, False) * (xd[None, :] * t.to(tl.float32)) + half_of(s, True) * (s0 + s1)[None, :]
+        else:  # d * s * q - dmin * m; with 5 bits the product is below 2^31 yet
+            c = s.to(tl.int32)
+            scaled = (t * (c & 255)).to(tl.float32)
+            low = half_of(d, True) * ((c >> 8) & 255).to(tl.float32)
+            y = half_of(d, False) * (xd[None, :] * scaled) - low * (s0 + s1)[None, :]
+    return y
+
+
+@triton.jit
+def inverse_rms(SUMS, K, eps, PARTS: tl.constexpr):
+    """1 / rms of a vector of K elements, from the PARTS sums of squares of its pieces."""
+    P2: tl.constexpr = triton.next_power_of_2(PARTS)
+    i = tl.arange(0, P2)
+    total = tl.sum(tl.load(SUMS + i, mask=i < PARTS, other=0.0), 0)
+    return tl.rsqrt(total / K + eps)
+
+
+@triton.jit
+def activate(x, GELU: tl.constexpr):
+    """SiLU, or GELU by its tanh form."""
+    if GELU:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def finish(y, n, pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, SQUARES, ROLE: tl.constexpr,
+           BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    """The rows n of a product, y float32 [BN] times r: stored; or added to the residual H, which goes on as the next
+    product's vector, normed by NEXT; or gates and gated in runs of 32, which go on as the next product's vector."""
+    y = y * r
+    if ROLE == 0:
+        tl.store(OUT + n, y, mask=n < N)
+        if SUMSQ:
+            tl.store(SQUARES + pid, tl.sum(tl.where(n < N, y * y, 0.0), 0))
+    elif ROLE == 1:
+        h = tl.load(H + n) + y
+        tl.store(H + n, h)
+        tl.store(SQUARES + pid, tl.sum(h * h, 0))
+        store_activations(h * tl.load(NEXT + n), pid * BN, N, BN // 32, CODES, SCALES, SUMS, VALUES, BN // 32, KEEP)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BN // 64, 2, 32)), (0, 2, 1)))
+        v = tl.reshape(activate(gate, GELU) * up, (BN // 2,))
+        store_activations(v, pid * (BN // 2), N // 2, BN // 64, CODES, SCALES, SUMS, VALUES, BN // 64, KEEP)
+
+
+@triton.jit
+def clamped(n, N, WHOLE: tl.constexpr):
+    """Rows n, none beyond the last one; WHOLE: no program has such rows."""
+    if WHOLE:
+        return n
+    else:
+        return tl.minimum(n, N - 1)
+
+
+@triton.jit
+def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
+                  X_SQUARES, SQUARES, N, eps, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+                  OFFSET: tl.constexpr, PLANES: tl.constexpr, WHOLE: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr,
+                  SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
+    pid = tl.program_id(0)
+    g = tl.arange(0, BG)
+    row = tl.arange(0, RC)
+    first = pid * BN
+    NCH: tl.constexpr = BN // RC
+    n = clamped(first + row, N, WHOLE)
+    w0, w1, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
+    wait_for_previous(PDL)
+    word = tl.arange(0, 4)
+    seen = g < G
+    xa = tl.load(XCODES + (g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
+    xb = tl.load(XCODES + (g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
+    ya, yb = xa, xb
+    if PLANES == 2:
+        ya = tl.load(XCODES + (G * 8 + g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
+        yb = tl.load(XCODES + (G * 8 + g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
+    xd = tl.load(XSCALES + g, mask=seen, other=0.0)
+    sums = XSUMS + (PLANES - 1) * (G * 2) + g * 2
+    s0 = tl.load(sums, mask=seen, other=0.0)
+    s1 = tl.load(sums + 1, mask=seen, other=0.0)
+    chunk = tl.arange(0, NCH)
+    out = tl.zeros((NCH, RC), tl.float32)
+    for c in range(NCH - 1):
+        n = clamped(first + (c + 1) * RC + row, N, WHOLE)
+        v0, v1, next_high, next_s, next_d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
+        y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
+        out = tl.where(chunk[:, None] == c, y[None, :], out)
+        w0, w1, high, s, d = v0, v1, next_high, next_s, next_d
+    y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
+    out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
+    r = 1.0
+    if PARTS > 0:
+        r = inverse_rms(X_SQUARES, G * 32, eps, PARTS)
+    finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
+           SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    wait_at_end(PDL)
+
+
+@triton.jit
+def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQUARES, N, eps,
+                 K: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
+                 KEEP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RC: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """The same for a matrix of floats, with the vector in float32."""
+    pid = tl.program_id(0)
+    k = tl.arange(0, BK)
+    row = tl.arange(0, RC)
+    first = pid * BN
+    NCH: tl.constexpr = BN // RC
+    seen = (k < K)[None, :]
+    n = tl.minimum(first + row, N - 1).to(tl.int64)
+    w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    x = tl.load(X + k, mask=k < K, other=0.0)
+    chunk = tl.arange(0, NCH)
+    out = tl.zeros((NCH, RC), tl.float32)
+    for c in range(NCH - 1):
+        n = tl.minimum(first + (c + 1) * RC + row, N - 1).to(tl.int64)
+        following = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
+        y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+        out = tl.where(chunk[:, None] == c, y[None, :], out)
+        w = following
+    y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+    out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
+    r = 1.0
+    if PARTS > 0:
+        r = inverse_rms(X_SQUARES, K, eps, PARTS)
+    finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
+           SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    wait_at_end(PDL)

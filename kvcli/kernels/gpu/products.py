@@ -1,0 +1,177 @@
+"""Launching matrix-vector products: buffers, and which tile sizes a matrix of given sizes takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.language import store_activations, wait_for_previous
+from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, matvec_packed, matvec_plain
+
+TWO_PLANES_BYTES = 4 << 20  # a smaller matrix takes activations of 16 bits: reading it is not what takes the time
+MAX_GROUPS = 1024  # a program holds the whole vector in registers
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A vector [n] as products read it.
+
+    Element i is scales[i / 32] * (254 * codes[0, i] + codes[1, i]): 16 bits in two planes of int8, of which the first
+    alone is 8 bits. `sums` float32 [2, n / 16]: of every 16 elements, of the first plane alone and of both. `values`
+    float32 [n] where `keep` (for matrices of floats).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+    values: torch.Tensor
+    keep: bool
+
+    @classmethod
+    def empty(cls, n: int, keep: bool, device: torch.device) -> Activations:
+        def floats(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        codes = torch.zeros(2, n, dtype=torch.int8, device=device)
+        return cls(codes, floats(n // 32), floats(n // 8), floats(n if keep else 1), keep)
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scales, self.sums, self.values
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Sums of squares of the pieces of a vector, float32 [parts]; consumers divide by its root mean square."""
+
+    squares: torch.Tensor
+    eps: float
+
+    @property
+    def parts(self) -> int:
+        return self.squares.numel()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows a program, groups (or elements) of the vector in registers, rows a step, warps."""
+
+    bn: int
+    bg: int
+    rc: int
+    warps: int
+
+
+def tiles(matrix: DeviceMatrix, role: int) -> Tiles:
+    """Tile sizes as measured on an H100: about 16 to 32 words of weights a thread in flight."""
+    if matrix.format.kind == PLAIN:
+        bk = triton.next_power_of_2(matrix.cols)
+        rc = max(1, min(8, 8192 // bk))
+        bn = {STORE: max(rc, 8), RESIDUAL: 32, GATED: 64}[role]
+        return Tiles(bn, bk, rc, 4 if bk <= 4096 else 8)
+    bg = max(16, triton.next_power_of_2(matrix.groups))
+    if role == STORE:
+        bn, rc, warps = (16, 4, 4) if matrix.rows > 32768 else (8, 4, 2)
+        warps = max(1, min(16, warps * bg // 128))
+    elif role == GATED:
+        bn, rc, warps = (64, 4, min(16, bg // 32)) if bg > 64 else (64, 16, 8)
+    else:
+        bn, rc, warps = (32, 16, max(1, bg // 16)) if bg <= 128 else (32, 4, min(16, bg // 32))
+    if matrix.format.bits == 8 and role != RESIDUAL:
+        rc //= 2
+    return Tiles(bn, bg, rc, warps)
+
+
+def matvec(
+    matrix: DeviceMatrix,
+    x: Activations,
+    role: int,
+    *,
+    norm: Norm | None = None,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    next_norm: torch.Tensor | None = None,
+    into: Activations | None = None,
+    squares: torch.Tensor | None = None,
+    gelu: bool = False,
+    pdl: int = 0,
+    chosen: Tiles | None = None,
+    planes: int = 0,
+) -> None:
+    """One product; see matvec.finish for what becomes of it.
+
+    STORE writes float32 `out` [rows] (and `squares`). RESIDUAL adds to `residual`, and `into` becomes residual *
+    next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired.
+    """
+    t = chosen or tiles(matrix, role)
+    grid = (triton.cdiv(matrix.rows, t.bn),)
+    spare = x.scales
+    tensors = (
+        out if out is not None else spare, residual if residual is not None else spare,
+        next_norm if next_norm is not None else spare, *(into or x).arrays,
+        norm.squares if norm else spare, squares if squares is not None else spare, matrix.rows,
+        norm.eps if norm else 0.0,
+    )  # fmt: skip
+    common = {
+        "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "GELU": gelu,
+        "KEEP": into is not None and into.keep, "BN": t.bn, "RC": t.rc, "PDL": pdl, "num_warps": t.warps,
+        "launch_pdl": pdl > 0,
+    }  # fmt: skip
+    f = matrix.format
+    if f.kind == PLAIN:
+        matvec_plain[grid](matrix.codes, x.values, *tensors, K=matrix.cols, BK=t.bg, **common)
+    else:
+        matvec_packed[grid](
+            *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
+            G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
+            PLANES=planes or planes_of(matrix, role), WHOLE=matrix.rows % t.bn == 0, BG=t.bg, **common,
+        )  # fmt: skip
+
+
+def planes_of(matrix: DeviceMatrix, role: int) -> int:
+    """Planes of the activations that the matrix is multiplied with. Two, where they cost next to nothing: in matrices
+    that are read in no time, and where what is added to the residual is at stake (an error there stays)."""
+    return 2 if role == RESIDUAL or matrix.nbytes <= TWO_PLANES_BYTES else 1
+
+
+def parts_of(matrix: DeviceMatrix, role: int) -> int:
+    """How many sums of squares a product of that role leaves."""
+    return triton.cdiv(matrix.rows, tiles(matrix, role).bn)
+
+
+@triton.jit
+def advance_kernel(Y, H, POST, NEXT, CODES, SCALES, SUMS, VALUES, Y_SQUARES, SQUARES, K, eps, PARTS: tl.constexpr,
+                   KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """32 elements of the residual: H = Y, or with PARTS > 0 H += Y / rms(Y) * POST; then the next product's vector."""
+    pid = tl.program_id(0)
+    wait_for_previous(PDL)
+    n = pid * 32 + tl.arange(0, 32)
+    h = tl.load(Y + n)
+    if PARTS > 0:
+        h = tl.load(H + n) + h * inverse_rms(Y_SQUARES, K, eps, PARTS) * tl.load(POST + n)
+    tl.store(H + n, h)
+    tl.store(SQUARES + pid, tl.sum(h * h, 0))
+    store_activations(h * tl.load(NEXT + n), pid * 32, K, 1, CODES, SCALES, SUMS, VALUES, 1, KEEP)
+
+
+def advance(
+    y: torch.Tensor,
+    residual: torch.Tensor,
+    next_norm: torch.Tensor,
+    into: Activations,
+    squares: torch.Tensor,
+    post: tuple[torch.Tensor, Norm] | None = None,
+    pdl: int = 0,
+) -> None:
+    """residual = y, or with `post` (weights, norm of y) residual += normed y; `into` becomes residual * next_norm."""
+    k = y.shape[-1]
+    weights, norm = post if post else (next_norm, None)
+    advance_kernel[(k // GROUP,)](
+        y, residual, weights, next_norm, *into.arrays, norm.squares if norm else squares, squares, k,
+        norm.eps if norm else 0.0, PARTS=norm.parts if norm else 0, KEEP=into.keep, PDL=pdl, num_warps=1,
+        launch_pdl=pdl > 0,
+    )  # fmt: skip

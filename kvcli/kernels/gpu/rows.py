@@ -1,0 +1,191 @@
+"""`prepare`: from the projections of a step to queries that attention wants, and rows in their pages.
+
+Per head and token: the RMS norm of the head, RoPE, the Hadamard rotation (kernels/rotation.py), and then: a query is
+scaled and kept as float16, a key or a value is written to its page. The position is read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options, wait_for_inputs
+from kvcli.kernels.rotation import block
+
+LOG2_E = 1.4426950408889634
+TWO_PI = tl.constexpr(6.283185307179586)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of T tokens, scaled so that scores are exponents of 2.
+
+    `q` float16 [T, heads, dim_k], in the basis of the cached keys. Where keys are centred: `qc` float16
+    [T, heads, rope_dim] and `qb` float32 [T, heads], such that qc . (cos | sin) + qb is the score of the mean under
+    the rotation by those angles.
+    """
+
+    q: torch.Tensor
+    qc: torch.Tensor
+    qb: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, dim_k: int, rope_dim: int, device: torch.device | str) -> Queries:
+        """Buffers. `rope_dim` may be 0."""
+        return cls(
+            torch.empty(rows, heads, dim_k, dtype=torch.float16, device=device),
+            torch.empty(rows, heads, rope_dim, dtype=torch.float16, device=device),
+            torch.empty(rows, heads, device=device),
+        )
+
+
+@triton.jit
+def hadamard(x, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """x float32 [PAD] with each run of BLOCK elements rotated; the additions are those of `rotation.rotate`."""
+    i = tl.arange(0, PAD)
+    for step in tl.static_range(8):
+        if (1 << step) < BLOCK:
+            other = tl.gather(x, i ^ (1 << step), 0)
+            x = tl.where((i & (1 << step)) == 0, x + other, other - x)
+    return x * (1.0 / BLOCK) ** 0.5
+
+
+@triton.jit
+def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
+    """What RoPE multiplies an element and its partner (half a rope_dim away) by: float32 [PAD] each."""
+    i = tl.arange(0, PAD)
+    half: tl.constexpr = ROPE // 2
+    f = tl.load(frequencies + tl.where(i < half, i, i - half), mask=i < ROPE, other=0.0)
+    angle = position.to(tl.float64) * f
+    angle -= tl.floor(angle * (1.0 / TWO_PI) + 0.5) * TWO_PI
+    a = angle.to(tl.float32)
+    return tl.cos(a), tl.where(i < half, -tl.sin(a), tl.sin(a))
+
+
+@triton.jit
+def _head(x_at, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+          NORMED: tl.constexpr):  # fmt: skip
+    """One head, normed and turned: float32 [PAD], and for each element below ROPE the one that it is paired with."""
+    i = tl.arange(0, PAD)
+    x = tl.load(x_at + i, mask=i < DIM, other=0.0)
+    half: tl.constexpr = ROPE // 2
+    j = tl.where(i < half, i + half, i - half)
+    partner = x
+    if ROPE > 0:
+        partner = tl.load(x_at + j, mask=i < ROPE, other=0.0)
+    if NORMED:
+        r = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+        x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
+        if ROPE > 0:
+            partner = partner * r * tl.load(norm + j, mask=i < ROPE, other=0.0)
+    turned = x
+    if ROPE > 0:
+        turned = x * c + partner * s
+        partner = partner * c - x * s
+    return turned, partner
+
+
+@triton.jit
+def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
+    """x float32 [PAD] as a row of f16, bf16 or f32 at that address."""
+    i = tl.arange(0, PAD)
+    if CODEC == "f16":
+        half = tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+        tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + i, half, mask=i < DIM)
+    elif CODEC == "bf16":  # in integers: to nearest, ties to even
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + i, bits.to(tl.uint16), mask=i < DIM)
+    else:
+        tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + i, x, mask=i < DIM)
+
+
+@triton.jit(do_not_specialize=["origin", "offset"])
+def _prepare(
+    qkv, position, table, frequencies, q_norm, k_norm, centre, q, qc, qb, origin, offset, eps, factor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
+    TURN_V: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row and head. TURN_K, TURN_V: blocks of the Hadamard rotation; 0 = none."""
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
+    i = tl.arange(0, PAD_K)
+    at = tl.load(position) + t  # no kernel of this token writes it
+    page = tl.load(table + (at // SIZE - origin)) + offset
+    slot = at % SIZE
+    c, s = 0.0, 0.0
+    if ROPE > 0:
+        c, s = turning(at, frequencies, ROPE, PAD_K)
+    wait_for_inputs(PDL)
+    if head < HEADS:
+        x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
+        if CENTRED:
+            mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
+            own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
+            if ROPE > 0:
+                half: tl.constexpr = ROPE // 2
+                other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
+                term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
+                half_c = tl.clamp(term, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+                tl.store(qc + (t * HEADS + head) * ROPE + i, half_c, mask=i < ROPE)
+            tl.store(qb + t * HEADS + head, tl.sum(tl.where(i < ROPE, 0.0, x * own), 0) * factor)
+        if TURN_K > 0:
+            x = hadamard(x, PAD_K, TURN_K)
+        half_x = tl.clamp(x * factor, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+        tl.store(q + (t * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
+    else:
+        if head < HEADS + KV_HEADS:
+            key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, K_NORMED)
+            if TURN_K > 0:
+                key = hadamard(key, PAD_K, TURN_K)
+            store_row(page + (head - HEADS) * RECORD + slot * K_ROW, key, DIM_K, PAD_K, CODEC_K)
+        else:
+            h = head - HEADS - KV_HEADS
+            j = tl.arange(0, PAD_V)
+            value = tl.load(qkv + t * WIDTH + (HEADS + KV_HEADS) * DIM_K + h * DIM_V + j, mask=j < DIM_V, other=0.0)
+            if TURN_V > 0:
+                value = hadamard(value, PAD_V, TURN_V)
+            store_row(page + h * RECORD + V_OFFSET + slot * V_ROW, value, DIM_V, PAD_V, CODEC_V)
+
+
+def prepare(
+    qkv: torch.Tensor,
+    heads: int,
+    pages: DevicePages,
+    position: torch.Tensor,
+    frequencies: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    out: Queries | None = None,
+    pdl: bool = False,
+) -> Queries:
+    """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys and values go into their pages.
+
+    `position`: int64 [1] on the device, of the first row. `frequencies`: float64 [rope_dim / 2], None = no RoPE.
+    `q_norm`, `k_norm`: float32 [dim_k] or None. `scale`: of the scores.
+    """
+    r, target, rows = pages.record, pages.where_rows_go, qkv.shape[0]
+    rope = 0 if frequencies is None else 2 * frequencies.shape[0]
+    if out is None:
+        out = Queries.empty(rows, heads, r.dim_k, rope, qkv.device)
+    o, (rotated_k, rotated_v) = target.record, pages.rotated
+    some = qkv  # stands for what is not there
+    _prepare[rows, heads + 2 * r.kv_heads](
+        qkv, position, target.table, some if frequencies is None else frequencies,
+        some if q_norm is None else q_norm, some if k_norm is None else k_norm,
+        some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, pages.first_page, target.offset, eps,
+        scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size,
+        o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k, o.codec_v,
+        block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, q_norm is not None,
+        k_norm is not None, pages.centre is not None, pdl, **launch_options(pdl, 1),
+    )  # fmt: skip
+    return out

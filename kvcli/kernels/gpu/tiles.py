@@ -1,0 +1,308 @@
+"""Tiles of cached rows: device functions that load rows of every codec as 16-bit operands of matrix products.
+
+A tile comes in *parts*, each with a run of a row's elements, so that nothing has to be shuffled:
+
+| codec | parts | part i holds elements |
+|---|---|---|
+| f32, f16, bf16 | 1 | all |
+| int8, fp8, fp8_e5m2 | 2 | i, i + 2, i + 4, ... |
+| int6, int4 | 4 | i * dim / 4 and on |
+
+Codes become float16 exactly, by setting the mantissa of 1024 (integers) or by moving bits (fp8; e4m3 comes 2**8 too
+small). Scales, offsets and that factor are left to the caller, which has them act on scores and probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+INTERPRET = tl.constexpr(INTERPRETED)  # no inline assembly there, and no 16-bit arithmetic in pairs
+LARGEST_HALF = tl.constexpr(65504.0)
+
+PARTS = {"f32": 1, "f16": 1, "bf16": 1, "int8": 2, "fp8": 2, "fp8_e5m2": 2, "int6": 4, "int4": 4}
+ROW_SCALES = ("int8", "int6", "int4")
+
+
+def launch_options(pdl: bool, warps: int) -> dict[str, Any]:
+    """Keywords of a launch. `pdl`: the kernel may start while the one before it ends (compute capability 9.0)."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if pdl and not INTERPRETED else {})
+
+
+if INTERPRETED:
+
+    def bound(x: Any) -> Any:
+        """A loop bound; the interpreter's ranges want plain integers."""
+        return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x)
+
+else:
+
+    @triton.jit
+    def bound(x):
+        return x
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Until the kernels before have ended; from here on the next one may start to be launched."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def elements(i: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """int32 [PAD / PARTS]: which elements part i holds; DIM or more where there is none."""
+    j = tl.arange(0, PAD // PARTS)
+    if PARTS == 1:
+        return j
+    elif PARTS == 2:
+        return 2 * j + i
+    elif DIM == PAD:
+        return i * (DIM // 4) + j
+    else:
+        return tl.where(j < DIM // 4, i * (DIM // 4) + j, DIM)
+
+
+@triton.jit
+def unpack4(w):
+    """uint16 -> its four nibbles from the lowest up, float16 0..15 each."""
+    if INTERPRET:
+        u0 = (((w & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u1 = ((((w >> 4) & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u2 = ((((w >> 8) & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u3 = (((w >> 12) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        return u0, u1, u2, u3
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, m, k, z;
+            mov.b32 m, 0x64006400; mov.b32 k, 0x2c002c00; mov.b32 z, 0xd400d400;
+            lop3.b32 $0, $4, 0x000f000f, m, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, m, 0xea;
+            shr.u32  t, $4, 8;
+            lop3.b32 $2, t, 0x000f000f, m, 0xea;
+            lop3.b32 $3, t, 0x00f000f0, m, 0xea;
+            sub.f16x2 $0, $0, m;
+            fma.rn.f16x2 $1, $1, k, z;
+            sub.f16x2 $2, $2, m;
+            fma.rn.f16x2 $3, $3, k, z; }""",
+            "=&r,=&r,=&r,=&r,r",
+            [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack6(w, h):
+    """uint16 of four low nibbles and uint16 0..255 of four high pairs of bits -> float16 0..63, four times."""
+    if INTERPRET:
+        u0 = (((w & 0xF) | ((h & 3) << 4) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u1 = ((((w >> 4) & 0xF) | ((h & 12) << 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u2 = ((((w >> 8) & 0xF) | (h & 48) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u3 = (((w >> 12) | ((h & 192) >> 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        return u0, u1, u2, u3
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, t, m;
+            mov.b32 m, 0x64006400;
+            shl.b32 a, $5, 4;
+            lop3.b32 a, a, 0x00300030, m, 0xea;
+            lop3.b32 $0, $4, 0x000f000f, a, 0xea;
+            shl.b32 a, $5, 2;
+            shr.u32 t, $4, 4;
+            lop3.b32 a, a, 0x00300030, m, 0xea;
+            lop3.b32 $1, t, 0x000f000f, a, 0xea;
+            shr.u32 t, $4, 8;
+            lop3.b32 a, $5, 0x00300030, m, 0xea;
+            lop3.b32 $2, t, 0x000f000f, a, 0xea;
+            shr.u32 a, $5, 2;
+            shr.u32 t, $4, 12;
+            lop3.b32 a, a, 0x00300030, m, 0xea;
+            lop3.b32 $3, t, 0x000f000f, a, 0xea;
+            sub.f16x2 $0, $0, m;
+            sub.f16x2 $1, $1, m;
+            sub.f16x2 $2, $2, m;
+            sub.f16x2 $3, $3, m; }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [w, h],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack8(w):
+    """uint16 of two codes 1..255 -> float16 code - 128, the low byte's and the high byte's."""
+    if INTERPRET:
+        u0 = (((w & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0).to(tl.float16)
+        u1 = (((w >> 8) | 0x6400).to(tl.float16, bitcast=True) - 1152.0).to(tl.float16)
+        return u0, u1
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 m, z;
+            mov.b32 m, 0x64646464; mov.b32 z, 0x64806480;
+            prmt.b32 $0, $2, m, 0x4240;
+            prmt.b32 $1, $2, m, 0x4341;
+            sub.f16x2 $0, $0, z;
+            sub.f16x2 $1, $1, z; }""",
+            "=&r,=&r,r",
+            [w],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack_e4m3(w):
+    """uint16 of two e4m3 -> float16 of 2**-8 times them."""
+    if INTERPRET:
+        u0 = (((w & 0x80) << 8) | ((w & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        u1 = ((w & 0x8000) | ((w >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
+        return u0, u1
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, s;
+            shl.b32 a, $2, 7;
+            shl.b32 s, $2, 8;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $0, a, 0x3f803f80, s, 0xea;
+            shr.u32 a, $2, 1;
+            and.b32 s, $2, 0x80008000;
+            lop3.b32 $1, a, 0x3f803f80, s, 0xea; }""",
+            "=&r,=&r,r",
+            [w],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack_e5m2(w):
+    """uint16 of two e5m2 -> float16."""
+    if INTERPRET:
+        return ((w & 0xFF) << 8).to(tl.float16, bitcast=True), (w & 0xFF00).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ shl.b32 $0, $2, 8;
+            and.b32 $0, $0, 0xff00ff00;
+            and.b32 $1, $2, 0xff00ff00; }""",
+            "=&r,=&r,r",
+            [w],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def load_units(units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
+    """The first N units of rows [BN], which are PITCH units apart, from pointer `units` -> [BN, PAD].
+
+    Columns beyond N are 0; with MASKED also the rows that are not `seen` [BN].
+    """
+    j = tl.arange(0, PAD)
+    p = units + rows[:, None] * PITCH + j[None, :]
+    if MASKED:
+        if N == PAD:
+            return tl.load(p, mask=seen[:, None], other=0)
+        else:
+            return tl.load(p, mask=seen[:, None] & (j < N)[None, :], other=0)
+    elif N == PAD:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(j < N)[None, :], other=0)
+
+
+@triton.jit
+def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
+    # Hints are made where the pointer is: they do not pass through the arguments of a function.
+    if CODEC == "f16":
+        return load_units(
+            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+        )
+    elif CODEC == "bf16":
+        bits = load_units(
+            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+        )
+        x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+    else:
+        x = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16), rows, seen, PITCH // 4, DIM, PAD, MASKED)
+        return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+
+
+@triton.jit
+def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each."""
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
+    w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED)
+    if CODEC == "int8":
+        return unpack8(w)
+    elif CODEC == "fp8":
+        return unpack_e4m3(w)
+    else:
+        return unpack_e5m2(w)
+
+
+@triton.jit
+def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
+                 MASKED: tl.constexpr):  # fmt: skip
+    """Rows of int4 or int6 as four parts, float16 [BN, PAD / 4] each."""
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
+    w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
+    if CODEC == "int4":
+        return unpack4(w)
+    else:
+        j = tl.arange(0, PAD // 4)
+        p = at.to(tl.pointer_type(tl.uint8)) + DIM // 2 + rows[:, None] * PITCH + j[None, :]
+        mask = (j < DIM // 4)[None, :]
+        if MASKED:
+            mask = mask & seen[:, None]
+        return unpack6(w, tl.load(p, mask=mask, other=0).to(tl.uint16))
+
+
+@triton.jit
+def dot_keys(q0, q1, q2, q3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+             CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Parts of queries, float16 [M, PAD / PARTS], times the codes of rows -> float32 [M, BN]."""
+    if PARTS == 1:
+        return tl.dot(q0, tl.trans(plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)))
+    elif PARTS == 2:
+        k0, k1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        return tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
+    else:
+        k0, k1, k2, k3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        s = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
+        return tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2), s))
+
+
+@triton.jit
+def add_values(w, decay, a0, a1, a2, a3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+               CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Each part's sum, float32 [M, PAD / PARTS], times decay [M], plus weights float16 [M, BN] times the codes."""
+    if PARTS == 1:
+        v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        a0 = tl.dot(w, v0, a0 * decay[:, None])
+    elif PARTS == 2:
+        v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        a0 = tl.dot(w, v0, a0 * decay[:, None])
+        a1 = tl.dot(w, v1, a1 * decay[:, None])
+    else:
+        v0, v1, v2, v3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        a0 = tl.dot(w, v0, a0 * decay[:, None])
+        a1 = tl.dot(w, v1, a1 * decay[:, None])
+        a2 = tl.dot(w, v2, a2 * decay[:, None])
+        a3 = tl.dot(w, v3, a3 * decay[:, None])
+    return a0, a1, a2, a3

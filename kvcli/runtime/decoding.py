@@ -1,0 +1,80 @@
+"""From the logits of a prompt to token after token: on the host, or on the device without waiting for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.errors import KVError
+from kvcli.runtime.sampler import Sampler, uniform
+from kvcli.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from kvcli.kernels.gpu.sample import DeviceSampler
+    from kvcli.runtime.tokengraph import TokenGraph
+
+
+def host_tokens(
+    logits: torch.Tensor, history: list[int], sampler: Sampler, forward: Callable[[int], torch.Tensor]
+) -> Iterator[int]:
+    """Token after token, each chosen on the host; the caller appends each to `history` (prompt and answer).
+
+    `forward` runs a token as the next row -> logits [vocab].
+    """
+    while True:
+        yield sampler.sample(logits, history, len(history))
+        logits = forward(history[-1])
+
+
+class DeviceTokens:
+    """Tokens that are chosen on the device, while the row of the one before is on its way.
+
+    Iterate for ids. One row more than was asked for may be computed; `close` takes it back.
+    """
+
+    def __init__(self, graph: TokenGraph, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
+        self.graph, self.seq, self.sampler, self.device_sampler = graph, seq, sampler, device_sampler
+        self._uniform = torch.zeros(1, device=graph.device)
+        self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=graph.device.type == "cuda")
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._chosen = 0  # tokens chosen so far, read or not
+        self._known = seq.length  # rows whose ids were read
+
+    def iterate(self, logits: torch.Tensor) -> Iterator[int]:
+        """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full."""
+        with torch.inference_mode():
+            position, read = self.seq.length, 0
+            self._choose(logits, position)
+            while read < self._chosen:
+                if self.seq.length < self.graph.ctx_size:
+                    self._choose(self.graph.run(self.seq), self.seq.length)
+                token = self._read(read)
+                if position < self.seq.length:
+                    self.seq.tokens[position] = token
+                read, position = read + 1, position + 1
+                self._known = min(position, self.seq.length)
+                yield token
+
+    def _choose(self, logits: torch.Tensor, position: int) -> None:
+        """Choose the token that is to stand at `position`, and send it to the host."""
+        if not self.device_sampler.greedy:
+            self._uniform.fill_(uniform(self.sampler.seed, self.sampler.sequence, position))
+        self.device_sampler.launch(logits, self._uniform, self.graph.token)
+        slot = self._chosen % 2
+        self._ids[slot : slot + 1].copy_(self.graph.token, non_blocking=True)
+        self._events[slot].record()
+        self._chosen += 1
+
+    def _read(self, number: int) -> int:
+        self._events[number % 2].synchronize()
+        token = int(self._ids[number % 2])
+        if token < 0:
+            raise KVError(self.device_sampler.error(token), "the model file may be damaged; pull it again")
+        return token
+
+    def close(self) -> None:
+        """Give up rows whose tokens nobody has seen."""
+        torch.cuda.synchronize(self.graph.device)
+        self.seq.rewind(self.seq.rewindable(self._known))

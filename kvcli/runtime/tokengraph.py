@@ -1,0 +1,279 @@
+"""One token of a decoder on a GPU: kernels over buffers that never move, captured once as a CUDA graph and replayed.
+
+Per layer: q/k/v product; norms of heads, RoPE, rotation, store; attention in splits; their combination, which is also
+the next product's vector; output product; gate/up product; down product. Each product leaves the vector of the next
+one, already normed and quantized (see kernels/gpu/matvec.py). What changes from token to token (token, position, page
+tables) stands in device memory, so one graph serves a whole range of contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcli.kernels.gpu import expand
+from kvcli.kernels.gpu.attention import Partials, attend
+from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
+from kvcli.kernels.gpu.pages import DevicePages, half_angles
+from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
+from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.seal import seal_step
+from kvcli.kernels.paged import PagedKV
+from kvcli.runtime.layers import Block, Decoder
+from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.sealing import seals_with_unknown_basis
+from kvcli.runtime.sequence import Sequence, Step, paged_record
+
+SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
+SEALING = 0
+UPLOADS = 4  # page tables on the way to the device at once
+PROGRAMS = {4: 1056, 6: 1056, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS
+OTHER_PROGRAMS = 400
+
+
+def unsupported(model: Decoder) -> str:
+    """Why a model's tokens cannot be computed by these kernels; "" = they can."""
+    c = model.config
+    heads = max(c.n_heads * x.dim_v for x in c.layers)
+    for name, size in (("d_model", c.d_model), ("d_ff", c.d_ff), ("heads x head dim", heads)):
+        if size % GROUP:
+            return f"{name} is {size}, which is no multiple of {GROUP}"
+        if size > GROUP * MAX_GROUPS:
+            return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
+    return ""
+
+
+class _Tables:
+    """Page addresses of one group on the device, by page number, for each class of pages (sealed or only; open)."""
+
+    def __init__(self, pages: int, classes: int, device: torch.device) -> None:
+        self.device = torch.zeros(classes, pages, dtype=torch.int64, device=device)
+        self.staging = torch.zeros(UPLOADS, classes, pages, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.turn, self.bound = 0, ()
+
+    def bind(self, layers: tuple[PagedKV, ...]) -> None:
+        """Upload the pages of a sequence, if they are not those that are there."""
+        if self.bound is layers:
+            return
+        self.bound, self.turn = layers, (self.turn + 1) % UPLOADS
+        staged = self.staging[self.turn]
+        first = layers[0]
+        for row, kv in zip(staged, (first, first.open), strict=False):
+            if kv is not None:
+                row[kv.first_page : kv.first_page + len(kv.addresses)] = torch.from_numpy(kv.addresses)
+        self.device.copy_(staged, non_blocking=True)
+
+
+class TokenGraph:
+    """The model's next-token computation for one sequence at a time: `bind` it, then `run` row after row."""
+
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
+        self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self.device: torch.device = model.ops.device
+        c, w, floats = model.config, model.weights, self._floats
+        keep = any(m.format.kind == PLAIN for m in _matrices(model))
+        self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.logits, self.residual, self.row = floats(c.vocab_size), floats(c.d_model), floats(1, c.d_model)
+        self.x = Activations.empty(c.d_model, keep, self.device)
+        self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
+        self.gated = Activations.empty(c.d_ff, keep, self.device)
+        self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps)
+        self.qkv = [floats(1, sum(m.rows for m in b.attn.qkv)) for b in w.blocks]
+        self.y = floats(c.d_model)
+        self._queries = [
+            Queries.empty(1, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
+        ]
+        pages = -(-ctx_size // layout.page_size) + 1
+        self._tables = [_Tables(pages, 1 + g.sealed, self.device) for g in layout.groups]
+        self._pages = [self._layer_pages(i, pages) for i in range(c.n_layers)]
+        self._partials: dict[tuple[int, int], Partials] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
+        self._next: tuple[Sequence | None, int] = (None, -1)
+        self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._post_squares: dict[int, torch.Tensor] = {}
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.float32, device=self.device)
+
+    def _layer_pages(self, layer: int, pages: int) -> DevicePages:
+        """The layer's pages over the group's tables, with a mean and scales that `bind` fills in."""
+        slot = self.layout.slots[layer]
+        assert slot is not None
+        group, tables = self.layout.groups[slot[0]], self._tables[slot[0]].device
+        opened = group.open_class()
+        if opened is None:
+            return DevicePages(paged_record(group), tables[0], slot[1] * group.layer_bytes)
+        shape, k, v = self.model.config.layers[layer], group.codec_k, group.codec_v
+        rope = self.model.ropes.table(shape.rope)
+        return DevicePages(
+            paged_record(group), tables[0], slot[1] * group.layer_bytes,
+            open=DevicePages(paged_record(opened), tables[1], slot[1] * opened.layer_bytes),
+            sinks=group.sinks, tail=group.tail,
+            centre=self._floats(group.kv_heads, group.dim_k) if k.centred else None,
+            scale_k=self._floats(group.kv_heads) if k.static_bytes else None,
+            scale_v=self._floats(group.kv_heads) if v.static_bytes else None,
+            angles=half_angles(rope.centres(pages * self.layout.page_size), self.device)
+            if k.centred and rope is not None
+            else None,
+        )  # fmt: skip
+
+    def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
+        """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
+
+        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except once a
+        sequence, when its first page fixes the mean of keys and scales.
+        """
+        step = seq.reserve([-1 if token is None else token])
+        if token is not None:
+            self.token.fill_(token)
+        if any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers)):
+            logits = self._run_plainly(step)
+        else:
+            self._bind(seq, step)
+            logits = self._replay(step.start + 1)
+            self._seal(step.start + 1)
+        seq.commit([-1 if token is None else token])
+        self._next = seq, step.start + 1
+        self.position.add_(1)
+        return logits
+
+    def _run_plainly(self, step: Step) -> torch.Tensor:
+        step.ids.copy_(self.token)
+        self.logits.copy_(self.model.logits(self.model.hidden(step))[0])
+        self.position.fill_(step.start)
+        return self.logits
+
+    def _bind(self, seq: Sequence, step: Step) -> None:
+        for tables, layers in zip(self._tables, step.groups, strict=True):
+            tables.bind(layers)
+        if self._next == (seq, step.start):
+            return
+        self.position.fill_(step.start)
+        for i, pages in enumerate(self._pages):
+            basis = step.kv(i).basis
+            if basis.known:
+                for mine, theirs in (
+                    (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
+                ):  # fmt: skip
+                    if mine is not None and theirs is not None:
+                        mine.copy_(theirs)
+
+    def _replay(self, rows: int) -> torch.Tensor:
+        """Compute a row that sees `rows` rows, by the graph for that many."""
+        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+        if self.device.type != "cuda":  # Triton's interpreter
+            self.launch(bucket)
+            return self.logits
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            graph = self._capture(bucket, lambda: self.launch(bucket))
+        graph.replay()
+        return self.logits
+
+    def _seal(self, rows: int) -> None:
+        """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
+        for group in self.layout.groups:
+            before, after = (max(group.sealed_rows(n), group.sinks * group.page_size) for n in (rows - 1, rows))
+            if group.sealed and before < after:
+                break
+        else:
+            return
+        if self.device.type != "cuda":
+            self._launch_sealing()
+            return
+        graph = self._graphs.get(SEALING)
+        if graph is None:
+            graph = self._capture(SEALING, self._launch_sealing)
+        graph.replay()
+
+    def _launch_sealing(self) -> None:
+        for pages in self._pages:
+            if pages.open is not None:
+                seal_step(pages, self.position)
+
+    def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
+        launch()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        self._graphs[key] = graph
+        return graph
+
+    def launch(self, bucket: int) -> None:
+        """Every kernel of a token, for up to `bucket` rows."""
+        c, w, pdl = self.model.config, self.model.weights, self.pdl
+        expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
+        following = [b.attn_norm for b in w.blocks[1:]] + [w.norm]
+        advance(self.row, self.residual, w.blocks[0].attn_norm, self.x, self.norm.squares)
+        for i, (block, next_norm) in enumerate(zip(w.blocks, following, strict=True)):
+            self._attention(i, block, bucket, pdl)
+            self._add(block.attn.out[0], self.heads[i], block.ffn_norm, block.post_attn_norm, pdl)
+            gelu = w.activation == "gelu"
+            matvec(block.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=pdl)
+            self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, pdl)
+        matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl)
+
+    def _attention(self, layer: int, block: Block, bucket: int, pdl: bool) -> None:
+        """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
+        c, pages, qkv = self.model.config, self._pages[layer], self.qkv[layer]
+        shape, done = c.layers[layer], 0
+        for matrix in block.attn.qkv:  # of different formats: they run beside each other
+            beside = 2 * pdl if done else pdl
+            matvec(matrix, self.x, STORE, norm=self.norm, out=qkv[0, done : done + matrix.rows], pdl=beside)
+            done += matrix.rows
+        rope = self.model.ropes.table(shape.rope)
+        frequencies = None if rope is None else rope.frequencies_on(self.device)
+        queries = prepare(
+            qkv, c.n_heads, pages, self.position, frequencies, block.attn.q_norm, block.attn.k_norm, c.norm_eps,
+            c.attn_scale, self._queries[layer], pdl,
+        )  # fmt: skip
+        splits, partials = self._partials_of(layer, bucket)
+        attend(queries, pages, self.position, shape.window, c.attn_softcap, splits, partials, pdl)
+        combine(partials, pages, self.heads[layer], pdl)
+
+    def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
+        """Into how many shares the layer's pages are cut, and where the results of the shares go."""
+        slot = self.layout.slots[layer]
+        assert slot is not None
+        group: GroupLayout = self.layout.groups[slot[0]]
+        seen = min(bucket, group.window) if group.window else bucket
+        most = PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads
+        splits = max(1, min(most, seen // (2 * group.page_size)))
+        key = slot[0], splits
+        if key not in self._partials:
+            self._partials[key] = Partials.empty(1, self.model.config.n_heads, self._pages[layer], splits)
+        return splits, self._partials[key]
+
+    def _add(
+        self, matrix: DeviceMatrix, x: Activations, next_norm: torch.Tensor, post: torch.Tensor | None, pdl: bool
+    ) -> None:
+        """The product is added to the residual, normed first where there is a norm; x becomes the next vector."""
+        if post is None:
+            matvec(
+                matrix, x, RESIDUAL, residual=self.residual, next_norm=next_norm, into=self.x,
+                squares=self.norm.squares, pdl=pdl,
+            )  # fmt: skip
+            return
+        squares = self._squares(parts_of(matrix, STORE))
+        matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl)
+        advance(
+            self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, self.norm.eps)), pdl
+        )  # fmt: skip
+
+    def _squares(self, parts: int) -> torch.Tensor:
+        if parts not in self._post_squares:
+            self._post_squares[parts] = self._floats(parts)
+        return self._post_squares[parts]
+
+
+def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
+    w = model.weights
+    yield from w.embedding
+    yield from w.head
+    for b in w.blocks:
+        yield from (*b.attn.qkv, *b.attn.out, *b.gate_up, *b.down)
