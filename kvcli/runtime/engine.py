@@ -15,11 +15,11 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs, guard
+from kvcli.runtime import archs, guard, repacked
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
-from kvcli.runtime.device import AUTO, choose
+from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
@@ -46,10 +46,10 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
-        self.device = choose(load.device if load.backend == AUTO else CPU)
+        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.device = self._choose(load, file)
         if self.device.notice:
             self.notices.append(self.device.notice)
-        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
@@ -80,6 +80,16 @@ class Engine:
         self.graph = self._token_graph(load.exact) if self.device.kind == CUDA else None
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
+
+    def _choose(self, load: LoadOptions, file: GGUFFile) -> Device:
+        """The device to compute on. Raises UsageError, DeviceError, and ModelError where a GPU cannot compute the model."""
+        device = choose(load.device if load.backend == AUTO else CPU)
+        if device.kind == CPU:
+            return device
+        reason = repacked.unfit(self.config, {n: t.type for n, t in file.tensors.items() if len(t.shape) > 1})
+        if reason and load.device != AUTO:
+            raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use --device cpu")
+        return Device(CPU, notice=f"runs on the CPU; for a GPU this model has {reason}") if reason else device
 
     @classmethod
     def open(
@@ -188,6 +198,7 @@ class Engine:
             return
         from kvcli.kernels.gpu.sample import DeviceSampler
 
+        graph.unbind()  # what the prompt changed is not known to it
         if DeviceSampler.supports(sampler.effective):
             yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
             return

@@ -130,6 +130,11 @@ class TokenGraph:
             self._angles[rope] = half_angles(rope.centres(rows), self.device)
         return self._angles[rope]
 
+    def unbind(self) -> None:
+        """Forget which sequence comes next: position, means and scales are set again."""
+        self._next = (None, -1)
+
+    @torch.inference_mode()
     def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
         """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
 
