@@ -82,7 +82,7 @@ class Engine:
         self.cards_before_open: list[Memory] = []
 
     def _choose(self, load: LoadOptions, file: GGUFFile) -> Device:
-        """The device to compute on. Raises UsageError, DeviceError, and ModelError where a GPU cannot compute the model."""
+        """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
         device = choose(load.device if load.backend == AUTO else CPU)
         if device.kind == CPU:
             return device
