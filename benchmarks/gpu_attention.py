@@ -309,7 +309,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         best: tuple[float, int, Tiling | None] | None = None
         for tiles in tilings(kind) if sweep else [None]:
             for splits in (1, 2, 4, 8, 16) if context <= 1024 else (16, 32, 33, 64, 66, 99, 132):
-                if part_count(case.pages[0], splits, 1) > 512:
+                if part_count(case.pages[0], splits) > 512:
                     continue
                 try:
                     us = case.run(splits, tiles)

@@ -107,7 +107,7 @@ class Case:
         w = expand.rows(m, torch.empty(m.rows, m.cols, device=DEVICE))
         packed = m.codes.dtype == torch.int32
         plain = self.x.codes.double() * torch.tensor([[254.0], [1.0]], device=DEVICE)
-        plain = (plain[: planes_of(m, self.role)]).sum(0)
+        plain = (plain[: planes_of(m)]).sum(0)
         codes = plain.view(-1, GROUP) * self.x.scales.double()[:, None]
         x = codes.view(-1) if packed else self.x.values.double()
         y = torch.cat([part.double() @ x for part in w.split(8192)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcli.runtime.memory import CUDA, gpus
 from kvcli.runtime.processmemory import mapped_bytes, peak_bytes
 
 if TYPE_CHECKING:
@@ -44,14 +45,19 @@ class Verification:
 
 
 def verify(engine: Engine, tokens: int) -> Verification:
-    """Compare the plan for a sequence of `tokens`, the longest that this process ran, with its peak until now."""
-    plan, peak = engine.predict(tokens), peak_bytes()
-    known = {
-        "weights": mapped_bytes(engine.path),
-        _RUNTIME: engine.bytes_before_open or None,
-        "KV pool": engine.pool.committed_bytes,
-    }
-    rows = [Row(r.name, r.bytes, known[r.name], r.source) for r in plan.rows if known.get(r.name) is not None]
+    """Compare the plan for a sequence of `tokens`, the longest that this process ran, with its peak until now.
+
+    On a GPU that is what is no longer free of it: the allocator gives nothing back, and other programs count too.
+    """
+    plan = engine.predict(tokens)
+    known: dict[str, int | None] = {"KV pool": engine.pool.committed_bytes}
+    if engine.device.kind == CUDA:
+        index = engine.device.index
+        peak = max(1, engine.cards_before_open[index].free - gpus()[index].free)
+    else:
+        peak = peak_bytes()
+        known |= {"weights": mapped_bytes(engine.path), _RUNTIME: engine.bytes_before_open}
+    rows = [Row(r.name, r.bytes, known[r.name], r.source) for r in plan.rows if known.get(r.name)]
     rest = peak - sum(row.measured or 0 for row in rows)
     rows.append(Row("everything else", plan.total - sum(row.predicted for row in rows), rest))
     return Verification(tokens, tuple(rows), plan.total, peak)

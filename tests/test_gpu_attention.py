@@ -42,7 +42,7 @@ def check(cache: GpuCache, heads: int, start: int, t: int = 1, window: int = 0, 
     if pages.rotated[1]:
         rotate_(expected.view(t, heads, -1))
     partials = attend(queries, pages, position(start), window, softcap, splits)
-    assert partials.out.shape == (t, heads, part_count(pages, splits, t), pages.record.dim_v)
+    assert partials.out.shape == (t, heads, part_count(pages, splits), pages.record.dim_v)
     found = combine(partials, pages)
     assert found is not None and error(found, expected) < LIMIT
 

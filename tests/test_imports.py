@@ -32,6 +32,7 @@ kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
 kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub kvcli.runtime.tokengraph
 kvcli.runtime.decoding
+kvcli.runtime.generation
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
@@ -56,7 +57,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH_USERS = (
-    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.guard",
+    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.decoding", "kvcli.runtime.engine",
+    "kvcli.runtime.generation", "kvcli.runtime.guard",
     "kvcli.runtime.layers", "kvcli.runtime.pages", "kvcli.runtime.quality", "kvcli.runtime.recall",
     "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
     "kvcli.runtime.tokengraph", "kvcli.runtime.weights",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import opening, render
+from kvcli.cacheflags import PAGE_SIZES
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.flags import PAGE_SIZES, ModelFlags, grouped, parse_tokens
+from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import Types, type_name, type_product

@@ -43,20 +43,20 @@ class DeviceTokens:
         self._chosen = 0  # tokens chosen so far, read or not
         self._known = seq.length  # rows whose ids were read
 
+    @torch.inference_mode()
     def iterate(self, logits: torch.Tensor) -> Iterator[int]:
         """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full."""
-        with torch.inference_mode():
-            position, read = self.seq.length, 0
-            self._choose(logits, position)
-            while read < self._chosen:
-                if self.seq.length < self.graph.ctx_size:
-                    self._choose(self.graph.run(self.seq), self.seq.length)
-                token = self._read(read)
-                if position < self.seq.length:
-                    self.seq.tokens[position] = token
-                read, position = read + 1, position + 1
-                self._known = min(position, self.seq.length)
-                yield token
+        position, read = self.seq.length, 0
+        self._choose(logits, position)
+        while read < self._chosen:
+            if self.seq.length < self.graph.ctx_size:
+                self._choose(self.graph.run(self.seq), self.seq.length)
+            token = self._read(read)
+            if position < self.seq.length:
+                self.seq.tokens[position] = token
+            read, position = read + 1, position + 1
+            self._known = min(position, self.seq.length)
+            yield token
 
     def _choose(self, logits: torch.Tensor, position: int) -> None:
         """Choose the token that is to stand at `position`, and send it to the host."""

@@ -15,28 +15,26 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs, guard
+from kvcli.runtime import archs, guard, repacked
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
-from kvcli.runtime.device import AUTO, choose
-from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
+from kvcli.runtime.device import AUTO, Device, choose
+from kvcli.runtime.events import Event
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.generation import Generation
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.memory import CPU, CUDA, process_bytes
+from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.stops import StopMatcher
 from kvcli.runtime.template import ChatTemplate
-from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights
 
 if TYPE_CHECKING:
     from kvcli.runtime.tokengraph import TokenGraph
-
-Event = Prefill | Token | End
 
 
 class Engine:
@@ -48,10 +46,10 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
-        self.device = choose(load.device if load.backend == AUTO else CPU)
+        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.device = self._choose(load, file)
         if self.device.notice:
             self.notices.append(self.device.notice)
-        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
@@ -81,6 +79,17 @@ class Engine:
         self.pool = PagePool(self.layout, pool_bytes, ops.device)
         self.graph = self._token_graph(load.exact) if self.device.kind == CUDA else None
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
+        self.cards_before_open: list[Memory] = []
+
+    def _choose(self, load: LoadOptions, file: GGUFFile) -> Device:
+        """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
+        device = choose(load.device if load.backend == AUTO else CPU)
+        if device.kind == CPU:
+            return device
+        reason = repacked.unfit(self.config, {n: t.type for n, t in file.tensors.items() if len(t.shape) > 1})
+        if reason and load.device != AUTO:
+            raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use --device cpu")
+        return Device(CPU, notice=f"runs on the CPU; for a GPU this model has {reason}") if reason else device
 
     @classmethod
     def open(
@@ -95,7 +104,7 @@ class Engine:
         `progress(stage, done, total)` is called with the stage "load". Raises ModelError, UsageError, and
         DoesNotFit before any weight is read.
         """
-        began, before = time.perf_counter(), process_bytes()
+        began, before, cards = time.perf_counter(), process_bytes(), gpus()
         file = GGUFFile.open(path)
         if progress:
             progress("load", 0, file.size)
@@ -104,6 +113,7 @@ class Engine:
         if progress:
             progress("load", file.size, file.size)
         engine.load_s, engine.bytes_before_open = time.perf_counter() - began, before
+        engine.cards_before_open = cards
         return engine
 
     def _plan(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions, threads: int) -> int:
@@ -188,6 +198,7 @@ class Engine:
             return
         from kvcli.kernels.gpu.sample import DeviceSampler
 
+        graph.unbind()  # what the prompt changed is not known to it
         if DeviceSampler.supports(sampler.effective):
             yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
             return
@@ -232,101 +243,7 @@ class Engine:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size)
-        return _Run(self, seq, prompt_ids, options, sampler, cancelled).events()
-
-
-class _Run:
-    """One call of `generate`."""
-
-    def __init__(self, engine: Engine, seq: Sequence, prompt_ids: list[int], options: SampleOptions,
-                 sampler: Sampler, cancelled: Callable[[], bool]) -> None:  # fmt: skip
-        self.engine, self.seq, self.options = engine, seq, options
-        self.sampler, self.cancelled = sampler, cancelled
-        self.history = list(prompt_ids)
-        self.n_prompt = len(prompt_ids)
-        self.decoder = StreamDecoder(engine.tokenizer, continues=True)
-        self.matcher = StopMatcher(options.stop)
-        self.began = self.first = self.last = time.perf_counter()
-        self.prefill_s = 0.0
-        self.reused = 0
-
-    def events(self) -> Iterator[Event]:
-        logits = None
-        for event in self._prefill():
-            if isinstance(event, torch.Tensor):
-                logits = event
-            else:
-                yield event
-        if logits is None:
-            yield self._end("interrupted")
-            return
-        tokens = self.engine.tokens(self.seq, self.history, self.sampler, logits)
-        try:
-            reason = yield from self._answer(tokens)
-        finally:
-            tokens.close()
-        yield self._end(reason)
-
-    def _answer(self, tokens: Iterator[int]) -> Generator[Token, None, str]:
-        """Events of the tokens, and why there are no more."""
-        while True:
-            reason = self._full()
-            if reason:
-                return reason
-            token = next(tokens)
-            self.last = time.perf_counter()
-            if len(self.history) == self.n_prompt:
-                self.first = self.last
-            if token in self.engine.tokenizer.eog_ids and not self.options.ignore_eos:
-                return "stop"
-            self.history.append(token)
-            yield Token(token, self.matcher.push(self.decoder.push(token)))
-            if self.matcher.stop is not None:
-                return "stop"
-
-    def _full(self) -> str:
-        """Why no further token may come, or ''."""
-        if self.cancelled():
-            return "interrupted"
-        if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
-            return "length"
-        if len(self.history) > self.engine.ctx_size:
-            return "context"
-        return ""
-
-    def _prefill(self) -> Iterator[Prefill | torch.Tensor]:
-        """Run what the sequence lacks of the prompt; at last the logits [vocab], unless cancelled."""
-        engine, seq, prompt = self.engine, self.seq, self.history
-        common = 0
-        for a, b in zip(seq.tokens, prompt[:-1], strict=False):
-            if a != b:
-                break
-            common += 1
-        self.reused = engine.rewind(seq, common)
-        total = self.n_prompt - self.reused
-        yield Prefill(0, total, self.reused)
-        for start, end in engine.chunks(self.reused, self.n_prompt):
-            if self.cancelled():
-                return
-            hidden = engine.forward(seq, prompt[start:end])
-            if end == self.n_prompt:
-                logits = engine.logits(hidden[-1:])[0]
-                self.prefill_s = time.perf_counter() - self.began
-                yield logits
-            yield Prefill(end - self.reused, total, self.reused)
-
-    def _end(self, reason: str) -> End:
-        text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()
-        ids = self.history[self.n_prompt :]
-        timings = Timings(
-            load_s=self.engine.load_s,
-            prefill_s=self.prefill_s,
-            ttft_s=self.first - self.began,
-            decode_s=self.last - self.first,
-            prefill_tokens=self.n_prompt - self.reused,
-            decode_tokens=max(0, len(ids) - 1),
-        )
-        return End(reason, text, ids, self.matcher.stop, Usage(self.n_prompt, self.reused, len(ids)), timings)
+        return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
 
 
 def physical_cores() -> int:

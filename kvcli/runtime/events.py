@@ -66,3 +66,6 @@ class End:
     stop: str | None
     usage: Usage
     timings: Timings
+
+
+Event = Prefill | Token | End

@@ -6,9 +6,13 @@ loaded. Codes keep their width; what differs are the scales.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
 
+from kvcli.runtime.config import ModelConfig
+
+MOST_HEAD_DIM = 256
 VECTOR_BYTES = 4  # norms and other vectors are kept as float32
 
 # Bits per weight. Codes, and for each 32 of them: d (16 bits), d and m (32), or a pair of scale bytes (16). The
@@ -26,6 +30,22 @@ BITS["Q3_K"] = BITS["Q6_K"]  # which holds its codes and scales
 def can_be_held(type_: str) -> bool:
     """Whether a GPU computes with matrices of this type."""
     return type_ in BITS
+
+
+def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
+    """Why a model with matrices of these types (by tensor name) cannot be computed on a GPU; "" = it can."""
+    for name, type_ in types.items():
+        if not can_be_held(type_):
+            return f"{name} is stored as {type_}"
+    for layer in config.layers:
+        for dim in (layer.dim_k, layer.dim_v):
+            if dim % 8 or dim > MOST_HEAD_DIM:
+                return f"a head dim of {dim}; it must be a multiple of 8 up to {MOST_HEAD_DIM}"
+    for i in range(config.n_layers):
+        gate, up = (types.get(f"blk.{i}.ffn_{x}.weight") for x in ("gate", "up"))
+        if gate != up:
+            return f"gate and up of layer {i} are stored as {gate} and {up}"
+    return ""
 
 
 def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:

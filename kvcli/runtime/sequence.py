@@ -16,7 +16,7 @@ from kvcli.runtime.pages import PagePool
 
 @dataclass(frozen=True)
 class Step:
-    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T] and every layer's cache."""
+    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T], on the host, and every layer's cache."""
 
     ids: torch.Tensor
     start: int
@@ -80,7 +80,7 @@ class Sequence:
             self._trim(start)
             raise
         return Step(
-            torch.tensor(ids, dtype=torch.int64, device=self.pool.device),
+            torch.tensor(ids, dtype=torch.int64),
             start,
             tuple(self._view(g) for g in range(len(self._lists))),
             self.pool.layout.slots,

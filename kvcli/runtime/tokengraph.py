@@ -32,9 +32,10 @@ from kvcli.runtime.sequence import Sequence, Step, paged_record
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
 UPLOADS = 4  # page tables on the way to the device at once
-PROGRAMS = {4: 1056, 6: 1056, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS
+PROGRAMS = {4: 1056, 6: 1056, 8: 792}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
 OTHER_PROGRAMS = 400
-MOST_SPLITS = 120  # with the parts for open pages these are 128, which are combined in one go
+MOST_SPLITS = 126  # with the parts for open pages these are 128, which are combined in one go
+PAGES_EACH = 4  # for a share to be worth a program
 
 
 def unsupported(model: Decoder) -> str:
@@ -129,6 +130,11 @@ class TokenGraph:
             self._angles[rope] = half_angles(rope.centres(rows), self.device)
         return self._angles[rope]
 
+    def unbind(self) -> None:
+        """Forget which sequence comes next: position, means and scales are set again."""
+        self._next = (None, -1)
+
+    @torch.inference_mode()
     def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
         """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
 
@@ -231,11 +237,12 @@ class TokenGraph:
         advance(self.row, self.residual, w.blocks[0].attn_norm, self.x, self.norm.squares)
         for i, (block, next_norm) in enumerate(zip(w.blocks, following, strict=True)):
             self._attention(i, block, bucket, pdl)
-            self._add(block.attn.out[0], self.heads[i], block.ffn_norm, block.post_attn_norm, pdl)
+            self._add(block.attn.out[0], self.heads[i], block.ffn_norm, block.post_attn_norm)
             gelu = w.activation == "gelu"
             matvec(block.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=pdl)
-            self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, pdl)
-        matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl)
+            # 16 bits for what has the outliers, and for the logits; both cost a percent or two
+            self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, planes=2)
+        matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
 
     def _attention(self, layer: int, block: Block, bucket: int, pdl: bool) -> None:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
@@ -262,24 +269,25 @@ class TokenGraph:
         group: GroupLayout = self.layout.groups[slot[0]]
         seen = min(bucket, group.window) if group.window else bucket
         most = min(MOST_SPLITS, PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads)
-        splits = max(1, min(most, seen // (2 * group.page_size)))
+        splits = max(1, min(most, seen // (PAGES_EACH * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:
             self._partials[key] = Partials.empty(1, self.model.config.n_heads, self._pages[layer], splits)
         return splits, self._partials[key]
 
     def _add(
-        self, matrix: DeviceMatrix, x: Activations, next_norm: torch.Tensor, post: torch.Tensor | None, pdl: bool
+        self, matrix: DeviceMatrix, x: Activations, next_norm: torch.Tensor, post: torch.Tensor | None, planes: int = 0
     ) -> None:
-        """The product is added to the residual, normed first where there is a norm; x becomes the next vector."""
+        """Add the product to the residual, normed first where there is a norm; `self.x` becomes the next vector."""
+        pdl = self.pdl
         if post is None:
             matvec(
                 matrix, x, RESIDUAL, residual=self.residual, next_norm=next_norm, into=self.x,
-                squares=self.norm.squares, pdl=pdl,
+                squares=self.norm.squares, pdl=pdl, planes=planes,
             )  # fmt: skip
             return
         squares = self._squares(parts_of(matrix, STORE))
-        matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl)
+        matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl, planes=planes)
         advance(
             self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, self.norm.eps)), pdl
         )  # fmt: skip

@@ -41,7 +41,7 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, SINKS: tl.constexpr, OWN_OPEN: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr,
-    OPEN_STAGES: tl.constexpr, OPEN_PARTS: tl.constexpr, PDL: tl.constexpr,
+    OPEN_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     share = tl.program_id(0)
     head = tl.program_id(1)
@@ -82,16 +82,12 @@ def _attend(
         hi = 0
     open_lo = 0
     open_hi = 0
-    turn = share - splits  # of the programs for open pages: OPEN_PARTS for the queries' own page, as many for the sinks
-    if (turn >= 0) & (turn < OPEN_PARTS) & (first <= newest) & (own < OPEN_BELOW):
-        each = tl.cdiv(OPEN_TILES, OPEN_PARTS)
-        open_lo = own * OPEN_TILES + turn * each
-        open_hi = tl.minimum(tl.minimum(open_lo + each, (own + 1) * OPEN_TILES), newest // OPEN_BN + 1)
-    if (turn >= OPEN_PARTS) & (first <= newest):
-        n = (tl.minimum(own, SINKS) - visible) * OPEN_TILES
-        each = tl.cdiv(tl.maximum(n, 0), OPEN_PARTS)
-        open_lo = visible * OPEN_TILES + (turn - OPEN_PARTS) * each
-        open_hi = tl.minimum(open_lo + each, visible * OPEN_TILES + n)
+    if (share == splits) & (first <= newest) & (own < OPEN_BELOW):  # the queries' own page
+        open_lo = own * OPEN_TILES
+        open_hi = newest // OPEN_BN + 1
+    if (share > splits) & (first <= newest):  # the sinks before it
+        open_lo = visible * OPEN_TILES
+        open_hi = tl.minimum(own, SINKS) * OPEN_TILES
     wait_for_inputs(PDL)
     if lo < hi:
         span(
@@ -124,7 +120,7 @@ class Partials:
     @classmethod
     def empty(cls, rows: int, heads: int, pages: DevicePages, splits: int) -> Partials:
         """Buffers for `rows` queries, on the pages' device."""
-        parts, device = part_count(pages, splits, rows), pages.table.device
+        parts, device = part_count(pages, splits), pages.table.device
         return cls(
             torch.empty(rows, heads, parts, pages.record.dim_v, device=device),
             torch.empty(rows, heads, parts, device=device),
@@ -132,14 +128,9 @@ class Partials:
         )
 
 
-def open_parts(rows: int) -> int:
-    """Programs for a 16-bit page. One query alone waits for the slowest program: a page is much for one."""
-    return 4 if rows == 1 else 1
-
-
-def part_count(pages: DevicePages, splits: int, rows: int) -> int:
+def part_count(pages: DevicePages, splits: int) -> int:
     """Partial results of a query: `splits` shares of the pages before its own, its own page, and the sinks."""
-    return splits + open_parts(rows) * (1 + (pages.open is not None and pages.sinks > 0))
+    return splits + 1 + (pages.open is not None and pages.sinks > 0)
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,10 @@ class Tiling:
 
 
 def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
-    """What measured best on an H100, by the wider of the two codecs; `dim` is the padded head dim."""
+    """By the wider of the two codecs; `dim` is the padded head dim.
+
+    int4, int8 and f16 up to 128 are as measured on an H100, the others such that few registers spill.
+    """
     both = (codec_k, codec_v)
     parts, large, wide = min(PARTS[c] for c in both), dim > 128, "f32" in both
     if not decode:
@@ -213,7 +207,6 @@ def attend(
         o.codec_k, o.codec_v, PARTS[o.codec_k], PARTS[o.codec_v], o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, centred, rope, max(16, triton.next_power_of_2(rope)), pages.sinks if pages.open else 0,
         pages.open is None or pages.tail > 0, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, open_parts(rows), pdl,
-        **launch_options(pdl, tiles.warps),
+        min(tiles.open_rows, r.page_size), tiles.open_stages, pdl, **launch_options(pdl, tiles.warps),
     )  # fmt: skip
     return out

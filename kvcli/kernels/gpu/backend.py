@@ -70,7 +70,9 @@ class GpuBackend:
         return out if add_to is None else add_to.add_(out)
 
     def rows(self, weight: DeviceMatrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return expand.rows(weight, torch.empty(len(ids), weight.cols, device=self.device), ids=ids, scale=scale)
+        return expand.rows(
+            weight, torch.empty(len(ids), weight.cols, device=self.device), ids=ids.to(self.device), scale=scale
+        )
 
     rms_norm = staticmethod(pointwise.rms_norm)
     rope_ = staticmethod(pointwise.rope_)

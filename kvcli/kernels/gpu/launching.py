@@ -23,10 +23,10 @@ class Launch(NamedTuple):
 _collected: list[Launch] | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches the kernel over the grid when it is called with the kernel's arguments."""
     if _collected is None:
-        return kernel[grid]  # type: ignore[no-any-return]
+        return kernel[grid]
     collected = _collected
     return lambda *arguments, **options: collected.append(Launch(kernel, grid, arguments, options))
 
@@ -35,7 +35,8 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 def collecting() -> Iterator[list[Launch]]:
     """Inside, nothing is launched: the list gets what would be."""
     global _collected
-    _collected = found = []
+    found: list[Launch] = []
+    _collected = found
     try:
         yield found
     finally:

@@ -30,12 +30,9 @@ STORE, RESIDUAL, GATED = 0, 1, 2
 
 
 @triton.jit
-def load_weights(at, seen, MASKED: tl.constexpr):
+def load_once(at, seen):
     """Weights are read once: they should not push anything out of the cache."""
-    if MASKED:
-        return tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
-    else:
-        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -43,25 +40,23 @@ def load_rows(CODES, HIGH, SCALES, SUPERS, n, g, G: tl.constexpr, BG: tl.constex
               KIND: tl.constexpr):  # fmt: skip
     """The packed groups g of rows n: words [RC, BG, 4] twice (the same if a group has four), high, scales, supers."""
     W: tl.constexpr = 8 if BITS == 8 else 4
-    MASKED: tl.constexpr = BG != G
     word = tl.arange(0, 4)
     seen = (g < G)[None, :]
     each = seen[:, :, None]
     at = tl.max_contiguous(n[:, None] * G + g[None, :], (1, 1))
     words = CODES + (n[:, None, None] * (G * W) + (g[None, :, None] * W + word[None, None, :]))
-    w0 = load_weights(words, each, MASKED)
+    w0 = load_once(words, each)
     w1, high, d = w0, 0, 0
     if BITS == 8:
-        w1 = load_weights(words + 4, each, MASKED)
+        w1 = load_once(words + 4, each)
     if BITS == 5:
-        high = load_weights(HIGH + at, seen, MASKED)
+        high = load_once(HIGH + at, seen)
     if BITS == 6:
         pair = tl.arange(0, 2)
-        pairs = HIGH + (n[:, None, None] * (G * 2) + (g[None, :, None] * 2 + pair[None, None, :]))
-        high = load_weights(pairs, each, MASKED)
-    s = load_weights(SCALES + at, seen, MASKED)
+        high = load_once(HIGH + (n[:, None, None] * (G * 2) + (g[None, :, None] * 2 + pair[None, None, :])), each)
+    s = load_once(SCALES + at, seen)
     if KIND >= 3:
-        d = load_weights(SUPERS + (n[:, None] * (G // 8) + g[None, :] // 8), seen, MASKED)
+        d = load_once(SUPERS + (n[:, None] * (G // 8) + g[None, :] // 8), seen)
     return w0, w1, high, s, d
 
 
@@ -165,18 +160,9 @@ def finish(y, n, pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, SQUARES, 
 
 
 @triton.jit
-def clamped(n, N, WHOLE: tl.constexpr):
-    """Rows n, none beyond the last one; WHOLE: no program has such rows."""
-    if WHOLE:
-        return n
-    else:
-        return tl.minimum(n, N - 1)
-
-
-@triton.jit
 def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
                   X_SQUARES, SQUARES, N, eps, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-                  OFFSET: tl.constexpr, PLANES: tl.constexpr, WHOLE: tl.constexpr, ROLE: tl.constexpr,
+                  OFFSET: tl.constexpr, PLANES: tl.constexpr, ROLE: tl.constexpr,
                   PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr,
                   BG: tl.constexpr, RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
@@ -185,7 +171,7 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     row = tl.arange(0, RC)
     first = pid * BN
     NCH: tl.constexpr = BN // RC
-    n = clamped(first + row, N, WHOLE)
+    n = tl.minimum(first + row, N - 1)
     w0, w1, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
     wait_for_previous(PDL)
     word = tl.arange(0, 4)
@@ -203,7 +189,7 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
-        n = clamped(first + (c + 1) * RC + row, N, WHOLE)
+        n = tl.minimum(first + (c + 1) * RC + row, N - 1)
         v0, v1, next_high, next_s, next_d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
         y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
         out = tl.where(chunk[:, None] == c, y[None, :], out)

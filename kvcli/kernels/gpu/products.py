@@ -13,7 +13,7 @@ from kvcli.kernels.gpu.language import store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, matvec_packed, matvec_plain
 
-TWO_PLANES_BYTES = 4 << 20  # a smaller matrix takes activations of 16 bits: reading it is not what takes the time
+TWO_PLANES_BYTES = 4 << 20
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 
@@ -106,7 +106,8 @@ def matvec(
     """One product; see matvec.finish for what becomes of it.
 
     STORE writes float32 `out` [rows] (and `squares`). RESIDUAL adds to `residual`, and `into` becomes residual *
-    next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired.
+    next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired. `planes` of the vector
+    to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it.
     """
     t = chosen or tiles(matrix, role)
     grid = (triton.cdiv(matrix.rows, t.bn),)
@@ -129,14 +130,13 @@ def matvec(
         launch(matvec_packed, grid)(
             *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
             G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
-            PLANES=planes or planes_of(matrix, role), WHOLE=matrix.rows % t.bn == 0, BG=t.bg, **common,
+            PLANES=planes or planes_of(matrix), BG=t.bg, **common,
         )  # fmt: skip
 
 
-def planes_of(matrix: DeviceMatrix, role: int) -> int:
-    """Planes of the activations that the matrix is multiplied with. Two, where they cost next to nothing: in matrices
-    that are read in no time, and where what is added to the residual is at stake (an error there stays)."""
-    return 2 if role == RESIDUAL or matrix.nbytes <= TWO_PLANES_BYTES else 1
+def planes_of(matrix: DeviceMatrix) -> int:
+    """Planes of the vector that the matrix is multiplied with: two where reading it is not what takes the time."""
+    return 2 if matrix.nbytes <= TWO_PLANES_BYTES else 1
 
 
 def parts_of(matrix: DeviceMatrix, role: int) -> int:

@@ -1,0 +1,130 @@
+"""`Generation`: one prompt and its answer, as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol
+
+import torch
+
+from kvcli.options import SampleOptions
+from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
+from kvcli.runtime.sampler import Sampler
+from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.stops import StopMatcher
+from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
+
+
+class Runner(Protocol):
+    """What a generation needs of an engine; see `Engine`."""
+
+    tokenizer: Tokenizer
+    ctx_size: int
+    load_s: float
+
+    def rewind(self, seq: Sequence, n_tokens: int) -> int: ...
+
+    def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]: ...
+
+    def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def tokens(
+        self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+    ) -> Generator[int, None, None]: ...
+
+
+class Generation:
+    """One call of `Engine.generate`."""
+
+    def __init__(self, engine: Runner, seq: Sequence, prompt_ids: list[int], options: SampleOptions,
+                 sampler: Sampler, cancelled: Callable[[], bool]) -> None:  # fmt: skip
+        self.engine, self.seq, self.options = engine, seq, options
+        self.sampler, self.cancelled = sampler, cancelled
+        self.history = list(prompt_ids)
+        self.n_prompt = len(prompt_ids)
+        self.decoder = StreamDecoder(engine.tokenizer, continues=True)
+        self.matcher = StopMatcher(options.stop)
+        self.began = self.first = self.last = time.perf_counter()
+        self.prefill_s = 0.0
+        self.reused = 0
+
+    def events(self) -> Iterator[Event]:
+        logits = None
+        for event in self._prefill():
+            if isinstance(event, torch.Tensor):
+                logits = event
+            else:
+                yield event
+        if logits is None:
+            yield self._end("interrupted")
+            return
+        tokens = self.engine.tokens(self.seq, self.history, self.sampler, logits)
+        try:
+            reason = yield from self._answer(tokens)
+        finally:
+            tokens.close()
+        yield self._end(reason)
+
+    def _answer(self, tokens: Iterator[int]) -> Generator[Token, None, str]:
+        """Events of the tokens, and why there are no more."""
+        while True:
+            reason = self._full()
+            if reason:
+                return reason
+            token = next(tokens)
+            self.last = time.perf_counter()
+            if len(self.history) == self.n_prompt:
+                self.first = self.last
+            if token in self.engine.tokenizer.eog_ids and not self.options.ignore_eos:
+                return "stop"
+            self.history.append(token)
+            yield Token(token, self.matcher.push(self.decoder.push(token)))
+            if self.matcher.stop is not None:
+                return "stop"
+
+    def _full(self) -> str:
+        """Why no further token may come, or ''."""
+        if self.cancelled():
+            return "interrupted"
+        if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
+            return "length"
+        if len(self.history) > self.engine.ctx_size:
+            return "context"
+        return ""
+
+    def _prefill(self) -> Iterator[Prefill | torch.Tensor]:
+        """Run what the sequence lacks of the prompt; at last the logits [vocab], unless cancelled."""
+        engine, seq, prompt = self.engine, self.seq, self.history
+        common = 0
+        for a, b in zip(seq.tokens, prompt[:-1], strict=False):
+            if a != b:
+                break
+            common += 1
+        self.reused = engine.rewind(seq, common)
+        total = self.n_prompt - self.reused
+        yield Prefill(0, total, self.reused)
+        for start, end in engine.chunks(self.reused, self.n_prompt):
+            if self.cancelled():
+                return
+            hidden = engine.forward(seq, prompt[start:end])
+            if end == self.n_prompt:
+                logits = engine.logits(hidden[-1:])[0]
+                self.prefill_s = time.perf_counter() - self.began
+                yield logits
+            yield Prefill(end - self.reused, total, self.reused)
+
+    def _end(self, reason: str) -> End:
+        text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()
+        ids = self.history[self.n_prompt :]
+        timings = Timings(
+            load_s=self.engine.load_s,
+            prefill_s=self.prefill_s,
+            ttft_s=self.first - self.began,
+            decode_s=self.last - self.first,
+            prefill_tokens=self.n_prompt - self.reused,
+            decode_tokens=max(0, len(ids) - 1),
+        )
+        return End(reason, text, ids, self.matcher.stop, Usage(self.n_prompt, self.reused, len(ids)), timings)
