@@ -196,8 +196,10 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
         interrupted = KVError("aborted")
         interrupted.exit_code = EXIT_INTERRUPTED
         return interrupted, False
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
         return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model"), False
+    if type(error).__name__ == "OutOfResources":  # Triton's
+        return KVError("this GPU is too small for the kernels of this model", "use --device cpu"), False
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRNOS and error.filename is None:
         return OutputError(f"could not write the output: {error.strerror}"), False
     text = str(error).partition("\n")[0][:300] or "no message"

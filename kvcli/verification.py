@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcli.runtime.memory import CUDA, gpus
+from kvcli.runtime.memory import CUDA
 from kvcli.runtime.processmemory import mapped_bytes, peak_bytes
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class Verification:
 def verify(engine: Engine, tokens: int) -> Verification:
     """Compare the plan for a sequence of `tokens`, the longest that this process ran, with its peak until now.
 
-    On a GPU that is what is no longer free of it: the allocator gives nothing back, and other programs count too.
+    On a GPU other programs count, too.
     """
     plan = engine.predict(tokens)
     known: dict[str, int | None] = {"KV pool": engine.pool.committed_bytes}
     if engine.device.kind == CUDA:
         index = engine.device.index
-        peak = max(1, engine.cards_before_open[index].free - gpus()[index].free)
+        peak = max(1, engine.peak_on_card(engine.cards_before_open[index].free))
     else:
         peak = peak_bytes()
         known |= {"weights": mapped_bytes(engine.path), _RUNTIME: engine.bytes_before_open}

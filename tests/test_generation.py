@@ -121,7 +121,7 @@ def test_cancelled_while_prefilling(quick: Engine, seq: Sequence):
 def test_cancelled_while_answering(quick: Engine, seq: Sequence):
     whole = run(quick, seq, PROMPT[:60], DRAWN)
     counts = set()
-    for calls in range(2, 16):
+    for calls in (2, *range(2, 12)):  # the first time the prompt takes one call more
         end = run(quick, seq, PROMPT[:60], DRAWN, cancelled=cancel_after(calls))
         assert end.finish_reason == "interrupted" and end.ids == whole.ids[: len(end.ids)]
         counts.add(len(end.ids))

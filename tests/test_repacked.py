@@ -78,3 +78,37 @@ def test_estimate_shows_both_sizes(tmp_path: Path, kv_here: KvHere, monkeypatch:
     resident = int(row.split()[1])
     assert row.split("exact: ")[1] == f"repacked; {in_file / MIB:,.0f} MiB in the file" and resident > in_file / MIB
     assert f" {8 * in_file / on_cpu['model']['params']:.2f} bits/weight" in out  # those of the file
+
+
+@pytest.mark.parametrize(
+    ("dims", "types", "reason"),
+    [
+        ((64, 64), {"blk.0.attn_q.weight": "Q4_K", "token_embd.weight": "Q6_K"}, ""),
+        ((64, 64), {"blk.0.attn_q.weight": "Q2_K"}, "blk.0.attn_q.weight is stored as Q2_K"),
+        ((60, 64), {}, "a head dim of 60"),
+        ((64, 512), {}, "a head dim of 512"),
+        ((64, 64), {"blk.0.ffn_gate.weight": "Q4_K", "blk.0.ffn_up.weight": "Q6_K"}, "gate and up of layer 0"),
+    ],
+)
+def test_what_a_gpu_cannot_compute(dims: tuple[int, int], types: dict[str, str], reason: str) -> None:
+    layers = (LayerConfig(FULL, 2, *dims),)
+    config = ModelConfig("llama", "x", 512, 256, 512, 4, 1 << 15, 1e-5, layers, 1.0)
+    found = repacked.unfit(config, types)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny
+
+    from kvcli.errors import ModelError
+    from kvcli.options import CacheOptions, LoadOptions
+    from kvcli.runtime import engine
+    from kvcli.runtime.device import Device
+
+    monkeypatch.setattr(engine, "choose", lambda name: Device(CUDA, 0, "a card"))
+    monkeypatch.setattr(repacked, "MOST_HEAD_DIM", 4)
+    path = tiny.make("llama").path
+    opened = engine.Engine.open(path, LoadOptions("llama"), CacheOptions())
+    assert opened.device.kind == CPU and "runs on the CPU" in opened.notices[0] and "head dim" in opened.notices[0]
+    with pytest.raises(ModelError, match="head dim"):
+        engine.Engine.open(path, LoadOptions("llama", device="cuda"), CacheOptions())

@@ -129,7 +129,7 @@ def _ask(
     total = sum(len(q.context) for each in asked.values() for q in each) * len(types)
     done, cells = 0, []
     for pair in types:
-        pool = PagePool(quality.layout_of(engine, pair))
+        pool = PagePool(quality.layout_of(engine, pair), device=engine.pool.device)
         for (length, depth), each in asked.items():
             answers = []
             for question in each:

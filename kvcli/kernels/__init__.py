@@ -1,4 +1,4 @@
-"""The kernels' facade: `backend(name, threads)` gives the operations a model is written in.
+"""The kernels' facade: `backend(name, threads, device)` gives the operations a model is written in.
 
 | operation | shapes |
 |---|---|
@@ -11,6 +11,9 @@
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap, angles)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+
+`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is. A GPU has the
+operations on keys, values and pages in another cut, several at once (see gpu/backend.py).
 
 All float32. The plain-torch functions in matmul.py, pointwise.py, store.py and attention.py are the specification.
 """
@@ -47,6 +50,7 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
 
         from kvcli.kernels.gpu.backend import GpuBackend
 
+        torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
         return GpuBackend(torch.device(device)), ""
     if name == "reference":
         return ReferenceBackend(), ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.errors import KVError
+from kvcli.errors import DoesNotFit, KVError
 from kvcli.runtime.sampler import Sampler, uniform
 from kvcli.runtime.sequence import Sequence
 
@@ -37,6 +37,7 @@ class DeviceTokens:
     def __init__(self, graph: TokenGraph, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
         self.graph, self.seq, self.sampler, self.device_sampler = graph, seq, sampler, device_sampler
         self._uniform = torch.zeros(1, device=graph.device)
+        self._token = torch.zeros(1, dtype=torch.int64, device=graph.device)  # the newest one
         self._waits = graph.device.type == "cuda"  # else it is Triton's interpreter, which is never behind
         self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=self._waits)
         self._events = [torch.cuda.Event() for _ in range(2 if self._waits else 0)]
@@ -48,23 +49,30 @@ class DeviceTokens:
         """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full."""
         position, read = self.seq.length, 0
         self._choose(logits, position)
+        full: DoesNotFit | None = None  # told when the tokens that were chosen before are out
         while read < self._chosen:
-            if self.seq.length < self.graph.ctx_size:
-                self._choose(self.graph.run(self.seq), self.seq.length)
+            if self.seq.length < self.graph.ctx_size and full is None:
+                self.graph.token.copy_(self._token)
+                try:
+                    self._choose(self.graph.run(self.seq), self.seq.length)
+                except DoesNotFit as error:
+                    full = error
             token = self._read(read)
             if position < self.seq.length:
                 self.seq.tokens[position] = token
             read, position = read + 1, position + 1
             self._known = min(position, self.seq.length)
             yield token
+        if full is not None:
+            raise full
 
     def _choose(self, logits: torch.Tensor, position: int) -> None:
         """Choose the token that is to stand at `position`, and send it to the host."""
         if not self.device_sampler.greedy:
             self._uniform.fill_(uniform(self.sampler.seed, self.sampler.sequence, position))
-        self.device_sampler.launch(logits, self._uniform, self.graph.token)
+        self.device_sampler.launch(logits, self._uniform, self._token)
         slot = self._chosen % 2
-        self._ids[slot : slot + 1].copy_(self.graph.token, non_blocking=True)
+        self._ids[slot : slot + 1].copy_(self._token, non_blocking=True)
         if self._waits:
             self._events[slot].record()
         self._chosen += 1
@@ -74,7 +82,9 @@ class DeviceTokens:
             self._events[number % 2].synchronize()
         token = int(self._ids[number % 2])
         if token < 0:
-            raise KVError(self.device_sampler.error(token), "the model file may be damaged; pull it again")
+            raise KVError(
+                self.device_sampler.error(token), "check --logit-bias; the model file may be damaged: pull it again"
+            )
         return token
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Engine:
         reason = repacked.unfit(self.config, {n: t.type for n, t in file.tensors.items() if len(t.shape) > 1})
         if reason and load.device != AUTO:
             raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use --device cpu")
-        return Device(CPU, notice=f"runs on the CPU; for a GPU this model has {reason}") if reason else device
+        return Device(CPU, notice=f"runs on the CPU; a GPU cannot compute this model: {reason}") if reason else device
 
     @classmethod
     def open(
@@ -148,10 +148,30 @@ class Engine:
 
     def _dry_run(self) -> None:
         """A prompt long enough to need every kernel that prompts need."""
-        seq = self.new_sequence()
-        self.logits(self.forward(seq, [0] * min(self.ctx_size, 2 * self.layout.page_size + 1))[-1:])
-        self.logits(self.forward(seq, [0]))
+        from kvcli.kernels.gpu.sample import DeviceSampler
+
+        seq, device = self.new_sequence(), self.pool.device
+        rows = max(1, min(self.ctx_size - 1, 2 * self.layout.page_size + 1))
+        logits = self.logits(self.forward(seq, [0] * rows)[-1:])[0]
+        if rows < self.ctx_size:
+            self.forward(seq, [0])
         seq.close()
+        for options in (SampleOptions(), SampleOptions(temperature=0.0)):
+            effective = Sampler(options, self.sampling_defaults, self.config.vocab_size).effective
+            if not DeviceSampler.supports(effective):
+                chooser = DeviceSampler(effective, self.config.vocab_size, device)
+                chooser.launch(logits, torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+
+    def peak_on_card(self, free_before: int) -> int:
+        """Most bytes of the GPU that were taken since `free_before` were free; other programs count too."""
+        index = self.device.index
+        given_back = torch.cuda.max_memory_reserved(index) - torch.cuda.memory_reserved(index)
+        return max(0, free_before - gpus()[index].free) + given_back
+
+    def synchronize(self) -> None:
+        """Wait for what was asked of a GPU."""
+        if self.device.kind == CUDA:
+            torch.cuda.synchronize(self.pool.device)
 
     def predict(self, tokens: int) -> Plan:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
@@ -190,7 +210,7 @@ class Engine:
         """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
 
         The caller appends each id to `history`, and closes the iterator when it wants no more: then `seq` holds no row
-        beyond it.
+        of a token that it did not get.
         """
         graph = self.graph
         if graph is None:

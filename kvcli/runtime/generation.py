@@ -31,6 +31,8 @@ class Runner(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def synchronize(self) -> None: ...
+
     def tokens(
         self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
     ) -> Generator[int, None, None]: ...
@@ -112,6 +114,7 @@ class Generation:
             hidden = engine.forward(seq, prompt[start:end])
             if end == self.n_prompt:
                 logits = engine.logits(hidden[-1:])[0]
+                engine.synchronize()
                 self.prefill_s = time.perf_counter() - self.began
                 yield logits
             yield Prefill(end - self.reused, total, self.reused)

@@ -116,7 +116,7 @@ def measure(
     `progress(stage, done, total)` counts tokens over all types.
     """
     types = list(dict.fromkeys((BASE, *types)))
-    pools = {t: PagePool(layout_of(engine, t)) for t in types}
+    pools = {t: PagePool(layout_of(engine, t), device=engine.pool.device) for t in types}
     total = sum(len(chunk) for chunks in texts for chunk in chunks) * len(types)
     done = 0
     found: dict[Types, list[Scores]] = {t: [] for t in types}
@@ -200,7 +200,7 @@ def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]
     rows = max(1, min(SLICE_ROWS, SLICE_ELEMENTS // engine.config.vocab_size))
     n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
     found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
-    wanted = torch.tensor(targets)[:, None]  # [n, 1]
+    wanted = torch.tensor(targets, device=hidden[BASE].device)[:, None]  # [n, 1]
     for at in range(0, n, rows):
         end = min(n, at + rows)
         base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]

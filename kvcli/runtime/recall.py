@@ -83,7 +83,7 @@ def ask(engine: Engine, pool: PagePool, asked: Question) -> Answer:
     finally:
         seq.close()
     log_p = engine.logits(torch.cat(hidden)).log_softmax(-1)  # [answer, vocab_size]
-    wanted = torch.tensor(asked.answer)
+    wanted = torch.tensor(asked.answer, device=log_p.device)
     nll = -log_p.gather(1, wanted[:, None])
     return Answer(float(nll.mean()), bool((log_p.argmax(-1) == wanted).all()))
 

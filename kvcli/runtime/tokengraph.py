@@ -138,8 +138,8 @@ class TokenGraph:
     def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
         """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
 
-        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except once a
-        sequence, when its first page fixes the mean of keys and scales.
+        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
+        graph is captured, and once a sequence, when its first page fixes the mean of keys and scales.
         """
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
@@ -193,7 +193,7 @@ class TokenGraph:
         """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
         for group in self.layout.groups:
             before, after = (max(group.sealed_rows(n), group.sinks * group.page_size) for n in (rows - 1, rows))
-            if group.sealed and before < after:
+            if group.sealed and group.tail and before < after:
                 break
         else:
             return
@@ -207,7 +207,7 @@ class TokenGraph:
 
     def _launch_sealing(self) -> None:
         for pages in self._pages:
-            if pages.open is not None:
+            if pages.open is not None and pages.tail:
                 seal_step(pages, self.position)
 
     def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -224,8 +224,10 @@ class TokenGraph:
         """Compile what `forward` (a prompt of more than two pages) and a token launch, in parallel; nothing is run."""
         with collecting() as launches, torch.inference_mode():
             forward()
-            for bucket in (SMALLEST_BUCKET, self.ctx_size):  # few parts to combine, and many
+            bucket = SMALLEST_BUCKET
+            while bucket < 2 * self.ctx_size:
                 self.launch(bucket)
+                bucket *= 2
             self._launch_sealing()
         compile_all(launches)
 
@@ -258,6 +260,8 @@ class TokenGraph:
             qkv, c.n_heads, pages, self.position, frequencies, block.attn.q_norm, block.attn.k_norm, c.norm_eps,
             c.attn_scale, self._queries[layer], pdl,
         )  # fmt: skip
+        if pages.open is not None and not pages.tail:  # the query reads its own row sealed
+            seal_step(pages, self.position, pdl)
         splits, partials = self._partials_of(layer, bucket)
         attend(queries, pages, self.position, shape.window, c.attn_softcap, splits, partials, pdl)
         combine(partials, pages, self.heads[layer], pdl)

@@ -30,14 +30,17 @@ SPLITS = 64  # shares of the pages in which one query alone looks at them
 
 
 class GpuBackend:
-    """Same signatures as the reference, over tensors of one GPU. Results do not depend on chunking beyond rounding."""
+    """The operations of the facade over tensors of one GPU; what is done to keys, values and pages is cut otherwise.
+
+    Results do not depend on chunking beyond rounding.
+    """
 
     name: Literal["cuda"] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._placed: dict[tuple[int, ...], tuple[DeviceMatrix, ...]] = {}
-        self._angles: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
@@ -97,9 +100,8 @@ class GpuBackend:
         """The angles of the centres on the device; kept for the other layers."""
         if angles is None:
             return None
-        key = angles[0].data_ptr(), angles[0].shape[0]
-        if self._angles is None or self._angles[0] != key:
-            self._angles = key, half_angles(angles, self.device)
+        if self._angles is None or self._angles[0] is not angles:
+            self._angles = angles, half_angles(angles, self.device)
         return self._angles[1]
 
     def prepare(

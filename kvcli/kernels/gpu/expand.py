@@ -78,7 +78,11 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
     """Fill out [n, cols] (any float dtype) with rows from `first` on, or with rows `ids` int64 [n], times `scale`."""
     f, count = matrix.format, out.shape[0] * matrix.groups
     if f.kind == PLAIN:
-        picked = matrix.codes[first : first + out.shape[0]] if ids is None else matrix.codes.index_select(0, ids)
+        picked = (
+            matrix.codes[first : first + out.shape[0]]
+            if ids is None
+            else matrix.codes.index_select(0, ids.clamp(min=0))
+        )
         return out.copy_(picked) if scale == 1.0 else out.copy_(picked.float() * scale)
     codes, high = matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8)
     launch(expand_groups, (triton.cdiv(count, GROUPS),))(

@@ -2,8 +2,8 @@
 
 A program owns `BN` rows. The vector stays in registers, and the program walks over its rows, `RC` at a time, with the
 next ones on the way. Activations are integers with a scale for each 32 elements, so that integer dot products cost
-about two instructions a weight: 8 bits (one plane, as in GGML's own kernels), or 16 in two planes of 8, where a matrix
-is so small that it costs no time. The norm before a product is folded: the producer of a vector multiplies by the
+about two instructions a weight: 8 bits (one plane, as in GGML's own kernels), or 16 in two planes of 8, where
+that costs next to nothing. The norm before a product is folded: the producer of a vector multiplies by the
 norm's weights, and the consumer multiplies its result by 1 / rms(x), from partial sums of squares that are added in a
 fixed order, so replays are bit-identical.
 """

@@ -25,7 +25,6 @@ INTERPRET = tl.constexpr(INTERPRETED)  # no inline assembly there, and no 16-bit
 LARGEST_HALF = tl.constexpr(65504.0)
 
 PARTS = {"f32": 1, "f16": 1, "bf16": 1, "int8": 2, "fp8": 2, "fp8_e5m2": 2, "int6": 4, "int4": 4}
-ROW_SCALES = ("int8", "int6", "int4")
 
 
 def launch_options(pdl: bool, warps: int) -> dict[str, Any]:
