@@ -19,6 +19,7 @@ from kvcli.kernels import Backend
 from kvcli.kernels.gpu import products
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.matvec import RESIDUAL
 from kvcli.options import SampleOptions
 from kvcli.runtime import archs, tokengraph
 from kvcli.runtime.config import from_gguf
@@ -34,21 +35,21 @@ from kvcli.runtime.tokengraph import TokenGraph
 from kvcli.runtime.weights import Weights
 
 VOCAB, PAGE, CONTEXT = 64, 16, 96
-LIMIT = 1e-3  # nats
+LIMITS = {"f16": 2e-5, "int4": 1e-3}  # nats; a number between two codes may become either
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(tokengraph, "SMALLEST_BUCKET", 32)
     if DEVICE == "cpu":  # the interpreter takes its time for each step of each program
-        monkeypatch.setattr(products, "tiles", lambda m, role: products.Tiles(64, _power(m), 32, 1))
+        monkeypatch.setattr(products, "tiles", _few_programs)
     with one_thread(), torch.inference_mode():
         yield
 
 
-def _power(matrix: DeviceMatrix) -> int:
+def _few_programs(matrix: DeviceMatrix, role: int) -> products.Tiles:
     n = matrix.cols if matrix.format.kind == PLAIN else max(16, matrix.groups)
-    return 1 << (n - 1).bit_length()
+    return products.Tiles(32 if role == RESIDUAL else 64, 1 << (n - 1).bit_length(), 32, 1)
 
 
 class Model:
@@ -110,11 +111,11 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
     text = iter(ids(60))
     for prompt, count in ((31, 2), (14, 3)) if sealed else ((31, 3),):
         chunk = [next(text) for _ in range(prompt)]
-        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < LIMIT
+        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < LIMITS[types]
         for _ in range(count):
             token = next(text)
             found = ours.token(token)
-            assert divergence(theirs.token(token), found) < LIMIT, ours.seq.length
+            assert divergence(theirs.token(token), found) < LIMITS[types], ours.seq.length
     assert ours.seq.length == (50 if sealed else 34) and ours.seq.tokens == theirs.seq.tokens
 
 
@@ -122,8 +123,8 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
 def test_prompts_without_a_graph(arch, types):
     ours, theirs = Model(arch, types, True), Model(arch, types, True, reference=True)
     text, first = ids(34), 28
-    assert divergence(theirs.feed(text[:first]), ours.feed(text[:first])) < LIMIT
-    assert divergence(theirs.feed(text[first:]), ours.feed(text[first:], ours.decoder)) < LIMIT
+    assert divergence(theirs.feed(text[:first]), ours.feed(text[:first])) < LIMITS[types]
+    assert divergence(theirs.feed(text[first:]), ours.feed(text[first:], ours.decoder)) < LIMITS[types]
 
 
 def test_same_bits_again_and_another_sequence():

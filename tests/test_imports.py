@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 from conftest import PACKAGE_ROOT, ROOT
 
 # The house, from the cellar (first line) up. A name is a module, or a package and all that is in it. A module
@@ -144,12 +145,38 @@ print(json.dumps(guilty))
     assert json.loads(result.stdout) == []
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "run --help", "models ls", "nonsense"])
+def test_triton_is_imported_by_few() -> None:
+    """At their top, only the kernels of a GPU and a token's graph; all else works where triton is not installed."""
+    users = ("kvcli.kernels.gpu", "kvcli.runtime.tokengraph")
+    names = [module for module in MODULES if not _is_in(module, users) and module != "kvcli.__main__"]
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.modules['triton'] = None\n"
+        f"for name in {names!r}: importlib.import_module(name)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_kv_runs_where_triton_is_absent(kv_env: dict[str, str]) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.modules['triton'] = None\n"
+        f"sys.argv = ['kv', 'run', {str(tiny.make('llama').path)!r}, '-p', 'Hello', '-n', '2']\n"
+        "from kvcli.cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=kv_env)
+    assert result.returncode == 0 and result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "run --help", "models ls", "nonsense", "estimate MODEL --gpu rtx3060-12g"]
+)
 def test_torch_is_not_imported_by(arguments: str) -> None:
-    """Judged from inside the process, at its end."""
+    """Judged from inside the process, at its end. Nor is triton."""
+    arguments = arguments.replace("MODEL", str(tiny.make("llama").path))
     code = (
         f"import atexit, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
-        "report = lambda: print('torch' in sys.modules, len(sys.modules), file=sys.stderr)\n"
+        "heavy = lambda: 'torch' in sys.modules or 'triton' in sys.modules\n"
+        "report = lambda: print(heavy(), len(sys.modules), file=sys.stderr)\n"
         "atexit.register(report)\n"
         f"sys.argv = ['kv', *{arguments.split()!r}]\n"
         "from kvcli.cli import main; main()"
