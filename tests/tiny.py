@@ -87,6 +87,24 @@ def make(name: str) -> Tiny:
     return Tiny(path, reference)
 
 
+@functools.cache
+def make_even(arch: str, quantized: bool) -> Path:
+    """A file without a tokenizer: 2 layers, 64 tokens, sizes that are multiples of 32; matrices but V as Q8_0, or F32.
+
+    Layers of gemma3 slide and do not slide.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 2, "head_dim": 64 if arch == "gemma3" else 32}
+    variant = Variant(arch, {"tie_word_embeddings": arch == "gemma3"})
+    if arch == "gemma3":
+        variant = Variant(
+            arch, {"layer_types": _slides(True, False)}, {"attention.sliding_window_pattern": [True, False]}
+        )
+    path = Path(_folder().name) / f"{arch}-even-{quantized}.gguf"
+    _write(path, variant, _reference(variant, sizes, 64), {}, quantized)
+    return path
+
+
 def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,7 +127,7 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     return model
 
 
-def _write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any]) -> None:
+def _write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(path, variant.arch)
     sizes, heads = model.config, (model.config.num_attention_heads, model.config.num_key_value_heads)
     base = 1e6 if variant.arch == "gemma3" else 1e4
@@ -132,7 +150,12 @@ def _write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any]) 
     for key, value in tokenizer.items():
         _add(writer, key, value)
     for name, weight in _tensors(variant, model, heads):
-        writer.add_tensor(name, np.ascontiguousarray(weight.numpy(), dtype=np.float32))
+        values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
+        if quantized and weight.dim() == 2 and "attn_v" not in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
