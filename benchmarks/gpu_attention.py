@@ -24,10 +24,12 @@ import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
-from kvcli.kernels.gpu.combine import Quantized, combine
+from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
+from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal
+from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.kernels.rotation import rotate
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
@@ -35,7 +37,7 @@ from kvcli.runtime.layout import GroupLayout, KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Sequence, _record
+from kvcli.runtime.sequence import Sequence, paged_record
 
 TYPES = (
     ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),
@@ -182,7 +184,7 @@ def check_all(workers: int) -> dict[str, float]:
 
 def arena(group: GroupLayout, pages: int) -> torch.Tensor:
     """uint8 [pages, page_bytes] with finite numbers everywhere."""
-    r = _record(group)
+    r = paged_record(group)
     memory = torch.randint(0, 256, (pages, group.page_bytes), dtype=torch.uint8, device="cuda")
     records = memory.view(pages * r.kv_heads, r.record_bytes)
     for codec, at, n in ((r.codec_k, 0, r.k_row_bytes), (r.codec_v, r.v_offset, r.v_row_bytes)):
@@ -204,7 +206,7 @@ class Timed:
     def __init__(self, kind: str, context: int, dim: int = 128, kv_heads: int = 8, group: int = 4) -> None:
         self.layout = layer((kind, kind), (dim, dim), kv_heads).groups[0]
         self.context, self.heads = context, kv_heads * group
-        r, n = _record(self.layout), -(-context // 64)
+        r, n = paged_record(self.layout), -(-context // 64)
         self.bytes = context * kv_heads * (r.k_row_bytes + r.v_row_bytes + self.layout.scale_bytes)
         count = max(2, -(-400_000_000 // (n * self.layout.page_bytes)))
         self.memory = arena(self.layout, count * n)
@@ -220,7 +222,7 @@ class Timed:
                 table = torch.zeros(n, dtype=torch.int64, device="cuda")
                 first = self.open_memory.data_ptr() + 2 * i * opened.page_bytes
                 table[0], table[-1] = first, first + opened.page_bytes
-                two = DevicePages(_record(opened), table, 0)
+                two = DevicePages(paged_record(opened), table, 0)
             self.pages.append(
                 DevicePages(
                     r,
@@ -239,19 +241,24 @@ class Timed:
         self.position = torch.tensor([context - 2], device="cuda")  # its page is not full
         q = torch.randn(1, self.heads, dim, device="cuda") * LOG2_E * dim**-0.5
         self.queries = Queries(q.half(), q.half(), torch.zeros(1, self.heads, device="cuda"))
-        self.output = Quantized.empty(1, self.heads * dim, "cuda")
+        self.output = Activations.empty(self.heads * dim, False, torch.device("cuda"))
 
     def run(self, splits: int, tiles: Tiling | None = None, merge: bool = True, pdl: bool = True) -> float:
         """us a layer."""
         partials = Partials.empty(1, self.heads, self.pages[0], splits)
-        at = self.position if self.pages[0].open else None
 
         def one(i: int) -> None:
             attend(self.queries, self.pages[i], self.position, 0, 0.0, splits, partials, pdl, tiles)
             if merge:
-                combine(partials, self.pages[i], None, self.output, at, pdl)
+                combine(partials, self.pages[i], self.output, pdl)
 
         return replayed(one, len(self.pages))
+
+    def sealed(self) -> float:
+        """us of sealing the page that the row at `position` fills."""
+        if self.pages[0].open is None:
+            return 0.0
+        return replayed(lambda i: seal_page(self.pages[i], self.position, True), len(self.pages))
 
     def prepared(self) -> float:
         """us of `prepare` alone."""
@@ -327,11 +334,11 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         row["attend_us"] = case.run(splits, tiles, merge=False)
         row["prepare_us"] = case.prepared()
         case.position += 1
-        row["sealing_us"] = case.run(splits, tiles) - us
+        row["sealing_us"] = case.sealed()
         results.append(row)
         print(f"| {kind} | {context} | {us:.2f} | {rate:.0f} | {splits} | {used} |", end="")
         print(
-            f" attend alone {row['attend_us']:.2f}, prepare {row['prepare_us']:.2f}, sealing +{row['sealing_us']:.2f}",
+            f" attend alone {row['attend_us']:.2f}, prepare {row['prepare_us']:.2f}, sealing {row['sealing_us']:.2f}",
             flush=True,
         )
         del case

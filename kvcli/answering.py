@@ -67,7 +67,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
 def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
     """What the sequence holds now."""
     layout = engine.layout
-    pages = [sequence.pages(group) for group in range(len(layout.groups))]
-    nbytes = sum(count * group.page_bytes for count, group in zip(pages, layout.groups, strict=True))
+    pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones
+    nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
     type_k, type_v = engine.cache_types
     return CacheFacts(type_k, type_v, layout.page_size, sum(pages), nbytes, sequence.length, engine.ctx_size)

@@ -57,11 +57,11 @@ class TypeFlags:
         return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs))
 
     def _zipped(self) -> list[Types]:
-        """-ctk and -ctv side by side; one entry stands for as many as the other has, none for the same types."""
+        """-ctk and -ctv side by side; one entry stands for as many as the other has, none for f16."""
         if self.cache_type_k is None and self.cache_type_v is None:
             return []
-        keys = _checked(self.cache_type_k or self.cache_type_v, "--cache-type-k")
-        values = _checked(self.cache_type_v or self.cache_type_k, "--cache-type-v")
+        keys = _checked(self.cache_type_k or "f16", "--cache-type-k")
+        values = _checked(self.cache_type_v or "f16", "--cache-type-v")
         if len(keys) != len(values) and 1 not in (len(keys), len(values)):
             raise UsageError(
                 f"--cache-type-k has {len(keys)} types and --cache-type-v {len(values)}",
@@ -74,14 +74,12 @@ class TypeFlags:
 def type_product(both: str | None, keys: str | None, values: str | None) -> list[Types]:
     """Lists as -ct, -ctk and -ctv take them: each of the first, and each type of keys with each type of values.
 
-    None everywhere is f16; with one of keys and values missing the other stands for both. Raises UsageError.
+    None is f16, as for `kv run`. Raises UsageError.
     """
     pairs = [_pair(entry) for entry in _entries(both, "--cache-type")] if both is not None else []
-    if keys is not None and values is not None:
-        of_values = _checked(values, "--cache-type-v")
-        pairs += [(k, v) for k in _checked(keys, "--cache-type-k") for v in of_values]
-    elif keys is not None or values is not None:
-        pairs += [(t, t) for t in _checked(keys or values, "--cache-type-k" if keys else "--cache-type-v")]
+    if keys is not None or values is not None:
+        of_values = _checked(values or "f16", "--cache-type-v")
+        pairs += [(k, v) for k in _checked(keys or "f16", "--cache-type-k") for v in of_values]
     return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs or [("f16", "f16")]))
 
 
