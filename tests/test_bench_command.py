@@ -173,9 +173,8 @@ def test_types_of_keys_and_values_are_multiplied() -> None:
     assert type_product("f16,int8/int4", None, None) == [("f16", "f16"), ("int8", "int4")]
     product = [("f16", "int8"), ("f16", "int4"), ("int8", "int8"), ("int8", "int4")]
     assert type_product(None, "f16,q8_0", "int8,int4") == product
-    assert type_product(None, "int8", None) == [("int8", "f16")] and type_product(None, None, "int8") == [
-        ("f16", "int8")
-    ]
+    assert type_product(None, "int8", None) == [("int8", "f16")]
+    assert type_product(None, None, "int8") == [("f16", "int8")]
     with pytest.raises(UsageError):
         type_product(None, None, "int7")
 

@@ -160,7 +160,7 @@ def test_triton_is_imported_by_few() -> None:
 def test_kv_runs_where_triton_is_absent(kv_env: dict[str, str]) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.modules['triton'] = None\n"
-        f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '2']\n"
+        f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '2', '--raw']\n"
         "from kvcli.cli import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=kv_env)
