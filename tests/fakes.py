@@ -109,7 +109,8 @@ class FakeEngine:
         self.cache_types = ("f32", "f32")
         self.notices: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
-        self.layout = SimpleNamespace(page_size=64, groups=[SimpleNamespace(page_bytes=1 << 20)])
+        group = SimpleNamespace(page_bytes=1 << 20)
+        self.layout = SimpleNamespace(page_size=64, groups=[group], arenas=[group])
         self.calls: list[tuple[list[int], SampleOptions]] = []
         self.before_token: Callable[[int], None] = lambda number: None
         self.before_prefill: Callable[[], None] = lambda: None
