@@ -197,6 +197,18 @@ SealedMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=
 test_machine = SealedMachine.TestCase
 
 
+@pytest.mark.parametrize("ubatch", (1, 7, 40))
+def test_the_first_page_fixes_the_mean_though_its_window_is_gone_when_the_first_page_is_sealed(ubatch: int):
+    """Three pages of sinks are more than the window."""
+    where, tokens = tiny_layout(("int8", "int8"), 1, 3), list(range(1, 130))
+    ours, whole = Sequence(PoisonedPool(where)), Sequence(PoisonedPool(where))
+    append(ours, tokens, ubatch)
+    append(whole, tokens)
+    for layer, (mine, theirs) in enumerate(zip(views(ours), views(whole), strict=True)):
+        pairs = zip(seen(mine, KINDS[layer], 129), seen(theirs, KINDS[layer], 129), strict=True)
+        assert all(a.isfinite().all() and torch.equal(a, b) for a, b in pairs), layer
+
+
 # --- pages against the plan
 
 

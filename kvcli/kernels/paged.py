@@ -79,7 +79,7 @@ class PagedKV:
     def records(self, page: int) -> torch.Tensor:
         """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""
         r = self.record
-        flat = self.pages[page - self.first_page]
+        flat = self.pages[page - self.first_page] if page >= self.first_page else None
         if flat is None:
             raise ValueError(f"page {page} is not in this class of pages")
         return flat[self.offset : self.offset + r.kv_heads * r.record_bytes].view(r.kv_heads, r.record_bytes)

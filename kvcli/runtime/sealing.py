@@ -26,28 +26,21 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     if kv.open is None:
         return None
     size = kv.record.page_size
-    first, last = _sealed(kv, start, end)
-    if first < last and not kv.basis.known:
+    if fixes_basis(kv, end):
         _fix_basis(ops, kv, kv.open, rope)
+    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
     if first < last:
         ops.seal(kv, first, last, angles)
     return angles
 
 
-def _sealed(kv: PagedKV, start: int, end: int) -> tuple[int, int]:
-    """The rows that are sealed as rows [start, end) come."""
-    size = kv.record.page_size
-    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
-    return first, last
+def fixes_basis(kv: PagedKV, end: int) -> bool:
+    """Whether a step up to row `end` fixes the mean of keys and the scales: the one that fills the first page.
 
-
-def seals_with_unknown_basis(kv: PagedKV, start: int, rows: int) -> bool:
-    """Whether these rows seal the first ones of the sequence, which fixes the mean of keys and the scales."""
-    if kv.open is None or kv.basis.known:
-        return False
-    first, last = _sealed(kv, start, start + rows)
-    return first < last
+    Not later: a sliding group lets go of that page, perhaps before it seals any.
+    """
+    return kv.open is not None and not kv.basis.known and end >= kv.record.page_size
 
 
 def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:

@@ -26,7 +26,7 @@ from kvcli.kernels.paged import PagedKV
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import GroupLayout, KVLayout
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sealing import seals_with_unknown_basis
+from kvcli.runtime.sealing import fixes_basis
 from kvcli.runtime.sequence import Sequence, Step, paged_record
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
@@ -144,7 +144,7 @@ class TokenGraph:
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        plainly = any(seals_with_unknown_basis(step.kv(i), step.start, 1) for i in range(self.model.config.n_layers))
+        plainly = any(fixes_basis(step.kv(i), step.start + 1) for i in range(self.model.config.n_layers))
         if plainly:
             logits = self._run_plainly(step)
         else:
