@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.span import NOTHING, span
-from kvcli.kernels.gpu.tiles import PARTS, launch_options, wait_for_inputs
+from kvcli.kernels.gpu.tiles import PARTS, launch_options
 
 CODE_CENTRE = {"int4": 7.5, "int6": 31.5}  # of codes that are not centred when they are unpacked
 HEAD_FACTOR = {"fp8": 256.0, "fp8_e5m2": 1.0}  # times the scale of a head
@@ -88,7 +89,7 @@ def _attend(
     if (share > splits) & (first <= newest):  # the sinks before it
         open_lo = visible * OPEN_TILES
         open_hi = tl.minimum(own, SINKS) * OPEN_TILES
-    wait_for_inputs(PDL)
+    wait_for_previous(PDL)
     if lo < hi:
         span(
             lo, hi, q, qc, qb, ok, row, at, oldest, newest, head, table, origin, offset, angles, scale_k, scale_v,

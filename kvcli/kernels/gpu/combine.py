@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.attention import Partials
-from kvcli.kernels.gpu.language import store_activations
+from kvcli.kernels.gpu.language import store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
-from kvcli.kernels.gpu.tiles import bound, launch_options, wait_for_inputs
+from kvcli.kernels.gpu.tiles import bound, launch_options
 from kvcli.kernels.rotation import block
 
 MOST_PARTS = 512
@@ -65,7 +65,7 @@ def _combine(
     KEEP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a head and row."""
-    wait_for_inputs(PDL)
+    wait_for_previous(PDL)
     _finish(
         tl.program_id(0), tl.program_id(1).to(tl.int64), out, tops, totals, result, codes, scales, sums, parts, HEADS,
         DIM, PAD, TURN, STEP, KEEP, QUANTIZE,
@@ -76,7 +76,7 @@ def _combine(
 def _quantize(x, codes, scales, sums, groups, GROUPS: tl.constexpr, PDL: tl.constexpr):
     first = tl.program_id(0) * GROUPS
     i = tl.arange(0, GROUPS * 32)
-    wait_for_inputs(PDL)
+    wait_for_previous(PDL)
     v = tl.load(x + first * 32 + i, mask=i < (groups - first) * 32, other=0.0)
     store_activations(v, first * 32, groups * 32, groups - first, codes, scales, sums, x, GROUPS, False)
 

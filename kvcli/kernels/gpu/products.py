@@ -110,6 +110,8 @@ def matvec(
     to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it.
     """
     t = chosen or tiles(matrix, role)
+    if squares is not None and squares.numel() != triton.cdiv(matrix.rows, t.bn):
+        raise ValueError(f"{squares.numel()} sums of squares for programs of {t.bn} of {matrix.rows} rows")
     grid = (triton.cdiv(matrix.rows, t.bn),)
     spare = x.scales
     tensors = (

@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
-from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options, wait_for_inputs
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.rotation import block
 
 LOG2_E = 1.4426950408889634
@@ -124,7 +125,7 @@ def _prepare(
     c, s = 0.0, 0.0
     if ROPE > 0:
         c, s = turning(at, frequencies, ROPE, PAD_K)
-    wait_for_inputs(PDL)
+    wait_for_previous(PDL)
     if head < HEADS:
         x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
         if CENTRED:

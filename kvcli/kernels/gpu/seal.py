@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.rows import hadamard
-from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options, wait_for_inputs
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options
 from kvcli.kernels.rotation import block
 
 ROWS = tl.constexpr(16)
@@ -245,7 +246,7 @@ def _seal(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
+    wait_for_previous(PDL)
     seal_program(
         tl.program_id(0), tl.program_id(2), tl.program_id(1), position, first, end, table, open_table, centre, angles,
         scale_k, scale_v, origin, offset, open_offset, IN_STEP, SIZE, SINKS, TAIL, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K,

@@ -18,10 +18,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-INTERPRET = tl.constexpr(INTERPRETED)  # no inline assembly there, and no 16-bit arithmetic in pairs
+from kvcli.kernels.gpu.language import INTERPRET, INTERPRETED
+
 LARGEST_HALF = tl.constexpr(65504.0)
 
 PARTS = {"f32": 1, "f16": 1, "bf16": 1, "int8": 2, "fp8": 2, "fp8_e5m2": 2, "int6": 4, "int4": 4}
@@ -43,14 +42,6 @@ else:
     @triton.jit
     def bound(x):
         return x
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Until the kernels before have ended; from here on the next one may start to be launched."""
-    if PDL and not INTERPRET:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
