@@ -133,14 +133,17 @@ def test_bytes_are_those_that_the_pool_holds_at_the_peak(types: tuple[str, str],
 
 
 def test_the_table_has_a_row_for_each_type_and_f16_first(ppl: Ppl):
-    code, out, err = ppl("-v", "-ct", "int4,int8/int4,f32", "-ctk", "fp8,f16", "-ctv", "int8")
+    code, out, err = ppl("-v", "-ct", "int4,int8/int4,f32")
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:3] == ["type", "PPL", "±"]
-    assert [line[0] for line in lines[1:]] == ["f16", "int4", "int8/int4", "f32", "fp8/int8", "f16/int8"]
+    assert [line[0] for line in lines[1:]] == ["f16", "int4", "int8/int4", "f32"]
     assert lines[1][3:5] == ["+0.000", "0.000000"] and all(len(line) == 12 for line in lines[1:])
     assert float(lines[2][1]) > 1 and float(lines[2][4]) > 0
     assert "tokens scored" in err
+    _, out, _ = ppl("--chunks", "1", "-ctk", "fp8,f16", "-ctv", "int8,int4")
+    multiplied = ["fp8/int8", "fp8/int4", "f16/int8", "f16/int4"]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["f16", *multiplied]
 
 
 def test_json_is_one_object_with_every_figure(ppl: Ppl, tmp_path: Path):
@@ -181,7 +184,8 @@ def test_gates_are_exit_8_after_the_table(ppl: Ppl):
     code, out, err = ppl("-ct", "int4", "--chunks", "1", "--max-kld", "1e-9")
     assert code == 8 and out.count("\n") == 3 and "int4: KLD" in err and "above 1e-09" in err
     code, out, _ = ppl("-ct", "int4", "--chunks", "1", "--max-kld", "1e-9", "--json")
-    assert code == 8 and len(json.loads(out)["failures"]) == 1
+    value = json.loads(out)
+    assert code == 8 and value["failures"] == [value["error"]["message"]] and value["error"]["code"] == 8
     assert ppl("-ct", "int4", "--chunks", "1", "--max-kld", "10", "--max-ppl-delta", "50%")[0] == 0
 
 
@@ -199,9 +203,12 @@ def test_the_gate_of_ppl_is_on_the_way_up_only(ppl: Ppl):
         (("-ct", "int5"), "'int5' is not a cache type"),
         (("-ct", "f16,,int4"), "empty entry"),
         (("-ct", "int8/"), "'' is not a cache type"),
-        (("-ctk", "int8,int4,f16", "-ctv", "int4,int8"), "--cache-type-k has 3 types and --cache-type-v 2"),
+        (("-ctv", "int8/int4"), "--cache-type-v: 'int8/int4' is not a cache type"),
+        (("-ct", "auto,f16", "--max-kld", "0"), "a limit for f16 alone checks nothing"),
+        (("-ct", "f16", "--max-ppl-delta", "1"), "a limit for f16 alone checks nothing"),
         (("--max-ppl-delta", "much"), "--max-ppl-delta is 'much'"),
         (("--max-kld", "-1"), "--max-kld is -1"),
+        (("--chunks", "-1"), "--chunks is '-1'"),
         (("-c", "4"), "nothing to measure"),
         (("-c", "100k"), "one chunk needs"),
         (("--page-size", "48"), "--page-size is 48"),
