@@ -191,10 +191,11 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
         text = error.format_message()  # type: ignore[attr-defined]
         if type(error).__name__ == "NoArgsIsHelpError":
             return UsageError(text), True
-        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error)):
-            return wrong, False
         context = getattr(error, "ctx", None)
-        return UsageError(text.rstrip("."), f"see {context.command_path if context else 'kv'} --help"), False
+        help_page = f"see {context.command_path if context else 'kv'} --help"
+        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
+            return wrong, False
+        return UsageError(text.rstrip("."), help_page), False
     if isinstance(error, typer.Abort):
         interrupted = KVError("aborted")
         interrupted.exit_code = EXIT_INTERRUPTED
@@ -209,7 +210,7 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
     return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback"), False
 
 
-def _wrong_value(error: typer.BadParameter) -> UsageError | None:
+def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None:
     """An option's value that is no number, or one out of bounds, in our words; None for all else.
 
     They follow from the cause, an error of pydantic, by which Typer reads values; one that does not keeps its words.
@@ -226,7 +227,7 @@ def _wrong_value(error: typer.BadParameter) -> UsageError | None:
     elif found["type"] == "greater_than_equal":
         must = f"it is {found['ctx']['ge']} or more"
     else:
-        return UsageError(f"{names[0]}: {error.message.removeprefix('Value error, ').rstrip('.')}")
+        return UsageError(f"{names[0]}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
     return UsageError(f"{names[0]} is '{found['input']}'", must)
 
 

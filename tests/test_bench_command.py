@@ -95,7 +95,7 @@ def test_types_tail_and_sinks_are_those_of_kv_run(bench: Bench) -> None:
         assert [(r["type_k"], r["type_v"]) for r in value["results"]] == [("f16", "int8")]
         assert (value["kv_tail"], value["kv_sink"]) == (1, int(sinks)) and tables(out)[0][1][3] == "-"
         found.append(value["memory"][0]["kv_bytes"])
-    assert found[0] < found[1]
+    assert found[0] != found[1]  # of one arena and of two
 
 
 def test_a_terminal_gets_aligned_columns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

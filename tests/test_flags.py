@@ -166,7 +166,7 @@ def test_lists_of_types():
     [
         (("run", "-ub", "abc"), "--ubatch-size is 'abc'\n  it is a whole number\n"),
         (("run", "--temp", "warm"), "--temp is 'warm'\n  it is a number\n"),
-        (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n"),
+        (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n  see kv run --help\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
