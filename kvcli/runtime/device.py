@@ -31,7 +31,6 @@ class Device:
     kind: str  # CPU or CUDA
     index: int = 0
     name: str = CPU  # as the driver calls it
-    capability: tuple[int, int] | None = None
     notice: str = ""
 
     def __str__(self) -> str:
@@ -87,7 +86,7 @@ def _first_usable(cards: list[dict[str, Any]]) -> Device:
 
 
 def _device(card: dict[str, Any]) -> Device:
-    return Device(CUDA, card["index"], card["name"], _capability(card))
+    return Device(CUDA, card["index"], card["name"])
 
 
 def why_no_gpu() -> str:
