@@ -20,6 +20,15 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
+class EvictOptions:
+    """What is forgotten where the context is full. `policy`: a file of `runtime/eviction`."""
+
+    policy: str = "none"
+    window: int = 0  # recent tokens that stay; 0 = as many as the context holds
+    keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
+
+
+@dataclass(frozen=True)
 class CacheOptions:
     """The KV cache: how long, which types, how cut into pages."""
 
@@ -31,6 +40,7 @@ class CacheOptions:
     tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
+    evict: EvictOptions = EvictOptions()
 
 
 @dataclass(frozen=True)

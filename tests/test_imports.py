@@ -20,8 +20,8 @@ kvcli
 kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
 kvcli.runtime
-kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth
-kvcli.runtime.headercache kvcli.runtime.memory
+kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.eviction kvcli.runtime.growth
+kvcli.runtime.grouplayout kvcli.runtime.headercache kvcli.runtime.memory
 kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.repacked kvcli.runtime.stops kvcli.runtime.wire
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
 kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import kernels
-from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.errors import ContextOverflow, DeviceError, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs, guard, repacked
+from kvcli.runtime import archs, eviction, guard, repacked
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
@@ -54,8 +54,12 @@ class Engine:
         self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
+        eviction.check(cache.evict, cache.page_size)
+        if self.device.kind == CUDA and eviction.policy(cache.evict.policy).evicts:
+            raise DeviceError("--evict does not work on a GPU yet", "use --device cpu")
         threads = load.threads or physical_cores()
         pool_bytes = self._plan(file, load, cache, threads)
+        self.layout = self._setting.settled(self.layout, self.ctx_size)
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(

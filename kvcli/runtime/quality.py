@@ -14,7 +14,8 @@ import torch
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
 
