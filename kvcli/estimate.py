@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime import eviction, footprint, overheads
 from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
@@ -144,7 +144,7 @@ class Setting:
     runtime_bytes: int | None = None  # None = not measured: the default of the device's kind
     margin: int = DEFAULT_MARGIN
     runtime_source: str = footprint.MEASURED
-    evict: EvictOptions = EvictOptions()
+    evict: EvictOptions = FORGET_NOTHING
 
     def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
         """The layout with what `evict` keeps in a context of that size. Raises UsageError where that cannot be."""

@@ -28,6 +28,9 @@ class EvictOptions:
     keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
 
 
+FORGET_NOTHING = EvictOptions()
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """The KV cache: how long, which types, how cut into pages."""
@@ -40,7 +43,7 @@ class CacheOptions:
     tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
-    evict: EvictOptions = EvictOptions()
+    evict: EvictOptions = FORGET_NOTHING
 
 
 @dataclass(frozen=True)

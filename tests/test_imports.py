@@ -38,10 +38,10 @@ kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
 kvcli.runtime.benching kvcli.runtime.plannedmodel
-kvcli.comparison kvcli.doctor kvcli.verification
+kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
-kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
+kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.explanation kvcli.opening kvcli.sinks
 kvcli.answering kvcli.measuring
 kvcli.chatsession

@@ -44,9 +44,7 @@ def attention(
     if kv.open is not None:  # queries of one page at a time: they read the same pages open
         cuts += range(size - start % size, q.shape[0], size)
     cuts.append(q.shape[0])
-    parts = [
-        _attend(q[a:b], sink_q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in pairwise(cuts)
-    ]
+    parts = [_attend(q[a:b], sink_q[a:b], kv, start + a, window, scale, softcap, angles) for a, b in pairwise(cuts)]
     return torch.cat(parts).flatten(1)
 
 

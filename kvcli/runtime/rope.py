@@ -8,7 +8,6 @@ import torch
 from kvcli.kernels import CENTRE_ROWS, Angles
 from kvcli.runtime.config import ModelConfig, RopeConfig
 
-
 TABLES = 8  # of centres that are kept: several layer groups and sequences share one configuration
 
 

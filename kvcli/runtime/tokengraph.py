@@ -23,8 +23,8 @@ from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, m
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.paged import PagedKV
-from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import fixes_basis

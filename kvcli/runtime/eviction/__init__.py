@@ -44,6 +44,16 @@ class Retention:
         return max(0, self.start(position) - self.keep)
 
     @property
+    def whole(self) -> int:
+        """The longest prefix of a sequence whose last query still sees all of it."""
+        return (self.keep // self.page_size + 1) * self.page_size + self.window - 1
+
+    def until_next(self, position: int) -> int:
+        """Tokens behind `position` until one sees fewer of those before it."""
+        behind = max(self.start(position), self.keep) // self.page_size
+        return (behind + 1) * self.page_size + self.window - 1 - position
+
+    @property
     def kept_pages(self) -> int:
         """Pages that hold the first `keep` rows."""
         return -(-self.keep // self.page_size)
@@ -52,6 +62,10 @@ class Retention:
     def pages_behind(self) -> int:
         """Most pages of the window behind that of a step's first query."""
         return -(-(self.window - 1) // self.page_size)
+
+    def notice(self, ctx_size: int) -> str:
+        """What is forgotten, for people."""
+        return f"beyond {ctx_size:,} tokens old ones are forgotten: {self} stay, in whole pages"
 
     def __str__(self) -> str:
         return f"the first {self.keep:,} and the last {self.window:,}" if self.keep else f"the last {self.window:,}"
