@@ -154,9 +154,12 @@ class Setting:
         """What a run needs that fills its context, and where rows are evicted goes on for as long as it likes (token
         ids aside). Raises UsageError as `settled` does."""
         settled = self.settled(layout, ctx_size)
-        if settled.retention is None:
-            return self.plan(settled, ctx_size)
-        return replace(self.plan(settled, ctx_size + self.step(settled)), tokens=ctx_size)
+        return replace(self.plan(settled, self.most(settled, ctx_size)), tokens=ctx_size)
+
+    def most(self, settled: KVLayout, ctx_size: int) -> int:
+        """Tokens after which a run needs no more pages: those of the context; where rows are evicted also a step that
+        comes on top of what is kept."""
+        return ctx_size + self.step(settled) if settled.retention else ctx_size
 
     def plan(self, layout: KVLayout, tokens: int) -> Plan:
         """What `sequences` of `tokens` need under `layout`."""

@@ -27,6 +27,13 @@ class EvictOptions:
     window: int = 0  # recent tokens that stay; 0 = as many as the context holds
     keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
 
+    @property
+    def args(self) -> list[str]:
+        """The flags that say so."""
+        policy = ["--evict", self.policy] if self.policy != "none" else []
+        window = ["--window", str(self.window)] if self.window else []
+        return policy + window + (["--keep", str(self.keep)] if self.keep is not None else [])
+
 
 FORGET_NOTHING = EvictOptions()
 
