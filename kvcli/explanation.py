@@ -23,7 +23,7 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     wish, tokens, keeps = report.wish, o.tokens, o.layout.retention
     yield f"{o.label} at {o.plan.tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
     if keeps:
-        yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + {o.step:,} of a step = {tokens:,} tokens"
+        yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + a step of {o.step:,} = {tokens:,}"
     counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
     sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
     for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
