@@ -33,8 +33,8 @@ from kvcli.runtime.sequence import Sequence, Step, paged_record
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
 UPLOADS = 4  # page tables on the way to the device at once
-PROGRAMS = {4: 1056, 6: 1056, 8: 792}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
-OTHER_PROGRAMS = 400
+PROGRAMS = {4: 1008, 6: 1008, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
+OTHER_PROGRAMS = 264
 MOST_SPLITS = 126  # with the parts for open pages these are 128, which are combined in one go
 PAGES_EACH = 4  # for a share to be worth a program
 
