@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from cachecases import append, read, rows, tiny_layout, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernelcases import backend, one_thread
@@ -240,6 +241,54 @@ def test_the_kernels_and_the_plan_agree_on_what_is_seen(keep: int, window: int, 
     assert seen >= min(position + 1, window)
     first = where.groups[0].first_page(position)
     assert first * SIZE == retention.start(position) <= max(0, position - window + 1)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(("append", "append", "give up", "fork", "rewind", "close")), st.integers(0, 70)),
+    min_size=5,
+    max_size=16,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(OPERATIONS, st.integers(0, 40), st.integers(16, 60))
+def test_whatever_is_done_every_row_that_can_be_seen_is_right(
+    operations: list[tuple[str, int]], keep: int, window: int
+):
+    """Sequences that share pages; a row says which token and position it belongs to."""
+    retention = Retention(keep, window, SIZE)
+    pool = PoisonedPool(tiny_layout().evicting(retention))
+    live, tokens = [(Sequence(pool), [])], iter(range(1, 1 << 20))
+    for kind, n in operations:
+        seq, known = live[n % len(live)]
+        if kind == "append":
+            ids = [next(tokens) for _ in range(n + 1)]
+            append(seq, ids)
+            known += ids
+        elif kind == "give up":
+            write(seq.reserve([0] * (n + 1)), [0] * (n + 1))
+        elif kind == "fork":
+            live.append((seq.fork(), list(known)))
+        elif kind == "rewind":
+            length = seq.rewindable(max(0, len(known) - n))
+            seq.rewind(length)
+            del known[length:]
+        elif len(live) > 1:
+            live.remove((seq, known))
+            seq.close()
+        pool.check(held for each, _ in live for held in each.holds())
+        for each, expected in live:
+            check_visible(each, expected, retention)
+
+
+def check_visible(seq: Sequence, tokens: list[int], retention: Retention) -> None:
+    """Rows of the full layer (model layer 1) that the next query reads."""
+    assert seq.tokens == tokens
+    first = retention.start(len(tokens))
+    for start, end in ((0, min(retention.keep, first, len(tokens))), (first, len(tokens))):
+        if start < end:
+            found = read(seq._view(1)[0], start, end)
+            assert all(map(torch.equal, found, rows(tokens[start:end], start, 1)))
 
 
 # --- policies

@@ -79,8 +79,10 @@ def _sink_queries(
 ) -> torch.Tensor | None:
     """Queries for the rows that are kept before evicted ones: q [T, heads, dim_k], not turned yet, turned to where it
     stands inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
+    if rope is None or kv.keep == 0:
+        return None
     gaps = kv.gaps(start, q.shape[0])
-    if rope is None or kv.keep == 0 or not gaps.any():
+    if not gaps.any():
         return None
     sink_q = q.clone(memory_format=torch.contiguous_format)
     ops.rope_(sink_q, *rope.inside(start, gaps))
