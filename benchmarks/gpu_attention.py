@@ -33,7 +33,8 @@ from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.kernels.rotation import rotate
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
