@@ -24,7 +24,7 @@ import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
@@ -33,7 +33,8 @@ from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.kernels.rotation import rotate
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
@@ -153,7 +154,7 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
     for page in there.pages:
         if page is not None:
             page.fill_(0xA5)
-    seal(device_pages(there, "cuda", half_angles(angles, "cuda")), 64, 256)
+    seal(device_pages(there, "cuda", None if angles is None else half_angles(angles, "cuda")), 64, 256)
     pairs = [(a, b) for a, b in zip(kv.pages, there.pages, strict=True) if a is not None and b is not None]
     used = group.page_size * (group.k_row_bytes + group.v_row_bytes + group.scale_bytes)
     heads = [(x.view(group.kv_heads, -1)[:, :used] for x in (a, b.cpu())) for a, b in pairs]
@@ -316,7 +317,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         best: tuple[float, int, Tiling | None] | None = None
         for tiles in tilings(kind) if sweep else [None]:
             for splits in (1, 2, 4, 8, 16) if context <= 1024 else (16, 32, 33, 64, 66, 99, 132):
-                if part_count(case.pages[0], splits) > 512:
+                if part_count(case.pages[0], splits) > MOST_PARTS:
                     continue
                 try:
                     us = case.run(splits, tiles)

@@ -18,12 +18,11 @@ import typer
 from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages, one_pair
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
-from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
 MAX_CTX = 1 << 31
-MAX_THREADS = 1024
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -114,8 +113,8 @@ class ModelFlags:
             raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
         if self.backend not in ("auto", "native", "reference"):
             raise UsageError(f"--backend is '{self.backend}'", "it is one of auto, native, reference")
-        if not 0 <= self.threads <= MAX_THREADS:
-            raise UsageError(f"--threads is {self.threads}", f"it is 1 to {MAX_THREADS:,}, or 0 for the physical cores")
+        if not 0 <= self.threads <= 1024:
+            raise UsageError(f"--threads is {self.threads}", "it is 1 to 1,024, or 0 for the physical cores")
         if self.vram_limit is not None:
             parse_size(self.vram_limit, "--vram-limit", main_memory().total)
         parse_device(self.device)
@@ -175,14 +174,14 @@ class CacheFlags:
         ),
     ] = CacheOptions.ubatch
 
-    def options(self) -> CacheOptions:
+    def options(self, evict: EvictOptions) -> CacheOptions:
         """Raises UsageError for a value out of range."""
         type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
         check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
         _at_least(1, self.ubatch_size, "--ubatch-size")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
-        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type)
+        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
 
 
 @dataclass(frozen=True)

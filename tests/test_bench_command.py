@@ -213,3 +213,15 @@ def test_memory_on_a_gpu_is_counted_from_before_the_first_engine(monkeypatch: py
     free[:] = 75, 20
     engine = SimpleNamespace(device=Device(CUDA, 1), peak_on_card=lambda before: before - 8)
     assert meter.used(engine) == 42
+
+
+def test_evicting(bench: Bench) -> None:
+    flags = ("-p", "20", "-n", "6", "-d", "150", "-ct", "f16", "-r", "1", "--no-warmup", "-ub", "16")
+    found = []
+    for more in ((), ("--evict", "sink", "--window", "32")):
+        code, out, err = bench(*flags, *more)
+        assert (code, err) == (0, "")
+        found.append(json.loads(out.splitlines()[-1]))
+    assert found[1]["evict"] == {"policy": "sink", "keep": 4, "window": 32}
+    reads = [next(r["read_bytes_per_token"] for r in x["results"] if r["test"] == "tg") for x in found]
+    assert reads[1] < reads[0]

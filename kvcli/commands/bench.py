@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli import opening, render
+from kvcli import measuring, opening, render
 from kvcli.cacheflags import Types
 from kvcli.errors import DoesNotFit, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.options import LoadOptions
@@ -76,10 +77,10 @@ class BenchFlags:
             raise UsageError("there is nothing to measure: -p and -n are both 0")
         return found
 
-    def cache(self, pair: Types, types: TypeFlags, cases: list[Case]) -> CacheOptions:
+    def cache(self, pair: Types, types: TypeFlags, cases: list[Case], evict: EvictOptions) -> CacheOptions:
         """A context that holds every test. Types are measured even where the weights speak against them."""
         pages = types.page_size, self.ubatch_size, types.kv_tail, types.kv_sink
-        return CacheOptions(max(case.rows for case in cases), *pair, *pages, force_types=True)
+        return CacheOptions(max(case.rows for case in cases), *pair, *pages, force_types=True, evict=evict)
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,18 @@ class _Setting:
     threads: int
     bandwidth: float | None
     source: str
+    evict: dict[str, Any]  # the policy and its numbers
 
 
 @grouped
-def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, types: TypeFlags, json: JsonFlag = False) -> None:
+def bench(
+    ctx: typer.Context,
+    model: ModelFlags,
+    what: BenchFlags,
+    types: TypeFlags,
+    evict: EvictFlags,
+    json: JsonFlag = False,
+) -> None:
     """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
 
     Rates are medians over the repetitions, ± their standard deviation. The limit is what generation would reach if
@@ -117,6 +126,7 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, types: TypeFl
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         load, pairs, cases = model.options(invocation.offline), types.types("f16", invocation), what.cases()
+        evicting = evict.options(types.page_size, prompt=False)
         from kvcli.runtime import benching
 
         meter, setting = benching.Meter(), None
@@ -126,8 +136,9 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, types: TypeFl
         for pair in pairs:
             meter.restart()
             try:
-                engine = opening.open_engine(load, what.cache(pair, types, cases), invocation, interrupts)
-                setting = setting or _setting(engine, load, what.bandwidth, invocation)
+                cache = what.cache(pair, types, cases, evicting)
+                engine = opening.open_engine(load, cache, invocation, interrupts)
+                setting = setting or _setting(engine, load, what.bandwidth, evicting, invocation)
                 tables.append(_measure(engine, pair, cases, what, meter, invocation))
             except DoesNotFit as error:
                 if not tables and pair == pairs[-1]:  # nothing was measured
@@ -143,7 +154,9 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, types: TypeFl
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
 
 
-def _setting(engine: Engine, load: LoadOptions, bandwidth: float | None, invocation: Invocation) -> _Setting:
+def _setting(
+    engine: Engine, load: LoadOptions, bandwidth: float | None, evict: EvictOptions, invocation: Invocation
+) -> _Setting:
     from kvcli.runtime import benching
     from kvcli.runtime.engine import physical_cores
 
@@ -151,7 +164,8 @@ def _setting(engine: Engine, load: LoadOptions, bandwidth: float | None, invocat
     if bandwidth is None:
         bandwidth, source = benching.bandwidth(engine.device, partial(render.notice, invocation=invocation))
     size, threads = engine.path.stat().st_size, load.threads or physical_cores()
-    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source)
+    forgotten = measuring.evict_object(engine, evict)
+    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source, forgotten)
 
 
 def _measure(
@@ -223,6 +237,7 @@ def _object(
         "kv_tail": types.kv_tail,
         "kv_sink": types.kv_sink,
         "repetitions": what.repetitions,
+        "evict": setting.evict,
         "bandwidth_gb_s": setting.bandwidth,
         "bandwidth_source": setting.source,
         "results": [_result(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds],

@@ -14,6 +14,7 @@ import typer
 from kvcli import opening, render, report
 from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
 from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import decode_utf8
 from kvcli.interrupt import UNWIND, Interrupts, last_words
@@ -65,6 +66,7 @@ def chat(
     ctx: typer.Context,
     model: ModelFlags,
     cache: CacheFlags,
+    evict: EvictFlags,
     system: SystemFlags,
     sample: SampleFlags,
     flags: ChatFlags,
@@ -73,12 +75,16 @@ def chat(
     invocation: Invocation = ctx.obj
     with Interrupts(last_words, insist=flags.script) as interrupts:
         flags.check()
-        load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
+        load, sampling = model.options(invocation.offline), sample.options()
+        cache_options = cache.options(evict.options(cache.page_size))
         message = system.text()
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
-        session = ChatSession(engine, _conversation(engine, message), options, sink, interrupts)
+        conversation = _conversation(engine, message)
+        if engine.keeps_prompt:
+            engine.keep_prompt(conversation.system_tokens())
+        session = ChatSession(engine, conversation, options, sink, interrupts)
         interrupts.stage = UNWIND
         if flags.script:
             _follow(session, b"\0" if flags.null else b"\n")

@@ -10,6 +10,7 @@ import torch
 
 from kvcli.options import SampleOptions
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.stops import StopMatcher
@@ -22,6 +23,9 @@ class Runner(Protocol):
     tokenizer: Tokenizer
     ctx_size: int
     load_s: float
+
+    @property
+    def retention(self) -> Retention | None: ...
 
     def rewind(self, seq: Sequence, n_tokens: int) -> int: ...
 
@@ -51,7 +55,7 @@ class Generation:
         self.matcher = StopMatcher(options.stop)
         self.began = self.first = self.last = time.perf_counter()
         self.prefill_s = 0.0
-        self.reused = 0
+        self.reused = self.prompt_evicted = 0
 
     def events(self) -> Iterator[Event]:
         logits = None
@@ -93,7 +97,8 @@ class Generation:
             return "interrupted"
         if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
             return "length"
-        if len(self.history) > self.engine.ctx_size:
+        # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
+        if len(self.history) > self.engine.ctx_size and self.engine.retention is None:
             return "context"
         return ""
 
@@ -115,7 +120,7 @@ class Generation:
             if end == self.n_prompt:
                 logits = engine.logits(hidden[-1:])[0]
                 engine.synchronize()
-                self.prefill_s = time.perf_counter() - self.began
+                self.prefill_s, self.prompt_evicted = time.perf_counter() - self.began, seq.evicted
                 yield logits
             yield Prefill(end - self.reused, total, self.reused)
 
@@ -130,4 +135,5 @@ class Generation:
             prefill_tokens=self.n_prompt - self.reused,
             decode_tokens=max(0, len(ids) - 1),
         )
-        return End(reason, text, ids, self.matcher.stop, Usage(self.n_prompt, self.reused, len(ids)), timings)
+        usage, losses = Usage(self.n_prompt, self.reused, len(ids)), self.seq.losses()
+        return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses)

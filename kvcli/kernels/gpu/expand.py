@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.formats import D, D_M, PAIR, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.formats import D_M, PAIR, PLAIN, D, DeviceMatrix
 from kvcli.kernels.gpu.language import half_of
 from kvcli.kernels.gpu.launching import launch
 
