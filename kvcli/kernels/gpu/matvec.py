@@ -157,9 +157,9 @@ def before(H, NEXT, X_SQUARES, n, ROLE: tl.constexpr, PARTS: tl.constexpr):
 def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES,
            ROLE: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
            KEEP: tl.constexpr):  # fmt: skip
-    """The rows n of a product, y float32 [BN], with PARTS > 0 times 1 / rms of the vector: stored; or added to the residual h, which goes on as the next
-    product's vector, normed by `following`; or gates and gated in runs of 32, which go on as the next product's
-    vector."""
+    """The rows n of a product, y float32 [BN], with PARTS > 0 times 1 / rms of the vector: stored; or added to the
+    residual h, which goes on as the next product's vector, normed by `following`; or gates and gated in runs of 32,
+    which go on as the next product's vector."""
     if PARTS > 0:
         y = y * inverse_rms(squares, K, eps)
     if ROLE == 0:
@@ -216,8 +216,8 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
         w0, w1, high, s, d = v0, v1, next_high, next_s, next_d
     y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
-    finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES,
-           SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS,
+           VALUES, SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
     wait_at_end(PDL)
 
 
