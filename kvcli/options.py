@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class CacheOptions:
     tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
+
+
+@dataclass(frozen=True)
+class PromptCacheOptions:
+    """Where rows of prompts are kept beyond the process: a file that the user names, and the store."""
+
+    file: Path | None = None
+    save_answer: bool = False  # the file gets the generated rows too
+    read_only: bool = False  # the file is never written
+    strict: bool = False  # a file that cannot be used is an error
+    store: Path | None = None  # the store's folder; None = no store
+    min_tokens: int = 1024  # shorter prompts are not worth a file of the store
+    max_bytes: int = 4 << 30  # of the store
+    ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
 
 
 @dataclass(frozen=True)
