@@ -83,7 +83,7 @@ def convert(
     pages = load_pages(pool, dict.fromkeys(needed(source, length), file))
     theirs, ours = Sequence(pool), Sequence(PagePool(target))
     tokens = file.contents.tokens[:length]
-    theirs.adopt(tokens, pages, bases_of({}, source, pool.device))
+    theirs.adopt(tokens, pages, bases_of({}, source, length, pool.device))
     step = theirs.reserve(tokens[-1:])  # a view of all its rows; nothing is computed
     for start in range(0, length, STEP):
         into = ours.reserve(tokens[start : start + STEP])

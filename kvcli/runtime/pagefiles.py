@@ -73,8 +73,10 @@ def basis_arrays(bases: Bases) -> dict[str, np.ndarray]:
     return found
 
 
-def bases_of(arrays: Mapping[str, np.ndarray], layout: KVLayout, device: torch.device) -> Bases:
-    """The bases of a sequence that has a whole page. Raises CacheFileError where the file lacks one."""
+def bases_of(arrays: Mapping[str, np.ndarray], layout: KVLayout, length: int, device: torch.device) -> Bases:
+    """The bases of a sequence of `length` rows. Raises CacheFileError where the file lacks one."""
+    if length < layout.page_size:
+        return tuple(tuple(Basis() for _ in group.layers) for group in layout.groups)
     found = []
     for g, group in enumerate(layout.groups):
         wanted = {

@@ -101,7 +101,7 @@ class PromptStore:
         try:
             file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
         except CacheFileError as error:
-            if entry.path.exists():  # else another process has just removed it
+            if os.path.lexists(entry.path):  # else another process has just removed it
                 found.removed.append(discard(entry.path, error))
             return
         contents = file.contents

@@ -146,7 +146,7 @@ class PromptCaches:
             pages[key] = pool.take(key[0])
             pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
         arrays = basis_arrays(converted.bases)
-        seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, pool.device))
+        seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
         _release(pool, pages)
         self._exact = False
         found = file.contents.identity
@@ -185,7 +185,7 @@ class PromptCaches:
             return have
         files = {key: found.files[key] for key in needed(pool.layout, length)}
         basis = next((f.contents.basis for f in files.values() if f.contents.basis), {})
-        bases = bases_of(basis, pool.layout, pool.device)
+        bases = bases_of(basis, pool.layout, length, pool.device)
         try:
             pages = load_pages(pool, files)
         except DoesNotFit:
