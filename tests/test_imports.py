@@ -47,7 +47,7 @@ kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
-kvcli.explanation kvcli.opening kvcli.sinks
+kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.measuring
 kvcli.chatsession
 kvcli.commands

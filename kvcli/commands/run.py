@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, groupe
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
+from kvcli.promptcacheflags import FileFlags, StoreFlags, telling
 from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 
@@ -119,6 +121,8 @@ def run(
     ctx: typer.Context,
     model: ModelFlags,
     cache: CacheFlags,
+    store: StoreFlags,
+    named: FileFlags,
     prompt: PromptFlags,
     system: SystemFlags,
     sample: SampleFlags,
@@ -129,13 +133,15 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
         load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
+        kept = named.add_to(store.options())
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
         question = _Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         ids = question.ids(engine)
         job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate)
-        result = answer(engine, engine.new_sequence(), ids, job)
+        with closing(engine.use_caches(kept, telling(invocation))):
+            result = answer(engine, engine.new_sequence(), ids, job)
         if copy is not None and not interrupts.code:
             copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):

@@ -56,9 +56,10 @@ def _load(file: PromptCacheFile, key: PageKey, page: torch.Tensor) -> None:
     if page.device.type == "cpu":
         file.read(key, memoryview(page.numpy().data))
         return
-    staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=True)
-    file.read(key, memoryview(staging.numpy().data))
-    page.copy_(staging)
+    with torch.inference_mode():  # of this thread
+        staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=True)
+        file.read(key, memoryview(staging.numpy().data))
+        page.copy_(staging)
 
 
 def basis_arrays(bases: Bases) -> dict[str, np.ndarray]:

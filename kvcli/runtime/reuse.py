@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime import missed, userfile
@@ -80,6 +82,7 @@ class PromptCaches:
         self.tree.clear()
         self.writer.finish(PATIENCE_S, lambda nbytes: None)
 
+    @torch.inference_mode()
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
         wanted = prompt[:-1]
@@ -92,8 +95,6 @@ class PromptCaches:
         self._stored = {}
         if self.options.store is not None and len(prompt) >= self.options.min_tokens:
             reuse = self._from_store(seq, prompt, reuse)
-        if reuse.reason:
-            self.tell.notice(reuse.reason)
         self._snapshot.follow(seq)
         return reuse
 
@@ -129,9 +130,15 @@ class PromptCaches:
         self._file.used = length > reuse.tokens
         if length > reuse.tokens:
             return Reuse(length, length)
-        shared = common_length(self._file.tokens, wanted)
-        return replace(reuse, reason=missed.diverges(str(self._file.path), shared, self._file.tokens, wanted,
-                                                     self.setting.text_of))  # fmt: skip
+        name, held = str(self._file.path), self._file.tokens
+        why = missed.diverges(name, common_length(held, wanted), held, wanted, self.setting.text_of)
+        return self._missed(reuse, why)
+
+    def _missed(self, reuse: Reuse, why: str) -> Reuse:
+        """The same, with the reason why it is no more."""
+        if why:
+            self.tell.notice(why)
+        return replace(reuse, reason=why or reuse.reason)
 
     def _convert(self, file: userfile.PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
         """Rows of a file of a larger cache type, encoded as this run's."""
@@ -174,24 +181,28 @@ class PromptCaches:
             if length > reuse.tokens:
                 return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
-                return replace(reuse, reason=missed.reason(store, found, wanted, self.setting.text_of))
+                return self._missed(reuse, missed.reason(store, found, wanted, self.setting.text_of))
             return reuse
 
     def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int) -> int:
         """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are."""
-        pool = self.setting.pool
+        pool, size = self.setting.pool, self.setting.pool.layout.page_size
         length = longest(pool.layout, min(len(wanted), max(found.valid.values(), default=0)), found.valid)
-        if length < have + pool.layout.page_size:
+        if length < have + size:
             return have
-        files = {key: found.files[key] for key in needed(pool.layout, length)}
+        keys = set(needed(pool.layout, length))
+        whole = [key for key, valid in found.valid.items() if valid >= (key[1] + 1) * size]
+        beside = [key for key in whole if key not in keys and self._snapshot.keeps(key, length)]
+        files = {key: found.files[key] for key in (*keys, *beside)}
         basis = next((f.contents.basis for f in files.values() if f.contents.basis), {})
         bases = bases_of(basis, pool.layout, length, pool.device)
         try:
             pages = load_pages(pool, files)
         except DoesNotFit:
             return have
-        seq.adopt(wanted[:length], pages, bases)
-        _release(pool, pages)
+        seq.adopt(wanted[:length], {key: pages[key] for key in keys}, bases)
+        _release(pool, {key: pages[key] for key in keys})
+        self._snapshot.pages.update((key, pages[key]) for key in beside)
         if self._store is not None:
             self._store.touch(file for file in files.values() if file.path.parent == self._store.folder)
         return length

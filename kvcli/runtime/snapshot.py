@@ -76,13 +76,14 @@ class Snapshot:
         for (arena, _), page in found.items():
             self.pool.retain(arena, page)
         for key, page in self.pages.items():
-            if key not in found and self._keeps(key, seq.length):
+            if key not in found and self.keeps(key, seq.length):
                 found[key] = page
             else:
                 self.pool.release(key[0], page)
         self.pages, self.tokens, self.bases = found, list(seq.tokens), seq.bases
 
-    def _keeps(self, key: PageKey, length: int) -> bool:
+    def keeps(self, key: PageKey, length: int) -> bool:
+        """Whether a page that a sequence of `length` rows does not hold is worth holding."""
         arena, number = key
         groups = self.pool.layout.groups
         if arena >= len(groups) or groups[arena].kind != SLIDING:
