@@ -61,6 +61,7 @@ class SampleOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = -1  # -1 = a random one, reported in the stats
+    sequence: int = 0  # which of the answers that are drawn from one prompt with one seed
     logit_bias: dict[int, float] = field(default_factory=dict)
     max_tokens: int = -1  # -1 = to the end of the text or of the context
     ignore_eos: bool = False

@@ -125,7 +125,10 @@ class FakeEngine:
     def use_caches(self, options: PromptCacheOptions, tell: object) -> SimpleNamespace:
         """Caches that never have anything."""
         self.cache_options = options
-        return SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(close=lambda: None, save=lambda sequence: None)
+
+    def tokenizer_hashes(self) -> dict[str, str]:
+        return {"tokenizer": "fake"}
 
     def new_sequence(self) -> FakeSequence:
         return FakeSequence()

@@ -37,18 +37,18 @@ kvcli.runtime.missed
 kvcli.runtime.reuse
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
 kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub kvcli.runtime.tokengraph
-kvcli.runtime.decoding
+kvcli.runtime.decoding kvcli.runtime.sessions
 kvcli.runtime.enginecaches kvcli.runtime.generation
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
-kvcli.runtime.benching kvcli.runtime.plannedmodel
+kvcli.runtime.benching kvcli.runtime.plannedmodel kvcli.runtime.recompute
 kvcli.comparison kvcli.doctor kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
-kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
-kvcli.answering kvcli.measuring
+kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
+kvcli.answering kvcli.cachechecks kvcli.measuring
 kvcli.chatsession
 kvcli.commands
 kvcli.cli
@@ -67,7 +67,7 @@ TORCH_USERS = (
     "kvcli.runtime.conversion", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.enginecaches",
     "kvcli.runtime.generation", "kvcli.runtime.guard",
     "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pages", "kvcli.runtime.prefix",
-    "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.reuse",
+    "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.recompute", "kvcli.runtime.reuse",
     "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
     "kvcli.runtime.snapshot", "kvcli.runtime.tokengraph", "kvcli.runtime.userfile", "kvcli.runtime.weights",
 )  # fmt: skip

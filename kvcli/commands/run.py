@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 
 if TYPE_CHECKING:
+    from kvcli.report import Result
     from kvcli.runtime.engine import Engine
 
 
@@ -66,6 +67,9 @@ class OutputFlags:
         typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
     ] = None
     no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = False
+    n_samples: Annotated[
+        int, typer.Option("--n-samples", metavar="N", help="Answers from one prefill; more than 1 need --jsonl.")
+    ] = 1
     verify_estimate: Annotated[
         bool,
         typer.Option("--verify-estimate", help="Compare the memory plan with the process; exit 8 if it is off."),
@@ -78,6 +82,10 @@ class OutputFlags:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl exclude each other")
+        if self.n_samples < 1:
+            raise UsageError(f"--n-samples is {self.n_samples}", "it is 1 or more")
+        if self.n_samples > 1 and (not self.jsonl or self.output is not None):
+            raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
         out = TextOut.stdout(self.raw_output)
         if self.json or self.jsonl:
             return JsonSink(out) if self.json else JsonlSink(out)
@@ -89,7 +97,7 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class _Question:
+class Question:
     """What is asked, as text. `raw`: no template; `special`: the raw text may hold special tokens."""
 
     system: str | None
@@ -110,6 +118,18 @@ class _Question:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": self.prompt})
         return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
+
+
+def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
+    """The last of `count` answers to one prompt, whose rows they share; an interrupt makes it the one at hand."""
+    for number in range(count):
+        sequence = engine.new_sequence()
+        result = answer(engine, sequence, ids, replace(job, sampling=replace(job.sampling, sequence=number)))
+        if job.interrupts.cancelled():
+            break
+        if number + 1 < count:
+            sequence.close()
+    return result
 
 
 def register(app: typer.Typer) -> None:
@@ -136,12 +156,12 @@ def run(
         kept = named.add_to(store.options())
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
-        question = _Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+        question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         ids = question.ids(engine)
         job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate)
         with closing(engine.use_caches(kept, telling(invocation))):
-            result = answer(engine, engine.new_sequence(), ids, job)
+            result = _answers(engine, ids, job, output.n_samples)
         if copy is not None and not interrupts.code:
             copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from kvcli.errors import CacheFileError, UsageError
-from kvcli.kernels import NativeBackend, ReferenceBackend
+from kvcli.kernels import NativeBackend, PagedKV, ReferenceBackend
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.fingerprint import layout_fields
 from kvcli.runtime.layout import KVLayout
@@ -84,25 +84,25 @@ def convert(
     theirs, ours = Sequence(pool), Sequence(PagePool(target))
     tokens = file.contents.tokens[:length]
     theirs.adopt(tokens, pages, bases_of({}, source, length, pool.device))
-    step = theirs.reserve(tokens[-1:])  # a view of all its rows; nothing is computed
+    views = theirs.views()
+    own = [(i, slot) for i, slot in enumerate(source.slots) if slot and config.layers[i].shares_kv_with is None]
     for start in range(0, length, STEP):
-        into = ours.reserve(tokens[start : start + STEP])
-        for layer in [
-            i for i, slot in enumerate(source.slots) if slot is not None and config.layers[i].shares_kv_with is None
-        ]:
+        end = min(length, start + STEP)
+        into = ours.reserve(tokens[start:end])
+        for layer, (group, index) in own:
             kv = into.kv(layer)
-            for at, k, v in _rows(step.kv(layer), start, min(length, start + STEP)):
+            for at, k, v in _rows(views[group][index], start, end):
                 if kv.rotated[0]:
                     ops.rotate_(k)
                 if kv.rotated[1]:
                     ops.rotate_(v)
                 ops.store(k, v, kv, at)
-            seal_step(ops, kv, start, min(length, start + STEP), rope_of(layer))
-        ours.commit(tokens[start : start + STEP])
+            seal_step(ops, kv, start, end, rope_of(layer))
+        ours.commit(tokens[start:end])
     return ours
 
 
-def _rows(kv, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there."""
     size = kv.record.page_size
     for page in range(max(start // size, kv.first_page), -(-end // size)):

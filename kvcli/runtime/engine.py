@@ -15,7 +15,7 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
-from kvcli.runtime import archs, guard, repacked
+from kvcli.runtime import archs, fingerprint, guard, repacked
 from kvcli.runtime.caches import Caches, LiveRows
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
@@ -196,6 +196,11 @@ class Engine:
         self.caches = caches = PromptCaches(enginecaches.setting(self), options, tell)
         return caches
 
+    def tokenizer_hashes(self) -> dict[str, str]:
+        """What token ids of a chat depend on: the tokenizer and the template, by content."""
+        hashes = fingerprint.model_hashes(self.model_weights.file)
+        return {name: hashes[name] for name in ("tokenizer", "template")}
+
     def rewind(self, seq: Sequence, n_tokens: int) -> int:
         """Keep the first `n_tokens` rows, fewer where a sliding window is gone; returns the rows kept."""
         kept = seq.rewindable(n_tokens)
@@ -273,7 +278,7 @@ class Engine:
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
-        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size)
+        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, options.sequence)
         return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
 
 

@@ -83,7 +83,7 @@ class Sequence:
         return Step(
             torch.tensor(ids, dtype=torch.int64),
             start,
-            tuple(self._view(g) for g in range(len(self._lists))),
+            self.views(),
             self.pool.layout.slots,
         )
 
@@ -259,6 +259,10 @@ class Sequence:
     def pages(self, arena: int) -> int:
         """Pages of the arena that this sequence holds."""
         return sum(a == arena for a, _ in self.holds())
+
+    def views(self) -> tuple[tuple[PagedKV, ...], ...]:
+        """The cache as the kernels see it, by group, by layer of the group."""
+        return tuple(self._view(g) for g in range(len(self._lists)))
 
     def _view(self, group: int) -> tuple[PagedKV, ...]:
         """The group's layers as the kernels see them; made again only when the pages change."""

@@ -68,15 +68,13 @@ class Snapshot:
         self.bases: Bases = ()
 
     def follow(self, seq: Sequence) -> None:
-        """Hold what `seq` holds now, and of what was held before the sliding rows up to REWIND_ROWS from the window.
-
-        Only for a sequence that went on from where it was at the last call.
-        """
-        found = seq.numbered()
+        """Hold what `seq` holds now. Where it went on from what was held before, keep of that the sliding rows up to
+        REWIND_ROWS before the window."""
+        found, went_on = seq.numbered(), seq.tokens[: len(self.tokens)] == self.tokens
         for (arena, _), page in found.items():
             self.pool.retain(arena, page)
         for key, page in self.pages.items():
-            if key not in found and self.keeps(key, seq.length):
+            if went_on and key not in found and self.keeps(key, seq.length):
                 found[key] = page
             else:
                 self.pool.release(key[0], page)
