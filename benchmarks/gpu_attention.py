@@ -24,7 +24,7 @@ import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
@@ -316,7 +316,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         best: tuple[float, int, Tiling | None] | None = None
         for tiles in tilings(kind) if sweep else [None]:
             for splits in (1, 2, 4, 8, 16) if context <= 1024 else (16, 32, 33, 64, 66, 99, 132):
-                if part_count(case.pages[0], splits) > 512:
+                if part_count(case.pages[0], splits) > MOST_PARTS:
                     continue
                 try:
                     us = case.run(splits, tiles)

@@ -12,7 +12,7 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.runtime.sealing import _fix_basis
+from kvcli.runtime.sealing import fix_basis
 from kvcli.runtime.sealing import seal_step as reference_seal_step
 
 
@@ -193,7 +193,7 @@ def test_seal(types, dims, more, in_step):
         k, v = layer.random(n, 2, dims[0]) * layer.random(dims[0]), layer.random(n, 2, dims[1])
         k[5], v[-4, 0] = 0, 0
         OPS.store(k, v, cache.kv, 0)
-        _fix_basis(OPS, cache.kv, cache.kv.open, cache.rope)
+        fix_basis(OPS, cache.kv, cache.rope)
         cache.angles = cache.rope.centres(n)
         first = max(group.sinks * group.page_size, n - group.page_size if group.tail else n - 1)
         if not in_step:

@@ -116,6 +116,8 @@ class Engine:
             engine = cls(file, load, cache)
         if progress:
             progress("load", file.size, file.size)
+        if engine.device.kind == CUDA:
+            torch.cuda.empty_cache()  # what repacking needed for a while
         engine.load_s, engine.bytes_before_open = time.perf_counter() - began, before
         engine.cards_before_open = cards
         return engine

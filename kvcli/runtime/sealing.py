@@ -27,7 +27,7 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
         return None
     size = kv.record.page_size
     if fixes_basis(kv, end):
-        _fix_basis(ops, kv, kv.open, rope)
+        fix_basis(ops, kv, rope)
     first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
     if first < last:
@@ -43,10 +43,11 @@ def fixes_basis(kv: PagedKV, end: int) -> bool:
     return kv.open is not None and not kv.basis.known and end >= kv.record.page_size
 
 
-def _fix_basis(ops: Backend, kv: PagedKV, first_page: PagedKV, rope: RopeTable | None) -> None:
+def fix_basis(ops: Backend, kv: PagedKV, rope: RopeTable | None) -> None:
     """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits."""
+    assert kv.open is not None
     size, basis = kv.record.page_size, kv.basis
-    keys, values = first_page.rows(0, 0, size)  # [kv_heads, page_size, dim]
+    keys, values = kv.open.rows(0, 0, size)  # [kv_heads, page_size, dim]
     if CODEC_SPECS[kv.record.codec_k].centred:
         rows = keys.transpose(0, 1).contiguous()
         ops.rotate_(rows)  # back to the basis in which RoPE turns

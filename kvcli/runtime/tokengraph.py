@@ -26,14 +26,14 @@ from kvcli.kernels.paged import PagedKV
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import GroupLayout, KVLayout
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sealing import fixes_basis
+from kvcli.runtime.sealing import fix_basis, fixes_basis
 from kvcli.runtime.sequence import Sequence, Step, paged_record
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
 UPLOADS = 4  # page tables on the way to the device at once
-PROGRAMS = {4: 1056, 6: 1056, 8: 792}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
-OTHER_PROGRAMS = 400
+PROGRAMS = {4: 1008, 6: 1008, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
+OTHER_PROGRAMS = 264
 MOST_SPLITS = 126  # with the parts for open pages these are 128, which are combined in one go
 PAGES_EACH = 4  # for a share to be worth a program
 
@@ -139,43 +139,41 @@ class TokenGraph:
         """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
 
         The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
-        graph is captured, and once a sequence, when its first page fixes the mean of keys and scales.
+        graph is captured.
         """
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        plainly = any(fixes_basis(step.kv(i), step.start + 1) for i in range(self.model.config.n_layers))
-        if plainly:
-            logits = self._run_plainly(step)
-        else:
-            self._bind(seq, step)
-            logits = self._replay(step.start + 1)
-            self._seal(step.start + 1)
+        for tables, layers in zip(self._tables, step.groups, strict=True):
+            tables.bind(layers)
+        if self._next != (seq, step.start):
+            self.position.fill_(step.start)
+            self._bind_bases(step)
+        logits = self._replay(step.start + 1)
+        self._fix_bases(step)
+        self._seal(step.start + 1)
         seq.commit([-1 if token is None else token])
-        self._next = (None, -1) if plainly else (seq, step.start + 1)  # what was fixed plainly is yet to be bound
+        self._next = (seq, step.start + 1)
         self.position.add_(1)
         return logits
 
-    def _run_plainly(self, step: Step) -> torch.Tensor:
-        step.ids.copy_(self.token)
-        self.logits.copy_(self.model.logits(self.model.hidden(step))[0])
-        self.position.fill_(step.start)
-        return self.logits
-
-    def _bind(self, seq: Sequence, step: Step) -> None:
-        for tables, layers in zip(self._tables, step.groups, strict=True):
-            tables.bind(layers)
-        if self._next == (seq, step.start):
-            return
-        self.position.fill_(step.start)
+    def _bind_bases(self, step: Step) -> None:
+        """The means and scales of the step's sequence, where they are known: else no page is sealed yet."""
         for i, pages in enumerate(self._pages):
             basis = step.kv(i).basis
-            if basis.known:
-                for mine, theirs in (
-                    (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
-                ):  # fmt: skip
-                    if mine is not None and theirs is not None:
-                        mine.copy_(theirs)
+            for mine, theirs in (
+                (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
+            ):  # fmt: skip
+                if mine is not None and theirs is not None:
+                    mine.copy_(theirs)
+
+    def _fix_bases(self, step: Step) -> None:
+        """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
+        fixed = [i for i in range(self.model.config.n_layers) if fixes_basis(step.kv(i), step.start + 1)]
+        for i in fixed:
+            fix_basis(self.model.ops, step.kv(i), self.model.ropes.table(self.model.config.layers[i].rope))
+        if fixed:
+            self._bind_bases(step)
 
     def _replay(self, rows: int) -> torch.Tensor:
         """Compute a row that sees `rows` rows, by the graph for that many."""

@@ -44,9 +44,9 @@ def _attend(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr,
     OPEN_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    share = tl.program_id(0)
-    head = tl.program_id(1)
-    parts = tl.num_programs(0)
+    head = tl.program_id(0)
+    parts = tl.num_programs(1)
+    share = parts - 1 - tl.program_id(1)  # open pages first: those take longest
     start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
     end = start + rows_end
     r = tl.arange(0, M)
@@ -157,9 +157,9 @@ def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
     if parts == 4:
         if large:
             return Tiling(32, 4 if "int6" in both else 2, 2, 16)
-        return Tiling(64, 2 if "int6" in both else 1, 2, 16)
+        return Tiling(64, 2 if "int6" in both else 1, 2)
     if parts == 2:
-        return Tiling(64, 4, 2 if large else 3)
+        return Tiling(64, 2, 2)
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
     return Tiling(32, 4, 3) if large else Tiling(64, 4 if "bf16" in both else 2, 3)
@@ -196,7 +196,7 @@ def attend(
     centred = pages.centre is not None
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some = queries.q  # stands for what is not there
-    launch(_attend, (out.tops.shape[2], r.kv_heads, blocks))(
+    launch(_attend, (r.kv_heads, out.tops.shape[2], blocks))(
         queries.q, queries.qc, queries.qb, position, pages.table, opened.table,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
         some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,

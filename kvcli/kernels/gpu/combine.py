@@ -15,61 +15,39 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
-from kvcli.kernels.gpu.tiles import bound, launch_options
+from kvcli.kernels.gpu.tiles import launch_options
 from kvcli.kernels.rotation import block
 
-MOST_PARTS = 512
-MOST = tl.constexpr(MOST_PARTS)
+MOST_PARTS = 128  # they are read in one go
 
 
-@triton.jit
-def merge(out, tops, totals, cell, parts, DIM: tl.constexpr, PAD: tl.constexpr, STEP: tl.constexpr):
-    """One query's and head's partial results, `parts` of them from number `cell` on -> float32 [PAD]."""
+@triton.jit(do_not_specialize=["parts"])
+def _combine(
+    out, tops, totals, result, codes, scales, sums, parts,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none."""
+    head = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    cell = (t * HEADS + head) * parts
     s = tl.arange(0, MOST)
     j = tl.arange(0, PAD)
+    wait_for_previous(PDL)
     weights = tl.load(totals + cell + s, mask=s < parts, other=0.0)
-    highest = tl.max(tl.load(tops + cell + s, mask=(s < parts) & (weights > 0), other=-1.0e30), 0)
-    acc = tl.zeros((STEP, PAD), tl.float32)
-    total = tl.zeros((STEP,), tl.float32)
-    for first in tl.range(0, bound(parts), STEP):
-        i = first + tl.arange(0, STEP)
-        weight = tl.load(totals + cell + i, mask=i < parts, other=0.0)
-        seen = weight > 0
-        e = tl.exp2(tl.load(tops + cell + i, mask=seen, other=-1.0e30) - highest)
-        part = tl.load(out + (cell + i)[:, None] * DIM + j[None, :], mask=seen[:, None] & (j < DIM)[None, :], other=0.0)
-        acc += part * e[:, None]
-        total += weight * e
-    return tl.sum(acc, 0) / tl.sum(total, 0)
-
-
-@triton.jit
-def _finish(
-    head, t, out, tops, totals, result, codes, scales, sums, parts, HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, TURN: tl.constexpr, STEP: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr,
-):  # fmt: skip
-    """One head of row t. TURN: the block of the Hadamard rotation; 0 = none."""
-    j = tl.arange(0, PAD)
-    x = merge(out, tops, totals, (t * HEADS + head) * parts, parts, DIM, PAD, STEP)
+    top = tl.load(tops + cell + s, mask=s < parts, other=-1.0e30)
+    part = tl.load(
+        out + (cell + s)[:, None] * DIM + j[None, :], mask=(s < parts)[:, None] & (j < DIM)[None, :], other=0.0
+    )
+    seen = weights > 0  # else `part` may be anything
+    e = tl.where(seen, tl.exp2(top - tl.max(tl.where(seen, top, -1.0e30), 0)), 0.0)
+    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / tl.sum(weights * e, 0)
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
     if KEEP:
         tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
     if QUANTIZE:
         store_activations(x, head * DIM, HEADS * DIM, DIM // 32, codes, scales, sums, result, PAD // 32, False)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _combine(
-    out, tops, totals, result, codes, scales, sums, parts,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, STEP: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program a head and row."""
-    wait_for_previous(PDL)
-    _finish(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), out, tops, totals, result, codes, scales, sums, parts, HEADS,
-        DIM, PAD, TURN, STEP, KEEP, QUANTIZE,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -112,10 +90,10 @@ def combine(
     if keep:
         out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
         outputs[0] = out
-    step = min(128, max(4, triton.next_power_of_2(parts)))
-    warps = 8 if step > 32 else (4 if step > 8 else 2)
+    most = max(4, triton.next_power_of_2(parts))
+    warps = 4 if most > 8 and turn else 2
     launch(_combine, (heads, rows))(
-        partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, step, keep,
+        partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
         fused, pdl, **launch_options(pdl, warps),
     )  # fmt: skip
     if into is None:

@@ -120,12 +120,16 @@ def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, B
 
 
 @triton.jit
-def inverse_rms(SUMS, K, eps, PARTS: tl.constexpr):
-    """1 / rms of a vector of K elements, from the PARTS sums of squares of its pieces."""
-    P2: tl.constexpr = triton.next_power_of_2(PARTS)
-    i = tl.arange(0, P2)
-    total = tl.sum(tl.load(SUMS + i, mask=i < PARTS, other=0.0), 0)
-    return tl.rsqrt(total / K + eps)
+def load_squares(SUMS, PARTS: tl.constexpr):
+    """The PARTS sums of squares of a vector's pieces, padded with 0; nothing if PARTS is 0."""
+    i = tl.arange(0, triton.next_power_of_2(PARTS) if PARTS > 0 else 1)
+    return tl.load(SUMS + i, mask=i < PARTS, other=0.0)
+
+
+@triton.jit
+def inverse_rms(squares, K, eps):
+    """1 / rms of a vector of K elements, from the sums of squares of its pieces."""
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
 
 
 @triton.jit
@@ -139,20 +143,34 @@ def activate(x, GELU: tl.constexpr):
 
 
 @triton.jit
-def finish(y, n, pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, SQUARES, ROLE: tl.constexpr,
-           BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    """The rows n of a product, y float32 [BN] times r: stored; or added to the residual H, which goes on as the next
-    product's vector, normed by NEXT; or gates and gated in runs of 32, which go on as the next product's vector."""
-    y = y * r
+def before(H, NEXT, X_SQUARES, n, ROLE: tl.constexpr, PARTS: tl.constexpr):
+    """What `finish` will want, asked for while weights are on their way: the sums of squares of the vector, and for
+    RESIDUAL the rows n of the residual and of the next norm's weights, float32 [BN]."""
+    h, following = 0.0, 0.0
+    if ROLE == 1:
+        h = tl.load(H + n)
+        following = tl.load(NEXT + n)
+    return load_squares(X_SQUARES, PARTS), h, following
+
+
+@triton.jit
+def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES,
+           ROLE: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
+           KEEP: tl.constexpr):  # fmt: skip
+    """The rows n of a product, y float32 [BN], with PARTS > 0 times 1 / rms of the vector: stored; or added to the
+    residual h, which goes on as the next product's vector, normed by `following`; or gates and gated in runs of 32,
+    which go on as the next product's vector."""
+    if PARTS > 0:
+        y = y * inverse_rms(squares, K, eps)
     if ROLE == 0:
         tl.store(OUT + n, y, mask=n < N)
         if SUMSQ:
             tl.store(SQUARES + pid, tl.sum(tl.where(n < N, y * y, 0.0), 0))
     elif ROLE == 1:
-        h = tl.load(H + n) + y
+        h = h + y
         tl.store(H + n, h)
         tl.store(SQUARES + pid, tl.sum(h * h, 0))
-        store_activations(h * tl.load(NEXT + n), pid * BN, N, BN // 32, CODES, SCALES, SUMS, VALUES, BN // 32, KEEP)
+        store_activations(h * following, pid * BN, N, BN // 32, CODES, SCALES, SUMS, VALUES, BN // 32, KEEP)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(y, (BN // 64, 2, 32)), (0, 2, 1)))
         v = tl.reshape(activate(gate, GELU) * up, (BN // 2,))
@@ -186,6 +204,8 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     sums = XSUMS + (PLANES - 1) * (G * 2) + g * 2
     s0 = tl.load(sums, mask=seen, other=0.0)
     s1 = tl.load(sums + 1, mask=seen, other=0.0)
+    mine = first + tl.arange(0, BN)
+    squares, h, following = before(H, NEXT, X_SQUARES, mine, ROLE, PARTS)
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
@@ -196,11 +216,8 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
         w0, w1, high, s, d = v0, v1, next_high, next_s, next_d
     y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
-    r = 1.0
-    if PARTS > 0:
-        r = inverse_rms(X_SQUARES, G * 32, eps, PARTS)
-    finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
-           SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS,
+           VALUES, SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
     wait_at_end(PDL)
 
 
@@ -220,19 +237,18 @@ def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQU
     w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
     x = tl.load(X + k, mask=k < K, other=0.0)
+    mine = first + tl.arange(0, BN)
+    squares, h, following = before(H, NEXT, X_SQUARES, mine, ROLE, PARTS)
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
         n = tl.minimum(first + (c + 1) * RC + row, N - 1).to(tl.int64)
-        following = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
+        next_w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
         y = tl.sum(w.to(tl.float32) * x[None, :], 1)
         out = tl.where(chunk[:, None] == c, y[None, :], out)
-        w = following
+        w = next_w
     y = tl.sum(w.to(tl.float32) * x[None, :], 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
-    r = 1.0
-    if PARTS > 0:
-        r = inverse_rms(X_SQUARES, K, eps, PARTS)
-    finish(tl.reshape(out, (BN,)), first + tl.arange(0, BN), pid, N, r, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
-           SQUARES, ROLE, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+    finish(tl.reshape(out, (BN,)), mine, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES,
+           SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
     wait_at_end(PDL)

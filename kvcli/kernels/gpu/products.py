@@ -11,7 +11,7 @@ import triton.language as tl
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
-from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, matvec_packed, matvec_plain
+from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
 TWO_PLANES_BYTES = 4 << 20
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
@@ -76,12 +76,14 @@ def tiles(matrix: DeviceMatrix, role: int) -> Tiles:
         return Tiles(bn, bk, rc, 4 if bk <= 4096 else 8)
     bg = max(16, triton.next_power_of_2(matrix.groups))
     if role == STORE:
-        bn, rc, warps = (16, 4, 4) if matrix.rows > 32768 else (8, 4, 2)
+        bn, rc, warps = (8, 4, 4) if matrix.rows > 32768 else (8, 4, 2)
+        if matrix.rows <= 1024:
+            bn, rc = 4, 2
         warps = max(1, min(16, warps * bg // 128))
     elif role == GATED:
         bn, rc, warps = (64, 4, min(16, bg // 32)) if bg > 64 else (64, 16, 8)
     else:
-        bn, rc, warps = (32, 16, max(1, bg // 16)) if bg <= 128 else (32, 4, min(16, bg // 32))
+        bn, rc, warps = (32, 16, max(1, bg // 16)) if bg <= 128 else (32, 4, min(16, bg // 64))
     if matrix.format.bits == 8 and role != RESIDUAL:
         rc //= 2
     return Tiles(bn, bg, rc, warps)
@@ -155,7 +157,7 @@ def advance_kernel(Y, H, POST, NEXT, CODES, SCALES, SUMS, VALUES, Y_SQUARES, SQU
     n = pid * 32 + tl.arange(0, 32)
     h = tl.load(Y + n)
     if PARTS > 0:
-        h = tl.load(H + n) + h * inverse_rms(Y_SQUARES, K, eps, PARTS) * tl.load(POST + n)
+        h = tl.load(H + n) + h * inverse_rms(load_squares(Y_SQUARES, PARTS), K, eps) * tl.load(POST + n)
     tl.store(H + n, h)
     tl.store(SQUARES + pid, tl.sum(h * h, 0))
     store_activations(h * tl.load(NEXT + n), pid * 32, K, 1, CODES, SCALES, SUMS, VALUES, 1, KEEP)

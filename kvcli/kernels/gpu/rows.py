@@ -125,15 +125,18 @@ def _prepare(
     c, s = 0.0, 0.0
     if ROPE > 0:
         c, s = turning(at, frequencies, ROPE, PAD_K)
+    half: tl.constexpr = ROPE // 2
+    own, other = 0.0, 0.0
+    if CENTRED:
+        mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
+        own = tl.load(mean + i, mask=(i < DIM_K) & (head < HEADS), other=0.0)
+        if ROPE > 0:
+            other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=(i < ROPE) & (head < HEADS), other=0.0)
     wait_for_previous(PDL)
     if head < HEADS:
         x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
         if CENTRED:
-            mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
-            own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
             if ROPE > 0:
-                half: tl.constexpr = ROPE // 2
-                other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
                 term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
                 half_c = tl.clamp(term, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
                 tl.store(qc + (t * HEADS + head) * ROPE + i, half_c, mask=i < ROPE)
