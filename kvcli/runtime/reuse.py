@@ -80,13 +80,18 @@ class PromptCaches:
             return
         self._snapshot.close()
         self.tree.clear()
-        self.writer.finish(PATIENCE_S, lambda nbytes: None)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until all is written."""
+        tell = self.tell.announce
+        self.writer.finish(PATIENCE_S, lambda nbytes: tell(f"writing the prompt cache ({nbytes >> 20:,} MiB)"))
 
     @torch.inference_mode()
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
         wanted = prompt[:-1]
-        self.writer.finish(PATIENCE_S, lambda nbytes: None)  # what it writes is to be found
+        self._wait()  # what is being written is to be found
         self._snapshot.close()
         self._snapshot = Snapshot(self.setting.pool)
         reuse = self._from_memory(seq, wanted)
@@ -149,9 +154,13 @@ class PromptCaches:
         length = converted.rewindable(shared)
         pages: dict[PageKey, int] = {}
         held = converted.numbered()
-        for key in needed(pool.layout, length):
-            pages[key] = pool.take(key[0])
-            pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
+        try:
+            for key in needed(pool.layout, length):
+                pages[key] = pool.take(key[0])
+                pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
+        except DoesNotFit:
+            _release(pool, pages)
+            return have
         arrays = basis_arrays(converted.bases)
         seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
         _release(pool, pages)
@@ -236,9 +245,8 @@ class PromptCaches:
 
     def close(self) -> None:
         """Wait until all is written, with a word if that takes more than a second; let go of all pages."""
-        tell = self.tell.announce
         try:
-            self.writer.finish(PATIENCE_S, lambda nbytes: tell(f"writing the prompt cache ({nbytes >> 20:,} MiB)"))
+            self._wait()
         finally:
             self.writer.give_up()
             self._snapshot.close()
