@@ -33,7 +33,8 @@ from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.kernels.rotation import rotate
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
@@ -153,7 +154,7 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
     for page in there.pages:
         if page is not None:
             page.fill_(0xA5)
-    seal(device_pages(there, "cuda", half_angles(angles, "cuda")), 64, 256)
+    seal(device_pages(there, "cuda", None if angles is None else half_angles(angles, "cuda")), 64, 256)
     pairs = [(a, b) for a, b in zip(kv.pages, there.pages, strict=True) if a is not None and b is not None]
     used = group.page_size * (group.k_row_bytes + group.v_row_bytes + group.scale_bytes)
     heads = [(x.view(group.kv_heads, -1)[:, :used] for x in (a, b.cpu())) for a, b in pairs]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.interrupt import FINISH, Interrupts
 from kvcli.options import SampleOptions
+from kvcli.overflow import Cut
 from kvcli.report import CacheFacts, MemoryFacts, Result
 from kvcli.runtime.events import Prefill, Token
 from kvcli.sinks import Sink
@@ -27,6 +28,8 @@ class Job:
     sink: Sink
     interrupts: Interrupts
     verify: bool = False  # compare the memory plan with what the process took
+    history: bool = False  # the prompt is a whole conversation, see Engine.generate
+    cut: Cut | None = None  # what is missing of the prompt
 
 
 def settle(engine: Engine, sampling: SampleOptions) -> SampleOptions:
@@ -47,7 +50,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     """
     job.sink.start(job.model, job.sampling)
     parts = []
-    for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled):
+    for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history):
         if isinstance(event, Prefill):
             job.sink.prefill(event)
         elif isinstance(event, Token):
@@ -59,7 +62,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
     memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
     checked = verify(engine, max(1, sequence.length)) if job.verify else None
-    result = Result(job.model, text, end, cache, job.sampling, engine.notices, memory, checked)
+    result = Result(job.model, text, end, cache, job.sampling, engine.notices, memory, checked, job.cut)
     job.sink.end(result, end.text)
     return result
 
@@ -70,4 +73,5 @@ def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
     pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones
     nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
     type_k, type_v = engine.cache_types
-    return CacheFacts(type_k, type_v, layout.page_size, sum(pages), nbytes, sequence.length, engine.ctx_size)
+    counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size, sequence.evicted
+    return CacheFacts(type_k, type_v, *counts, engine.retention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.errors import CacheFileError, CheckFailed
-from kvcli.options import CacheOptions
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -20,8 +20,12 @@ def options_of(identity: dict[str, str]) -> CacheOptions:
     try:
         k, v, sinks, tail, size = (_chosen(identity[name].split()) for name in names)
         sealed = int(sinks) > 0
+        evict = FORGET_NOTHING
+        if identity["eviction"] != "none":
+            _, keep, _, window = identity["eviction"].split()
+            evict = EvictOptions("sink", int(window), int(keep))
         return CacheOptions(
-            type_k=k, type_v=v, page_size=int(size),
+            evict=evict, type_k=k, type_v=v, page_size=int(size),
             tail=int(tail) if sealed else CacheOptions.tail, sinks=int(sinks) if sealed else CacheOptions.sinks,
         )  # fmt: skip
     except (KeyError, ValueError, IndexError):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.answering import Job, answer, cache_facts, settle
-from kvcli.errors import EXIT_INTERRUPTED, KVError, UsageError
+from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import SampleOptions
+from kvcli.overflow import common_length
 from kvcli.render import human_bytes
 from kvcli.report import Result, context_full, stats_line
 from kvcli.runtime.events import Usage
@@ -29,7 +30,7 @@ COMMANDS = {
     "/undo": "take the last message and its answer back",
     "/branch [NAME]": "go on in another branch, which begins here if it is new; without a name list them",
     "/system [TEXT]": "show or set the system message",
-    "/ctx": "how full the context is",
+    "/ctx": "how full the context is, and what was evicted",
     "/stats": "the last answer and the session in figures",
     "/exit": "leave (also /quit, /bye, Ctrl-D)",
     "//TEXT": "send a message that begins with a slash",
@@ -87,6 +88,7 @@ class ChatSession:
         self.sequence = engine.new_sequence()
         self.totals = Totals()
         self.last: Result | None = None
+        self._told = False  # that tokens are being evicted
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
     def handle(self, line: str) -> bool:
@@ -107,9 +109,21 @@ class ChatSession:
         return True
 
     def send(self, text: str) -> None:
-        """Answer one message."""
+        """Answer one message. Where old tokens are evicted it must fit into the context by itself: no part of it goes
+        unread. Else all of the conversation must."""
         self._regenerated = 0
+        if self.engine.retention:
+            self._check_length(text)
         self._answer(lambda: self.conversation.add_user(text))
+
+    def _check_length(self, text: str) -> None:
+        needed, limit = self.conversation.alone(text), self.engine.ctx_size
+        if needed > limit:
+            raise ContextOverflow(
+                f"the message needs {needed:,} tokens with the system message, {needed - limit:,} more than the context"
+                f" of {limit:,}",
+                "the conversation is as it was; send less at a time",
+            )
 
     def _answer(self, prompt: Callable[[], list[int]]) -> None:
         """Generate after the ids of `prompt`. Without a single token the conversation stays as it was."""
@@ -117,7 +131,7 @@ class ChatSession:
         sampling = self.options.sampling
         if sampling.seed >= 0:
             sampling = dataclasses.replace(sampling, seed=sampling.seed + self._regenerated)
-        job = Job(self.options.model, settle(self.engine, sampling), self.sink, self.interrupts)
+        job = Job(self.options.model, settle(self.engine, sampling), self.sink, self.interrupts, history=True)
         self.interrupts.stage = FINISH
         try:
             result = answer(self.engine, self.sequence, prompt(), job)
@@ -137,6 +151,9 @@ class ChatSession:
     def _account(self, result: Result) -> None:
         if result.end.finish_reason == "context":
             say(f"{context_full(result.cache)}; /undo takes the last turn back, /clear starts again")
+        if result.cache.evicted and not self._told:
+            self._told = True
+            say(f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten")
         if self.options.stats:
             say(stats_line(result, loaded=self.last is None))
         self.totals.add(result.end.usage)
@@ -179,6 +196,7 @@ class ChatSession:
             say(f"{name:<15} {text}")
 
     def _clear(self) -> None:
+        self._told = False
         self.conversation.clear()
         self.engine.rewind(self.sequence, 0)
         say("a new conversation")
@@ -189,9 +207,11 @@ class ChatSession:
 
     def _undo(self) -> None:
         text = self.conversation.undo()
-        self.engine.rewind(self.sequence, _common_length(self.sequence.tokens, self.conversation.tokens))
+        self.engine.rewind(self.sequence, common_length(self.sequence.tokens, self.conversation.tokens))
         first = text.split("\n", 1)[0]
         say(f"took back: {first[:60]}{'...' if first[60:] or first != text else ''}")
+        if self.conversation.tokens and not self.sequence.tokens:
+            say(f"its cache is gone: {len(self.conversation.tokens)} tokens are read again with the next message")
 
     def _system(self, text: str) -> None:
         if text:
@@ -209,17 +229,16 @@ class ChatSession:
 
     def _ctx(self) -> None:
         facts = cache_facts(self.engine, self.sequence)
-        limit = facts.limit
-        used = min(len(self.conversation.tokens), limit)  # the token that filled it up is not in the cache
-        say(f"context: {used} of {limit} tokens ({100 * used / limit:.1f} %), {limit - used} until full")
+        limit, used = facts.limit, facts.tokens
+        if facts.retention is None:
+            used = min(len(self.conversation.tokens), limit)  # the token that filled it up is not in the cache
+            facts = dataclasses.replace(facts, tokens=used)
+        say(f"context: {used} of {limit} tokens ({100 * used / limit:.1f} %), {facts.room}")
+        if facts.retention is not None:
+            say(f"kept: {facts.retention}, in whole pages; what was evicted is forgotten")
         say(f"cache: {facts.pages} pages of {facts.page_size}, {human_bytes(facts.nbytes)} as {facts.types}")
 
     def _stats(self) -> None:
         if self.last is not None:
             say(f"last: {stats_line(self.last)}")
         say(str(self.totals))
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    """How many ids two lists have in common from the start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
-from kvcli.options import CacheOptions
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime import overheads
 from kvcli.runtime.device import AUTO, parse_device
 from kvcli.runtime.footprint import WeightBytes
@@ -52,6 +52,7 @@ class Wish:
     threads: int = 1
     tail: int = CacheOptions.tail
     sinks: int = CacheOptions.sinks
+    evict: EvictOptions = FORGET_NOTHING
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Outcome:
     tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
     file_bytes: int  # of a prompt-cache file that holds the whole context
     step: int  # rows of a prefill step
+    tokens: int  # after which pages are no longer added: the context, and with eviction a step more
 
     @property
     def label(self) -> str:
@@ -160,11 +162,12 @@ def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
         wish.shared,
         target.runtime_bytes,
         target.margin,
+        evict=wish.evict,
     )
 
 
 def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
-    """For each context, every pair. Raises UsageError."""
+    """For each context, every pair. Raises UsageError, also for a context that is too short for what is to be kept."""
     base = setting(model, target, wish)
     layouts = {
         pair: KVLayout.build(base.config, *pair, wish.page_size, sinks=wish.sinks, tail=wish.tail)
@@ -187,8 +190,9 @@ def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> t
 def _outcome(
     base: Setting, pair: Pair, layout: KVLayout, target: Target, context: int, longest: tuple[int, int]
 ) -> Outcome:
-    plan, step = base.plan(layout, context), base.step(layout)
-    read = base.weights.read + base.sequences * (layout.read_bytes(context) + layout.state_bytes)
+    layout, step, plan = base.settled(layout, context), base.step(layout), base.whole(layout, context)
+    tokens = base.most(layout, context)
+    read = base.weights.read + base.sequences * (layout.read_bytes(tokens) + layout.state_bytes)
     rate = None
     if target.bandwidth is not None and base.weights.read:
         rate = target.bandwidth * 1e9 / read
@@ -196,13 +200,14 @@ def _outcome(
         pair,
         layout,
         plan,
-        sum(layout.arena_pages(context, step, base.sequences, min(base.shared, context))),
+        sum(layout.arena_pages(tokens, step, base.sequences, min(base.shared, context))),
         plan.needed <= target.memory.free,
         target.memory.free - plan.total,
         *longest,
         rate,
         _FILE_HEADER + layout.bytes(context, step) + 4 * context,
         step,
+        tokens,
     )
 
 

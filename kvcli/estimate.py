@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.options import CacheOptions
-from kvcli.runtime import footprint, overheads
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.runtime import eviction, footprint, overheads
 from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
 from kvcli.runtime.layout import ADDRESS_BYTES, KVLayout
@@ -144,6 +144,22 @@ class Setting:
     runtime_bytes: int | None = None  # None = not measured: the default of the device's kind
     margin: int = DEFAULT_MARGIN
     runtime_source: str = footprint.MEASURED
+    evict: EvictOptions = FORGET_NOTHING
+
+    def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
+        """The layout with what `evict` keeps in a context of that size. Raises UsageError where that cannot be."""
+        return layout.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
+
+    def whole(self, layout: KVLayout, ctx_size: int) -> Plan:
+        """What a run needs that fills its context, and where rows are evicted goes on for as long as it likes (token
+        ids aside). Raises UsageError as `settled` does."""
+        settled = self.settled(layout, ctx_size)
+        return replace(self.plan(settled, self.most(settled, ctx_size)), tokens=ctx_size)
+
+    def most(self, settled: KVLayout, ctx_size: int) -> int:
+        """Tokens after which a run needs no more pages: those of the context; where rows are evicted also a step that
+        comes on top of what is kept."""
+        return ctx_size + self.step(settled) if settled.retention else ctx_size
 
     def plan(self, layout: KVLayout, tokens: int) -> Plan:
         """What `sequences` of `tokens` need under `layout`."""
@@ -159,10 +175,11 @@ class Setting:
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
         rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
+        queries = 2 if layout.retention and layout.retention.keep else 1
         work = footprint.logit_bytes(config)
         if self.kind == CPU:
-            work += footprint.activation_bytes(config, rows_at_once)
-            work += footprint.scratch_bytes(config, layout.page_size, self.threads)
+            work += footprint.activation_bytes(config, rows_at_once, queries)
+            work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)
         else:
             work += footprint.gpu_workspace_bytes(config, rows_at_once)
         rows = [Row("weights", weights.packed, weights.source, weights.detail)]
@@ -194,21 +211,23 @@ class Setting:
 
     def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:
         """The most tokens up to `limit` that need no more than `budget` bytes: whole pages, or `limit`; 0 =
-        none.
+        none. Contexts that are too short for `evict` do not count.
 
         Every row grows with the context, so a search over pages finds the end of the line whatever its
         slope.
         """
-        if self.plan(layout, limit).needed <= budget:
+        if self.whole(layout, limit).needed <= budget:
             return limit
-        low, high = 0, -(-limit // layout.page_size)  # in pages: `low` fits or is 0, `high` does not
+        size, least = layout.page_size, eviction.least_context(self.evict, layout.page_size)
+        low, high = max(0, -(-least // size) - 1), -(-limit // size)  # in pages: `low` fits or is none, `high` does not
+        none = low
         while high - low > 1:
             middle = (low + high) // 2
-            if self.plan(layout, middle * layout.page_size).needed <= budget:
+            if self.whole(layout, middle * size).needed <= budget:
                 low = middle
             else:
                 high = middle
-        return low * layout.page_size
+        return 0 if low == none else low * size
 
 
 @dataclass(frozen=True)
@@ -230,10 +249,10 @@ def engine_setting(
 ) -> Setting:
     """What the plan of an engine on the budget's device depends on, cache types and context aside. `weights`: as
     that kind of device holds them."""
+    fixed = config, weights, CPU if budget is None else budget.kind, cache.ubatch, threads
     if budget is None:
-        return Setting(config, weights, CPU, cache.ubatch, threads, margin=0)
-    runtime, margin = budget.runtime_bytes, budget.margin
-    return Setting(config, weights, budget.kind, cache.ubatch, threads, runtime_bytes=runtime, margin=margin)
+        return Setting(*fixed, margin=0, evict=cache.evict)
+    return Setting(*fixed, runtime_bytes=budget.runtime_bytes, margin=budget.margin, evict=cache.evict)
 
 
 def plan_for_engine(
@@ -243,13 +262,13 @@ def plan_for_engine(
 
     `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
-    UsageError for types.
+    UsageError for types, and for a context that is too short for what is to be kept of it.
     """
     layout = KVLayout.of_options(config, cache)
     setting = engine_setting(config, weights, cache, budget, threads)
     trained = config.context_length
     wanted = cache.ctx_size or trained
-    plan = setting.plan(layout, wanted)
+    plan = setting.whole(layout, wanted)
     if budget is None or plan.needed <= budget.bytes:
         return wanted, plan, ""
     fits = setting.largest_context(layout, budget.bytes, wanted)
@@ -264,7 +283,7 @@ def plan_for_engine(
             f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
             f"the largest that fits is -c {fits}; kv estimate compares cache types",
         )
-    chosen = setting.plan(layout, fits)
+    chosen = setting.whole(layout, fits)
     return (
         fits,
         chosen,

@@ -12,7 +12,7 @@ from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.comparison import Pair, Wish
@@ -74,7 +74,7 @@ class PlanFlags:
     def names_types(self) -> bool:
         return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
 
-    def wish(self, model: PlannedModel) -> Wish:
+    def wish(self, model: PlannedModel, evict: EvictOptions) -> Wish:
         """Raises UsageError for a value out of range, or for a context that nobody names."""
         from kvcli.comparison import Wish
 
@@ -94,7 +94,7 @@ class PlanFlags:
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
-        return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink)
+        return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length

@@ -13,7 +13,8 @@ from kvcli.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.estimate import per_rank
 from kvcli.render import human_count, one_line
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.plannedmodel import PlannedModel
 
 MIB, GIB = 1 << 20, 1 << 30

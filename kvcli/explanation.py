@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvcli.comparison import Outcome, Wish
 from kvcli.estimateview import Report
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.layout import ALIGN, GroupLayout
+from kvcli.runtime.grouplayout import ALIGN, GroupLayout
 
 
 def explain(report: Report) -> str:
@@ -20,8 +20,10 @@ def explain(report: Report) -> str:
 
 
 def _outcome(report: Report, o: Outcome) -> Iterator[str]:
-    wish, tokens = report.wish, o.plan.tokens
-    yield f"{o.label} at {tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
+    wish, tokens, keeps = report.wish, o.tokens, o.layout.retention
+    yield f"{o.label} at {o.plan.tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
+    if keeps:
+        yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + a step of {o.step:,} = {tokens:,}"
     counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
     sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
     for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
@@ -78,6 +80,12 @@ def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
     text = f"ceil({tokens:,} / {size})"
     if g.sealed:
         text = f"max(0, {'floor' if g.tail else 'ceil'}({tokens:,} / {size}) - {g.sinks})"
+    if g.retention:
+        kept, window = (
+            g.retention.kept_pages - min(g.retention.kept_pages, g.sinks if g.sealed else 0),
+            g.retention.window,
+        )
+        text = f"min({text}, {kept} kept + ceil(({window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if g.kind == SLIDING:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if wish.sequences > 1:
@@ -88,8 +96,10 @@ def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
 
 def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
     """16-bit pages of a sealed group: those of the sequence that runs, and those that the others keep meanwhile."""
-    size = g.page_size
-    running = f"min(ceil({tokens:,} / {size}), {g.sinks} + ceil({step:,} / {size}))"
+    size, sinks = g.page_size, g.sinks
+    if g.retention:
+        sinks = min(sinks, g.retention.kept_pages + g.retention.pages_behind)
+    running = f"min(ceil({tokens:,} / {size}), {sinks} + ceil({step:,} / {size}))"
     if wish.sequences == 1:
         return running
     _, common = g.shared_pages(min(wish.shared, tokens))

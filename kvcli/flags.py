@@ -18,7 +18,7 @@ import typer
 from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
-from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
@@ -170,7 +170,7 @@ class CacheFlags:
         ),
     ] = CacheOptions.ubatch
 
-    def options(self) -> CacheOptions:
+    def options(self, evict: EvictOptions) -> CacheOptions:
         """Raises UsageError for a value out of range."""
         check_pages(self.page_size, self.kv_tail, self.kv_sink)
         _at_least(1, self.ubatch_size, "--ubatch-size")
@@ -179,7 +179,7 @@ class CacheFlags:
         type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
-        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type)
+        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from kvcli.errors import UsageError
 from kvcli.flags import ModelFlags
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cachetypes import alias_note, canonical
 
 if TYPE_CHECKING:
@@ -84,11 +84,23 @@ def type_product(both: str | None, keys: str | None, values: str | None) -> list
 
 
 def open_for(
-    model: ModelFlags, types: TypeFlags, ctx_size: int, invocation: Invocation, interrupts: Interrupts
+    model: ModelFlags,
+    types: TypeFlags,
+    evict: EvictOptions,
+    ctx_size: int,
+    invocation: Invocation,
+    interrupts: Interrupts,
 ) -> Engine:
     """The engine whose model is measured, with a 16-bit cache of its own that long."""
-    options = CacheOptions(ctx_size, "f16", "f16", types.page_size, tail=types.kv_tail, sinks=types.kv_sink)
+    cut = types.page_size, CacheOptions.ubatch, types.kv_tail, types.kv_sink
+    options = CacheOptions(ctx_size, "f16", "f16", *cut, evict=evict)
     return opening.open_engine(model.options(invocation.offline), options, invocation, interrupts)
+
+
+def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
+    """What was forgotten, for JSON."""
+    kept = engine.retention
+    return {"policy": asked.policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
 
 
 def warn_of_weak_keys(engine: Engine, types: list[Types], invocation: Invocation) -> None:

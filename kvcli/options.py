@@ -21,6 +21,25 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
+class EvictOptions:
+    """What is forgotten where the context is full. `policy`: a file of `runtime/eviction`."""
+
+    policy: str = "none"
+    window: int = 0  # recent tokens that stay; 0 = as many as the context holds
+    keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
+
+    @property
+    def args(self) -> list[str]:
+        """The flags that say so."""
+        policy = ["--evict", self.policy] if self.policy != "none" else []
+        window = ["--window", str(self.window)] if self.window else []
+        return policy + window + (["--keep", str(self.keep)] if self.keep is not None else [])
+
+
+FORGET_NOTHING = EvictOptions()
+
+
+@dataclass(frozen=True)
 class CacheOptions:
     """The KV cache: how long, which types, how cut into pages."""
 
@@ -32,6 +51,7 @@ class CacheOptions:
     tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
+    evict: EvictOptions = FORGET_NOTHING
 
 
 @dataclass(frozen=True)

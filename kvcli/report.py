@@ -10,8 +10,10 @@ from typing import Any
 
 from kvcli.invocation import Invocation
 from kvcli.options import SampleOptions
+from kvcli.overflow import Cut
 from kvcli.render import human_bytes, is_terminal
 from kvcli.runtime.events import End
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.processmemory import peak_bytes
 from kvcli.verification import Verification, as_json
 
@@ -20,7 +22,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens."""
+    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens.
+
+    `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
+    """
 
     type_k: str
     type_v: str
@@ -29,13 +34,23 @@ class CacheFacts:
     nbytes: int
     tokens: int
     limit: int
+    evicted: int = 0
+    retention: Retention | None = None
+
+    @property
+    def room(self) -> str:
+        """How many tokens may come until something happens."""
+        if self.retention is None:
+            return f"{self.limit - self.tokens} until full"
+        last = self.tokens + self.evicted - 1
+        return f"{self.evicted} evicted, {self.retention.until_next(max(0, last))} until more are"
 
     @property
     def types(self) -> str:
         return self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
 
     def __str__(self) -> str:
-        return f"KV {self.types} {self.tokens}/{self.limit} tok {human_bytes(self.nbytes)}"
+        return f"KV {self.types} {self.tokens}/{self.limit} tok ({self.room}) {human_bytes(self.nbytes)}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Result:
     warnings: list[str]
     memory: MemoryFacts
     verification: Verification | None = None  # with --verify-estimate
+    cut: Cut | None = None  # of the prompt, which was too long
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
@@ -70,6 +86,17 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
 def context_full(cache: CacheFacts) -> str:
     """Why an answer ended early."""
     return f"stop: context full ({cache.tokens}/{cache.limit})"
+
+
+def prompt_evicted(result: Result) -> str:
+    """What an answer never saw of its prompt; "" = it saw everything."""
+    gone, kept = result.end.prompt_evicted, result.cache.retention
+    if not gone or kept is None:
+        return ""
+    return (
+        f"evicted before the answer began: tokens {kept.keep:,} to {kept.keep + gone - 1:,} of"
+        f" {result.end.usage.prompt_tokens:,}"
+    )
 
 
 def stats_line(result: Result, loaded: bool = True) -> str:
@@ -129,7 +156,14 @@ def result_object(result: Result) -> dict[str, Any]:
             "tokens": cache.tokens,
             "limit": cache.limit,
             "bytes": cache.nbytes,
+            "evicted_tokens": cache.evicted,
+            "keep": cache.retention.keep if cache.retention else None,
+            "window": cache.retention.window if cache.retention else None,
+            "lossless": not result.end.losses,
+            "losses": list(result.end.losses),
         },
+        "prompt_evicted_tokens": result.end.prompt_evicted,
+        "prompt_cut": dataclasses.asdict(result.cut) if result.cut else None,
         "memory": {
             "predicted_bytes": result.memory.predicted,
             "peak_bytes": peak_bytes(),

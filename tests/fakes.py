@@ -86,6 +86,14 @@ class FakeSequence:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def kept(self) -> int:
+        return self.length
+
+    @property
+    def evicted(self) -> int:
+        return 0
+
     def pages(self, group: int) -> int:
         return -(-self.length // 64)
 
@@ -109,6 +117,7 @@ class FakeEngine:
         self.cache_types = ("f32", "f32")
         self.notices: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
+        self.retention, self.keeps_prompt = None, False
         group = SimpleNamespace(page_bytes=1 << 20)
         self.layout = SimpleNamespace(page_size=64, groups=[group], arenas=[group])
         self.calls: list[tuple[list[int], SampleOptions]] = []
@@ -142,6 +151,7 @@ class FakeEngine:
         prompt_ids: list[int],
         options: SampleOptions,
         cancelled: Callable[[], bool] = lambda: False,
+        history: bool = False,
     ) -> Iterator[Prefill | Token | End]:
         if len(prompt_ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context {self.ctx_size}")

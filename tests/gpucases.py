@@ -56,8 +56,8 @@ OPS = ReferenceBackend()
 class HalfCentres(RopeTable):
     """Angles of the mean in the precision in which the GPU kernels take them, for sealing and for attention."""
 
-    def centres(self, rows: int) -> Angles:
-        cos, sin = super().centres(rows)
+    def centres(self, end: int, *where: int) -> Angles:
+        cos, sin = super().centres(end, *where)
         return cos.half().float(), sin.half().float()
 
 

@@ -209,3 +209,15 @@ def test_memory_on_a_gpu_is_what_is_no_longer_free(monkeypatch: pytest.MonkeyPat
     meter = benching.Meter()
     free[:] = 75, 20
     assert [meter.used(Device(CUDA, i)) for i in (0, 1)] == [0, 30]
+
+
+def test_evicting(bench: Bench) -> None:
+    flags = ("-p", "20", "-n", "6", "-d", "150", "-ct", "f16", "-r", "1", "--no-warmup", "-ub", "16")
+    found = []
+    for more in ((), ("--evict", "sink", "--window", "32")):
+        code, out, err = bench(*flags, *more)
+        assert (code, err) == (0, "")
+        found.append(json.loads(out.splitlines()[-1]))
+    assert found[1]["evict"] == {"policy": "sink", "keep": 4, "window": 32}
+    reads = [next(r["read_bytes_per_token"] for r in x["results"] if r["test"] == "tg") for x in found]
+    assert reads[1] < reads[0]

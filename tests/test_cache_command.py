@@ -76,7 +76,7 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     code, out, err = kv_here("cache", "verify", file, "--recompute", "3", "-t", "1", *model)
     assert code == 0 and "max error 0, KL divergence of the next token 0" in out, err
     code, out, _ = kv_here("cache", "show", file)
-    assert code == 0 and "lossless" in out and "no: rows are kept as int8" in out
+    assert code == 0 and "lossless" in out and "no: quantized: keys int8, values int8" in out
     assert kv_here("cache", "show", file, "--text", model[1])[1].startswith("It was the best of times")
     used = _run(kv_here, *model, "-ct", "int8", "--prompt-cache", file, "--prompt-cache-ro", TEXT + "\n\nAnd then?")
     assert used["usage"]["cache_disk_tokens"] > 60

@@ -17,7 +17,8 @@ from kvcli.runtime import footprint, memory, overheads
 from kvcli.runtime.cachetypes import CODEC_SPECS
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.footprint import WeightBytes
-from kvcli.runtime.layout import CHUNK_BYTES, KVLayout
+from kvcli.runtime.grouplayout import CHUNK_BYTES
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory
 from kvcli.runtime.overheads import Overheads
 

@@ -145,3 +145,22 @@ def test_smollm2_finds_a_key(kv_here: KvHere, smollm2_path: Path):
     assert code == 0 and all(cell["exact"] == 1 and cell["nll"] < 0.5 for cell in results)
     by_type = torch.tensor([cell["nll"] for cell in results]).view(2, 2)
     assert (by_type[0] - by_type[1]).abs().max() < 0.02
+
+
+def test_what_is_evicted_is_not_there(ask: Recall):
+    """The same question with everything, with a window, and with a window and the first tokens."""
+
+    def nll(*flags: str) -> tuple[float, dict[str, object]]:
+        code, out, err = ask("--ctx", "300", "--depths", "0", "-ct", "f16", "--json", *flags)
+        assert code == 0, err
+        value = json.loads(out)
+        return value["results"][0]["nll"], value["evict"]
+
+    whole, window = nll(), nll("--evict", "window", "--window", "40")
+    sink = nll("--evict", "sink", "--window", "40")
+    assert len({whole[0], window[0], sink[0]}) == 3
+    assert whole[1] == {"policy": "none", "keep": None, "window": None}
+    assert window[1] == {"policy": "window", "keep": 0, "window": 40}
+    assert sink[1] == {"policy": "sink", "keep": 4, "window": 40}
+    code, _, err = ask("--evict", "sink", "--keep", "-1")
+    assert code == 2 and "here is none" in err

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from gpucases import DEVICE, OPS, GpuCache, error, position
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.attention import attend
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.combine import combine, quantize
+from kvcli.kernels.gpu.launching import collecting
 from kvcli.kernels.gpu.pages import check, padded
+from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.runtime.sealing import fix_basis
@@ -232,3 +236,12 @@ def test_what_the_kernels_refuse():
     with pytest.raises(ValueError, match="multiples of 8"):
         check(GpuCache(("f16", "f16"), (68, 64)).append(torch.zeros(1, 1, 68), torch.zeros(1, 1, 64)).record)
     assert [padded(d) for d in (8, 64, 72, 128, 192, 256)] == [64, 64, 128, 128, 256, 256]
+
+
+def test_launches_that_are_collected_hold_no_memory() -> None:
+    x, to = torch.randn(1, 64, device=DEVICE), Activations.empty(64, False, torch.device(DEVICE))
+    with collecting() as launches:
+        quantize(x, to)
+    memory = weakref.ref(x)
+    del x
+    assert len(launches) == 1 and memory() is None

@@ -20,8 +20,8 @@ kvcli
 kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
 kvcli.runtime
-kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.growth
-kvcli.runtime.headercache kvcli.runtime.memory
+kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.eviction kvcli.runtime.growth
+kvcli.runtime.grouplayout kvcli.runtime.headercache kvcli.runtime.memory
 kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.repacked kvcli.runtime.stops kvcli.runtime.wire
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
 kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes
@@ -43,10 +43,10 @@ kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
 kvcli.runtime.benching kvcli.runtime.plannedmodel kvcli.runtime.recompute
-kvcli.comparison kvcli.doctor kvcli.verification
+kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
-kvcli.estimateflags kvcli.estimateview kvcli.locate kvcli.report
+kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring
 kvcli.chatsession

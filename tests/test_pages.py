@@ -10,7 +10,7 @@ import torch
 from cachecases import append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import layout as layouts
+from kvcli.runtime import grouplayout as layouts
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
 

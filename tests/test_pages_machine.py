@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import layout as layouts
+from kvcli.runtime import grouplayout as layouts
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -258,3 +259,15 @@ def test_golden_perplexity_by_the_protocol_of_llama_perplexity(name: str, ppl: f
     ids = tokenizer.encode((Path(folder) / "pydoc.txt").read_text("utf-8"))
     (chunk,) = protocol.cut(ids, tokenizer.bos_id if tokenizer.add_bos else None)
     assert _f32(path, chunk, protocol) == pytest.approx(ppl, rel=1e-3)
+
+
+def test_all_types_evict_alike(ppl: Ppl):
+    def measured(*flags: str) -> dict[str, Any]:
+        code, out, err = ppl("-ct", "f16,int4", "--chunks", "1", "--json", *flags)
+        assert code == 0, err
+        return json.loads(out)
+
+    whole, evicting = measured(), measured("--evict", "sink", "--window", "16")
+    assert evicting["evict"] == {"policy": "sink", "keep": 4, "window": 16} and whole["evict"]["policy"] == "none"
+    for a, b in zip(whole["types"], evicting["types"], strict=True):
+        assert a["ppl"] != b["ppl"] and a["bytes_per_token"] > b["bytes_per_token"]

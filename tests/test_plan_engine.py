@@ -11,10 +11,11 @@ import pytest
 from conftest import Kv, KvHere
 from synthetics import small_model
 
-from kvcli.errors import DoesNotFit, UsageError
-from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.errors import DeviceError, DoesNotFit, UsageError
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime import engine as engine_module
 from kvcli.runtime import overheads
+from kvcli.runtime.device import Device
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.overheads import Overheads
@@ -97,6 +98,61 @@ def test_tail_and_sinks_are_planned_and_allocated(small: Path, kv_here: KvHere, 
     assert code == 0, err
     assert (value["kv_tail"], value["kv_sink"]) == (tail, sinks)
     assert [row["kv_bytes"] for row in value["types"]] == [engine.plan.kv_bytes]
+
+
+EVICTED = [
+    ("f16", "sink", None, None),
+    ("f16", "window", 200, None),
+    ("int4", "sink", 193, 100),
+    ("int8", "sink", None, 0),
+]
+
+
+@pytest.mark.parametrize(("type_", "policy", "window", "keep"), EVICTED)
+def test_what_is_evicted_is_planned_as_it_is_allocated(
+    small: Path, kv_here: KvHere, type_: str, policy: str, window: int | None, keep: int | None
+) -> None:
+    """The pool after twice the context, `kv estimate`, and a pool with not a byte more."""
+    evict = EvictOptions(policy, window or 0, keep)
+    cache = {"ctx_size": 512, "type_k": type_, "type_v": type_, "ubatch": 128, "evict": evict}
+    engine = open_small(small, None, **cache)
+    engine = open_small(small, engine.plan.total, **cache)
+    sampling = SampleOptions(temperature=0.0, ignore_eos=True, max_tokens=70)
+    *_, end = engine.generate(engine.new_sequence(), ids(1024), sampling, history=True)
+    assert isinstance(end, End) and end.finish_reason == "length" and len(end.ids) == 70
+    assert engine.pool.committed_bytes == engine.plan.kv_bytes
+    flags = ["--evict", policy, "-c", "512", "-ct", type_, "-ub", "128"]
+    flags += [] if window is None else ["--window", str(window)]
+    flags += [] if keep is None else ["--keep", str(keep)]
+    code, out, err = kv_here("estimate", str(small), "--device", "cpu", *flags, "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)["types"]
+    assert row["kv_bytes"] == engine.plan.kv_bytes
+    assert engine.predict(5000).kv_bytes == engine.plan.kv_bytes
+    code, out, err = kv_here("estimate", str(small), "--device", "cpu", *flags, "--print-args")
+    assert f"--evict {policy}" in out and ("--window" in out) == (window is not None)
+
+
+def test_the_largest_context_that_evicts_is_true(small: Path) -> None:
+    """Without a window of the user's own it grows with the context; what does not fit is refused with one that does."""
+    evict = EvictOptions("sink")
+    limit = open_small(small, None, ctx_size=704, evict=evict).plan.total + 100
+    engine = open_small(small, limit, evict=evict)
+    assert 704 <= engine.ctx_size < 900 and engine.plan.needed <= limit
+    assert engine.retention is not None and engine.retention.window == engine.ctx_size - 128
+    with pytest.raises(DoesNotFit, match=r"1,024 needs") as refused:
+        open_small(small, limit, ctx_size=1024, evict=evict)
+    assert f"-c {engine.ctx_size};" in refused.value.hint
+    with pytest.raises(UsageError, match="too short to evict"):
+        open_small(small, None, ctx_size=100, evict=evict)
+
+
+def test_a_gpu_does_not_evict_yet(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is loaded."""
+    monkeypatch.setattr(engine_module, "choose", lambda asked: Device("cuda", 0))
+    monkeypatch.setattr(engine_module.repacked, "unfit", lambda *_: "")
+    with pytest.raises(DeviceError, match="--evict does not work on a GPU"):
+        open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
 
 
 def test_steps_of_sealed_caches_are_short(small: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import layout as layouts
+from kvcli.runtime import grouplayout as layouts
 from kvcli.runtime import snapshot as snapshots
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.prefix import PrefixTree

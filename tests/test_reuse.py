@@ -13,8 +13,8 @@ import tiny
 from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
 
 from kvcli.errors import CacheFileError, DoesNotFit
-from kvcli.options import CacheOptions, PromptCacheOptions
-from kvcli.runtime import layout as grouplayout
+from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
+from kvcli.runtime import grouplayout
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.promptcache import PromptCacheFile
@@ -198,6 +198,30 @@ def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path)
     small, told = _store(tmp_path / "small", max_bytes=1000), Told()
     _ask(engine, PROMPT, small, told)
     assert any("more than the 1,000 of the store" in line for line in told.lines)
+
+
+@pytest.mark.parametrize("policy", ["sink", "window"])
+@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "f16"), ("llama", "int4")])
+def test_what_was_evicted_is_not_missed(tmp_path: Path, variant: str, k: str, policy: str) -> None:
+    """Documents longer than the window; other windows do not share their rows."""
+    evict = EvictOptions(policy, window=32)
+    options = CacheOptions(ctx_size=128, page_size=16, type_k=k, type_v=k, evict=evict)
+    engine = open_tiny(variant, "native", options)
+    document = PROMPT[:100]
+    cold = _ask(engine, [*document, 8, 9, 10], NOWHERE)
+    assert _ask(engine, [*document, 5, 6], _store(tmp_path)).usage.cache_write_tokens == 102
+    found = _ask(engine, [*document, 8, 9, 10], _store(tmp_path))
+    assert found.ids == cold.ids and found.usage.disk_tokens >= 96
+    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+        seq, twin = engine.new_sequence(), engine.new_sequence()
+        run(engine, seq, [*document, 5, 6], FOUR)
+        again = run(engine, twin, [*document, 8, 9, 10], FOUR)
+        assert again.ids == cold.ids and again.usage.cache_read_tokens >= 96
+        engine.pool.check([*seq.holds(), *twin.holds(), *caches.tree.holds(), *caches._snapshot.holds()])
+        seq.close()
+        twin.close()
+    other = open_tiny(variant, "native", replace(options, evict=replace(evict, window=48)))
+    assert _ask(other, [*document, 5, 6], _store(tmp_path)).usage.disk_tokens == 0
 
 
 def test_a_miss_says_why(tmp_path: Path) -> None:

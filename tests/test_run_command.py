@@ -82,7 +82,7 @@ def test_json_is_one_object(kv):
     assert value["memory"]["peak_bytes"] > 1 << 20
     assert set(value) == {
         *("kv_schema", "model", "text", "finish_reason", "stop", "usage"),
-        *("timings", "kv", "memory", "params", "warnings"),
+        *("timings", "kv", "memory", "params", "warnings", "prompt_cut", "prompt_evicted_tokens"),
     }
 
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli import opening, render
+from kvcli import measuring, opening, render
 from kvcli.cacheflags import PAGE_SIZES
 from kvcli.errors import DoesNotFit, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import Types, type_name, type_product
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.options import LoadOptions
@@ -84,7 +85,7 @@ class BenchFlags:
             raise UsageError("there is nothing to measure: -p and -n are both 0")
         return found
 
-    def cache(self, types: Types, cases: list[Case]) -> CacheOptions:
+    def cache(self, types: Types, cases: list[Case], evict: EvictOptions) -> CacheOptions:
         """A context that holds every test. Types are measured even where the weights speak against them."""
         return CacheOptions(
             ctx_size=max(case.rows for case in cases),
@@ -93,6 +94,7 @@ class BenchFlags:
             page_size=self.page_size,
             ubatch=self.ubatch_size,
             force_types=True,
+            evict=evict,
         )
 
 
@@ -119,10 +121,11 @@ class _Setting:
     threads: int
     bandwidth: float | None
     source: str
+    evict: dict[str, Any]  # the policy and its numbers
 
 
 @grouped
-def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, json: JsonFlag = False) -> None:
+def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, evict: EvictFlags, json: JsonFlag = False) -> None:
     """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
 
     Rates are medians over the repetitions, ± their standard deviation. The limit is what generation would reach if
@@ -131,6 +134,7 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, json: JsonFla
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         load, types, cases = model.options(invocation.offline), what.types(), what.cases()
+        evicting = evict.options(what.page_size, prompt=False)
         from kvcli.runtime import benching
 
         meter, setting = benching.Meter(), None
@@ -140,8 +144,8 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, json: JsonFla
         for pair in types:
             meter.restart()
             try:
-                engine = opening.open_engine(load, what.cache(pair, cases), invocation, interrupts)
-                setting = setting or _setting(engine, load, what.bandwidth, invocation)
+                engine = opening.open_engine(load, what.cache(pair, cases, evicting), invocation, interrupts)
+                setting = setting or _setting(engine, load, what.bandwidth, evicting, invocation)
                 tables.append(_measure(engine, pair, cases, what, meter, invocation))
             except DoesNotFit as error:
                 render.warn(f"{type_name(pair)} is left out: {error.message}", invocation)
@@ -156,7 +160,9 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, json: JsonFla
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
 
 
-def _setting(engine: Engine, load: LoadOptions, bandwidth: float | None, invocation: Invocation) -> _Setting:
+def _setting(
+    engine: Engine, load: LoadOptions, bandwidth: float | None, evict: EvictOptions, invocation: Invocation
+) -> _Setting:
     from kvcli.runtime import benching
     from kvcli.runtime.engine import physical_cores
 
@@ -164,7 +170,8 @@ def _setting(engine: Engine, load: LoadOptions, bandwidth: float | None, invocat
     if bandwidth is None:
         bandwidth, source = benching.bandwidth(engine.device, partial(render.notice, invocation=invocation))
     size, threads = engine.path.stat().st_size, load.threads or physical_cores()
-    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source)
+    forgotten = measuring.evict_object(engine, evict)
+    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source, forgotten)
 
 
 def _measure(
@@ -232,6 +239,7 @@ def _object(tables: list[_Table], setting: _Setting, what: BenchFlags, failures:
         "ubatch_size": what.ubatch_size,
         "page_size": what.page_size,
         "repetitions": what.repetitions,
+        "evict": setting.evict,
         "bandwidth_gb_s": setting.bandwidth,
         "bandwidth_source": setting.source,
         "results": [_result(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds],

@@ -14,6 +14,7 @@ from kvcli import cachefiles, opening, render, report
 from kvcli.answering import Job, answer, settle
 from kvcli.commands.run import PromptFlags, Question
 from kvcli.errors import CacheFileError, CheckFailed, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.globaloptions import require_command
 from kvcli.interrupt import Interrupts, last_words
@@ -101,6 +102,7 @@ def build(
     ctx: typer.Context,
     model: ModelFlags,
     cache: CacheFlags,
+    evict: EvictFlags,
     prompt: PromptFlags,
     system: SystemFlags,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to make.")],
@@ -110,7 +112,8 @@ def build(
     invocation: Invocation = ctx.obj
     with Interrupts(last_words) as interrupts:
         question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
-        engine = opening.open_engine(model.options(invocation.offline), cache.options(), invocation, interrupts)
+        cache_options = cache.options(evict.options(cache.page_size))
+        engine = opening.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
         options = settle(engine, SampleOptions(max_tokens=0))
         job = Job(model.model, options, NoSink(invocation), interrupts)
         file = Path(out).absolute()

@@ -15,6 +15,7 @@ import typer
 from kvcli import opening, render, report
 from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
 from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import decode_utf8
 from kvcli.interrupt import UNWIND, Interrupts, last_words
@@ -92,6 +93,7 @@ def chat(
     model: ModelFlags,
     cache: CacheFlags,
     store: StoreFlags,
+    evict: EvictFlags,
     system: SystemFlags,
     sample: SampleFlags,
     flags: ChatFlags,
@@ -100,7 +102,8 @@ def chat(
     invocation: Invocation = ctx.obj
     with Interrupts(last_words, insist=flags.script) as interrupts:
         flags.check()
-        load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
+        load, sampling = model.options(invocation.offline), sample.options()
+        cache_options = cache.options(evict.options(cache.page_size))
         message, name, kept = system.text(), flags.session_name(), store.options()
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
@@ -108,20 +111,20 @@ def chat(
         if name:  # every turn is worth keeping
             kept = replace(kept, min_tokens=1)
         conversation = _conversation(engine, message)
-        with (
-            closing(_branches(name, load.model, engine, conversation, invocation)) as branches,
-            closing(engine.use_caches(kept, telling(invocation))) as caches,
-        ):
-            session = ChatSession(engine, conversation, options, sink, interrupts, branches)
-            interrupts.stage = UNWIND
-            try:
-                if flags.script:
-                    _follow(session, b"\0" if flags.null else b"\n")
-                else:
-                    _talk(session, invocation)
-            finally:
-                if name:
-                    caches.save(session.sequence)
+        with closing(_branches(name, load.model, engine, conversation, invocation)) as branches:
+            if engine.keeps_prompt:
+                engine.keep_prompt(conversation.system_tokens())
+            with closing(engine.use_caches(kept, telling(invocation))) as caches:
+                session = ChatSession(engine, conversation, options, sink, interrupts, branches)
+                interrupts.stage = UNWIND
+                try:
+                    if flags.script:
+                        _follow(session, b"\0" if flags.null else b"\n")
+                    else:
+                        _talk(session, invocation)
+                finally:
+                    if name:
+                        caches.save(session.sequence)
 
 
 def _branches(

@@ -9,9 +9,10 @@ import typer
 from kvcli import render
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.estimateflags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import grouped
 from kvcli.invocation import Invocation
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.estimateview import Report
@@ -25,6 +26,7 @@ def register(app: typer.Typer) -> None:
 def estimate(
     ctx: typer.Context,
     plan: PlanFlags,
+    evict: EvictFlags,
     shape: ShapeFlags,
     device: DeviceFlags,
     output: OutputFlags,
@@ -43,7 +45,8 @@ def estimate(
         return
     if model is not None and model_option is not None:
         raise UsageError("the model is given twice, as an argument and as --model")
-    report = _report(model or model_option, plan, shape, device, invocation)
+    asked = evict.options(plan.page_size, prompt=False)
+    report = _report(model or model_option, plan, asked, shape, device, invocation)
     for text in report.model.notices:
         render.notice(text, invocation)
     for text in report.warnings:
@@ -63,7 +66,12 @@ def estimate(
 
 
 def _report(
-    name: str | None, plan: PlanFlags, shape: ShapeFlags, device: DeviceFlags, invocation: Invocation
+    name: str | None,
+    plan: PlanFlags,
+    evict: EvictOptions,
+    shape: ShapeFlags,
+    device: DeviceFlags,
+    invocation: Invocation,
 ) -> Report:
     from kvcli.comparison import compare, find_target, recommend
     from kvcli.estimateview import Report
@@ -79,7 +87,7 @@ def _report(
         raise UsageError(f"--bandwidth is {device.bandwidth}", "it is in GB/s, above 0")
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     model = planned_model(name, given, target.memory.kind, invocation.offline)
-    wish = plan.wish(model)
+    wish = plan.wish(model, evict)
     outcomes = compare(model, target, wish)
     trained = model.config.context_length
     if trained and max(wish.contexts) > trained:
@@ -129,6 +137,7 @@ def _print_args(report: Report, name: str | None) -> None:
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
     args += [] if wish.chunk == CacheOptions.ubatch else ["-ub", str(wish.chunk)]
     args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
+    args += wish.evict.args
     args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
     render.write_out(" ".join(args) + "\n")
 

@@ -10,6 +10,7 @@ import typer
 
 from kvcli import measuring, render
 from kvcli.errors import UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.globaloptions import require_command
 from kvcli.interrupt import Interrupts, last_words
@@ -85,7 +86,12 @@ class _Cell:
 
 @grouped
 def recall(
-    ctx: typer.Context, model: ModelFlags, types: TypeFlags, questions: QuestionFlags, json: JsonFlag = False
+    ctx: typer.Context,
+    model: ModelFlags,
+    types: TypeFlags,
+    evict: EvictFlags,
+    questions: QuestionFlags,
+    json: JsonFlag = False,
 ) -> None:
     """Hide a pass key in filler at several depths, and see whether the model still knows it.
 
@@ -96,14 +102,16 @@ def recall(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         chosen = types.types(DEFAULT_TYPES, invocation)
         lengths, depths = questions.sizes(), questions.at()
-        engine = measuring.open_for(model, types, max(lengths), invocation, interrupts)
+        evicting = evict.options(types.page_size, prompt=False)
+        engine = measuring.open_for(model, types, evicting, max(lengths), invocation, interrupts)
         measuring.warn_of_weak_keys(engine, chosen, invocation)
         asked = _questions(engine, questions, lengths, depths)
         with render.Progress(invocation, unit="tokens") as progress:
             cells = _ask(engine, asked, chosen, progress)
     if json:
         entries = [_entry(cell) for cell in cells]
-        render.print_json({"kv_schema": 1, "model": model.model, "seed": questions.seed, "results": entries})
+        head = {"kv_schema": 1, "model": model.model, "seed": questions.seed}
+        render.print_json({**head, "evict": measuring.evict_object(engine, evicting), "results": entries})
         return
     _print(cells, depths, invocation)
 

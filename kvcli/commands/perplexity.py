@@ -14,6 +14,7 @@ import typer
 
 from kvcli import inputs, measuring, render
 from kvcli.errors import CheckFailed, UsageError
+from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
@@ -106,6 +107,7 @@ def perplexity(
     ctx: typer.Context,
     model: ModelFlags,
     types: TypeFlags,
+    evict: EvictFlags,
     text: TextFlags,
     gates: GateFlags,
     json: JsonFlag = False,
@@ -113,7 +115,8 @@ def perplexity(
     """Compare cache types on a text: perplexity, divergence from f16, bytes.
 
     Everything goes through the cache: keys and values are read back as decode reads them. Chunks do not overlap and
-    start from an empty cache; the second half of each is scored. f16 is the base and always measured.
+    start from an empty cache; the second half of each is scored. f16 is the base and always measured. With --evict all
+    types evict alike, f16 too.
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
@@ -121,7 +124,8 @@ def perplexity(
         gates.ppl_limit()
         texts = text.read(invocation)
         protocol = text.protocol()
-        engine = measuring.open_for(model, types, protocol.chunk, invocation, interrupts)
+        asked = evict.options(types.page_size, prompt=False)
+        engine = measuring.open_for(model, types, asked, protocol.chunk, invocation, interrupts)
         measuring.warn_of_weak_keys(engine, chosen, invocation)
         scores, counts = _measure(engine, texts, chosen, protocol, invocation)
     from kvcli.runtime import quality
@@ -135,6 +139,7 @@ def perplexity(
         parts = {t: [quality.summarize([s], [b]) for s, b in zip(scores[t], base, strict=True)] for t in rows}
         entries = [_entry(t, rows[t], costs[t], dict(zip(names, parts[t], strict=True))) for t in rows]
         head = {"kv_schema": 1, "model": model.model, "protocol": _protocol_object(protocol)}
+        head["evict"] = measuring.evict_object(engine, asked)
         held = [{"name": name, "tokens": n, "chunks": k} for name, (n, k) in zip(names, counts, strict=True)]
         render.print_json({**head, "texts": held, "types": entries, "failures": failures})
         raise typer.Exit(CheckFailed.exit_code if failures else 0)

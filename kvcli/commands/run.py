@@ -12,10 +12,12 @@ import typer
 from kvcli import opening, render, report, verification
 from kvcli.answering import Job, answer, settle
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ModelError, UsageError
+from kvcli.evictflags import EvictFlags, OverflowFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
+from kvcli.overflow import ERROR, Cut, answer_leaves, common_length, cut_text
 from kvcli.promptcacheflags import FileFlags, StoreFlags, telling
 from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
@@ -111,12 +113,21 @@ class Question:
 
     def ids(self, engine: Engine) -> list[int]:
         """Token ids of the whole prompt. Raises ModelError for a model without a chat template."""
+        return self._ids(engine, self.prompt)
+
+    def text(self, engine: Engine, ids: list[int]) -> tuple[int, int]:
+        """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
+        frame = self._ids(engine, "")
+        start = common_length(ids, frame)
+        return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
+
+    def _ids(self, engine: Engine, text: str) -> list[int]:
         if self.raw:
-            return engine.tokenizer.encode(self.prompt, add_bos=True, parse_special=self.special)
+            return engine.tokenizer.encode(text, add_bos=True, parse_special=self.special)
         if engine.template is None:
             raise ModelError("this model has no chat template", "--raw continues plain text")
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": self.prompt})
+        messages.append({"role": "user", "content": text})
         return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
 
 
@@ -132,6 +143,18 @@ def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
     return result
 
 
+def _fitting(engine: Engine, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
+    """The prompt's ids, cut to the context where `policy` wants that; the engine learns what --keep -1 is."""
+    ids, cut = question.ids(engine), None
+    if len(ids) > engine.ctx_size and policy != ERROR:
+        retention = None if engine.keeps_prompt else engine.retention
+        room = answer_leaves(engine.ctx_size, max_tokens, retention)
+        ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room)
+    if engine.keeps_prompt and len(ids) <= engine.ctx_size:
+        engine.keep_prompt(len(ids))
+    return ids, cut
+
+
 def register(app: typer.Typer) -> None:
     app.command("run")(run)
 
@@ -141,6 +164,8 @@ def run(
     ctx: typer.Context,
     model: ModelFlags,
     cache: CacheFlags,
+    evict: EvictFlags,
+    overflow: OverflowFlags,
     store: StoreFlags,
     named: FileFlags,
     prompt: PromptFlags,
@@ -152,16 +177,20 @@ def run(
     """Answer one prompt and exit; the generated text alone goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
-        load, cache_options, sampling = model.options(invocation.offline), cache.options(), sample.options()
-        kept = named.add_to(store.options())
+        load, sampling, policy = model.options(invocation.offline), sample.options(), overflow.policy()
+        cache_options, kept = cache.options(evict.options(cache.page_size)), named.add_to(store.options())
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
         question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
-        ids = question.ids(engine)
-        job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate)
+        ids, cut = _fitting(engine, question, policy, sampling.max_tokens)
+        if cut is not None:
+            render.warn(str(cut), invocation)
+        job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate, cut=cut)
         with closing(engine.use_caches(kept, telling(invocation))):
             result = _answers(engine, ids, job, output.n_samples)
+        if report.prompt_evicted(result):
+            render.warn(report.prompt_evicted(result), invocation)
         if copy is not None and not interrupts.code:
             copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):

@@ -10,7 +10,7 @@
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap, angles)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+| `attention(q, kv, start, window, scale, softcap, angles, sink_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 
 `place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is. A GPU has the
 operations on keys, values and pages in another cut, several at once (see gpu/backend.py).

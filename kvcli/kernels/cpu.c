@@ -33,9 +33,10 @@ typedef struct { /* one layer's K/V as pages by address; a record is one (page, 
     const int64_t *pages; /* address of this layer's first record in each page, 0 = none */
     const int64_t *open;  /* the same for pages in 16 bits, where `pages` are sealed; else NULL */
     int64_t first_page, page_size, kv_heads, dim_k, dim_v, sinks, tail;
+    int64_t front, keep, retained;    /* pages before first_page's in the lists; what queries see where rows are evicted */
     const float *static_k, *static_v; /* fp8: one scale a head */
     const float *centre;              /* [kv_heads, dim_k]: what sealed keys lack, before RoPE; NULL = nothing */
-    const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows from first_page on, [n, rope_half] */
+    const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the pages in the lists, [n, rope_half] */
     int64_t rope_half;
     kv_record record, open_record;
 } kv_paged;
@@ -171,6 +172,20 @@ static inline uint16_t read16(const uint8_t *p) {
     return v;
 }
 
+/* Where a page stands in the lists. */
+static int64_t page_index(const kv_paged *kv, int64_t page) {
+    return page < kv->front ? page : page - kv->first_page + kv->front;
+}
+
+/* The first row, beside the first `keep`, that a query at `pos` sees; 0 = it sees every row. PagedKV.oldest says why. */
+static int64_t oldest_row(const kv_paged *kv, int64_t window, int64_t pos) {
+    int64_t reach = window ? window : kv->retained;
+    if (!reach || pos < reach) return 0;
+    if (window) return pos - window + 1;
+    int64_t first = (pos - reach + 1) / kv->page_size * kv->page_size;
+    return first > kv->keep ? first : 0;
+}
+
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
 typedef struct {
@@ -183,7 +198,8 @@ typedef struct {
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
     void (*seal)(const kv_paged *, int64_t, int64_t);
-    void (*attention)(const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const kv_paged *, float *);
+    void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float,
+                      const kv_paged *, float *);
 } kernels;
 
 #if defined(__x86_64__)
@@ -283,8 +299,9 @@ void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t 
     active->store(k, ldk, v, ldv, t, start, kv);
 }
 
-/* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. */
-void kv_attention(const float *q, int64_t ldq, int64_t t, int64_t heads, int64_t start, int64_t window, float scale,
-                  float softcap, const kv_paged *kv, float *out) {
-    active->attention(q, ldq, t, heads, start, window, scale, softcap, kv, out);
+/* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. sink_q: the
+ * queries for the first kv->keep rows where rows are evicted, NULL = the same ones. */
+void kv_attention(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t t, int64_t heads, int64_t start,
+                  int64_t window, float scale, float softcap, const kv_paged *kv, float *out) {
+    active->attention(q, ldq, sink_q, ld_sink, t, heads, start, window, scale, softcap, kv, out);
 }

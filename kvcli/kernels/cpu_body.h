@@ -583,7 +583,7 @@ static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_
 
 /* The mean of a head's keys as they stand around row `row` (a multiple of CENTRE_ROWS): RoPE, then rotation. */
 static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t row, float *out) {
-    int64_t half = kv->rope_half, at = (row - kv->first_page * kv->page_size) / CENTRE_ROWS;
+    int64_t half = kv->rope_half, size = kv->page_size, at = (page_index(kv, row / size) * size + row % size) / CENTRE_ROWS;
     memcpy(out, kv->centre + head * kv->dim_k, kv->dim_k * sizeof(float));
     if (half) NAME(rope)(out, 0, 1, 1, kv->dim_k, 2 * half, kv->cos + at * half, kv->sin + at * half);
     NAME(rotate)(out, 0, 1, 1, kv->dim_k);
@@ -619,7 +619,7 @@ static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv
     const int64_t *pages = kv->open ? kv->open : kv->pages;
     int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
     for (int64_t r = 0; r < t; r++) {
-        int64_t page = (start + r) / kv->page_size - kv->first_page, slot = (start + r) % kv->page_size;
+        int64_t page = page_index(kv, (start + r) / kv->page_size), slot = (start + r) % kv->page_size;
         for (int64_t h = 0; h < kv->kv_heads; h++) {
             uint8_t *record = (uint8_t *)(intptr_t)pages[page] + h * rec->bytes;
             NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, rec->codec_k, record + slot * k_bytes);
@@ -724,7 +724,7 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const NAME(seal_args) *a = arg;
     const kv_paged *kv = a->kv;
     const kv_record *from = &kv->open_record, *to = &kv->record;
-    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads, at = page - kv->first_page;
+    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads, at = page_index(kv, page);
     int64_t lo = a->first > page * size ? a->first - page * size : 0, hi = a->end < (page + 1) * size ? a->end - page * size : size;
     const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
     uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
@@ -821,13 +821,13 @@ static void NAME(decode_row)(const uint8_t *b, int64_t codec, float scale, float
 #define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, so none has two own pages */
 
 typedef struct {
-    const float *q;
-    int64_t ldq, t, heads, start, window;
+    const float *q, *sink_q; /* sink_q: for the first kv->keep rows; it may be NULL */
+    int64_t ldq, ld_sink, t, heads, start, window;
     float scale, softcap;
     const kv_paged *kv;
     float *out;
-    int64_t dkp, dvp, n_blocks, first_span, n_spans; /* n_spans > 0: one task a span, partial results kept apart */
-    float *partial;                                  /* [kv_heads * n_spans, group, dvp + 2] */
+    int64_t dkp, dvp, n_blocks, front_spans, first_span, n_spans; /* one query: a task for each of n_spans, those from the */
+    float *partial; /* [kv_heads * n_spans, group, dvp + 2] */    /* window's first_span on and front_spans before a gap */
 } NAME(attn_args);
 
 /* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
@@ -894,7 +894,7 @@ INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, 
     const kv_paged *kv = a->kv;
     int open = kv->open && (page > own - kv->tail || page < kv->sinks);
     const kv_record *rec = open ? &kv->open_record : &kv->record;
-    const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page - kv->first_page] + head * rec->bytes;
+    const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page_index(kv, page)] + head * rec->bytes;
     int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
     float sk = kv->static_k ? kv->static_k[head] : 1.0f, sv = kv->static_v ? kv->static_v[head] : 1.0f;
     for (int64_t j = lo; j < hi; j++) {
@@ -911,7 +911,15 @@ INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, 
 /* Floats of scratch a task needs besides its rows' state. */
 INLINE size_t NAME(attn_scratch)(const NAME(attn_args) *a, int64_t rows) {
     int64_t padded = (a->kv->page_size + VL - 1) / VL * VL;
-    return (size_t)(padded * (a->dkp + a->dvp + 1) + (padded / CENTRE_ROWS + rows) * a->dkp + rows * (2 * a->dvp + 4));
+    int64_t queries = a->sink_q ? 2 * rows : rows;
+    return (size_t)(padded * (a->dkp + a->dvp + 1) + (padded / CENTRE_ROWS + queries) * a->dkp + rows * (2 * a->dvp + 4));
+}
+
+/* Queries [t0, t1) of a kv head's group, each padded to dkp floats, into zeroed memory. */
+INLINE void NAME(gather)(const NAME(attn_args) *a, const float *q, int64_t ldq, int64_t head, int64_t t0, int64_t rows, float *out) {
+    int64_t group = a->heads / a->kv->kv_heads, dim = a->kv->dim_k;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(out + r * a->dkp, q + (t0 + r / group) * ldq + (head * group + r % group) * dim, dim * sizeof(float));
 }
 
 /* Queries [t0, t1) x the group of one kv head over spans [s0, s1); state is [rows][dvp + 2] = acc, max, sum. */
@@ -920,35 +928,41 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
     const kv_paged *kv = a->kv;
     int64_t size = kv->page_size, padded = (size + VL - 1) / VL * VL, group = a->heads / kv->kv_heads, rows = (t1 - t0) * group;
     float *keys = work, *values = keys + padded * a->dkp, *scores = values + padded * a->dvp;
-    float *mean = scores + padded, *queries = mean + padded / CENTRE_ROWS * a->dkp, *part = queries + rows * a->dkp;
-    int64_t stride = a->dvp + 2;
+    float *mean = scores + padded, *queries = mean + padded / CENTRE_ROWS * a->dkp;
+    float *sink_queries = a->sink_q ? queries + rows * a->dkp : queries, *part = sink_queries + rows * a->dkp;
+    int64_t stride = a->dvp + 2, span = SPAN_PAGES * size;
     memset(work, 0, (size_t)padded * (a->dkp + a->dvp) * sizeof(float));
-    memset(mean, 0, (size_t)(padded / CENTRE_ROWS + rows) * a->dkp * sizeof(float)); /* and the queries, which follow */
+    memset(mean, 0, (size_t)(part - mean) * sizeof(float)); /* and the queries, which follow */
+    NAME(gather)(a, a->q, a->ldq, head, t0, rows, queries);
+    if (a->sink_q) NAME(gather)(a, a->sink_q, a->ld_sink, head, t0, rows, sink_queries);
     for (int64_t r = 0; r < rows; r++) {
-        memcpy(queries + r * a->dkp, a->q + (t0 + r / group) * a->ldq + (head * group + r % group) * kv->dim_k,
-               kv->dim_k * sizeof(float));
         memset(state + r * stride, 0, stride * sizeof(float));
         state[r * stride + a->dvp] = -INFINITY;
     }
-    int64_t own = (a->start + t0) / size, last = a->start + t1 - 1, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
-    if (oldest < 0) oldest = 0;
+    int64_t own = (a->start + t0) / size, last = a->start + t1 - 1, oldest = oldest_row(kv, a->window, a->start + t0);
     for (int64_t s = s0; s < s1; s++) {
+        if (s * span >= kv->keep && s < oldest / span) s = oldest / span; /* over the gap */
         for (int64_t r = 0; r < rows; r++) {
             memset(part + r * stride, 0, stride * sizeof(float));
             part[r * stride + a->dvp] = -INFINITY;
         }
         for (int64_t page = s * SPAN_PAGES; page < (s + 1) * SPAN_PAGES; page++) {
-            if (page * size > last || (page + 1) * size <= oldest) continue;
-            int64_t lo = oldest > page * size ? oldest - page * size : 0;
+            int sink = oldest > 0 && page * size < kv->keep; /* before the gap, for all of these queries */
+            if (page * size > last || (!sink && (page + 1) * size <= oldest)) continue;
+            int64_t lo = !sink && oldest > page * size ? oldest - page * size : 0;
             int64_t hi = last + 1 < (page + 1) * size ? last + 1 - page * size : size;
             int centred = NAME(load_tile)(a, page, own, head, lo, hi, keys, values, mean);
             for (int64_t r = 0; r < rows; r++) {
-                int64_t pos = a->start + t0 + r / group, see = a->window ? pos - a->window + 1 : 0;
+                int64_t pos = a->start + t0 + r / group, see = oldest_row(kv, a->window, pos);
                 int64_t from = see > page * size ? see - page * size : 0;
                 int64_t to = pos + 1 < (page + 1) * size ? pos + 1 - page * size : size;
-                float *p = part + r * stride;
+                float *p = part + r * stride, *query = queries + r * a->dkp;
+                if (see > 0 && page * size < kv->keep) { /* before this query's gap */
+                    query = sink_queries + r * a->dkp, from = 0;
+                    to = kv->keep < (page + 1) * size ? kv->keep - page * size : size;
+                }
                 if (from < to)
-                    NAME(attend_row)(a, queries + r * a->dkp, keys, values, scores, centred ? mean : NULL, from, to, p + a->dvp,
+                    NAME(attend_row)(a, query, keys, values, scores, centred ? mean : NULL, from, to, p + a->dvp,
                                      p + a->dvp + 1, p);
             }
         }
@@ -974,15 +988,16 @@ static void NAME(attn_block_task)(void *arg, int64_t task, int thread) {
     int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
     if (t0 < 0) t0 = 0;
     int64_t rows = (t1 - t0) * group;
-    int64_t span = SPAN_PAGES * a->kv->page_size, oldest = a->window ? a->start + t0 - a->window + 1 : 0;
+    int64_t span = SPAN_PAGES * a->kv->page_size;
     float *state = scratch(thread, NAME(attn_scratch)(a, rows) + rows * (a->dvp + 2));
-    NAME(attend)(a, head, t0, t1, oldest > 0 ? oldest / span : 0, (a->start + t1 - 1) / span + 1, state, state + rows * (a->dvp + 2));
+    NAME(attend)(a, head, t0, t1, 0, (a->start + t1 - 1) / span + 1, state, state + rows * (a->dvp + 2));
     NAME(write_out)(a, state, head, t0, t1);
 }
 
 static void NAME(attn_span_task)(void *arg, int64_t task, int thread) {
     const NAME(attn_args) *a = arg;
-    int64_t group = a->heads / a->kv->kv_heads, head = task / a->n_spans, span = a->first_span + task % a->n_spans;
+    int64_t group = a->heads / a->kv->kv_heads, head = task / a->n_spans, span = task % a->n_spans;
+    if (span >= a->front_spans) span += a->first_span - a->front_spans;
     NAME(attend)(a, head, 0, 1, span, span + 1, a->partial + task * group * (a->dvp + 2), scratch(thread, NAME(attn_scratch)(a, group)));
 }
 
@@ -1008,15 +1023,15 @@ static void NAME(attend_one)(NAME(attn_args) *a) {
     free(a->partial);
 }
 
-static void NAME(attention)(const float *q, int64_t ldq, int64_t t, int64_t heads, int64_t start, int64_t window, float scale,
-                            float softcap, const kv_paged *kv, float *out) {
+static void NAME(attention)(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t t, int64_t heads,
+                            int64_t start, int64_t window, float scale, float softcap, const kv_paged *kv, float *out) {
     int64_t span = SPAN_PAGES * kv->page_size;
-    NAME(attn_args) a = {q, ldq, t, heads, start, window, scale, softcap, kv, out};
+    NAME(attn_args) a = {q, sink_q, ldq, ld_sink, t, heads, start, window, scale, softcap, kv, out};
     a.dkp = (kv->dim_k + VL - 1) / VL * VL;
     a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
-    int64_t oldest = window ? start - window + 1 : 0;
-    a.first_span = oldest > 0 ? oldest / span : 0;
-    a.n_spans = start / span + 1 - a.first_span;
+    a.first_span = oldest_row(kv, window, start) / span;
+    a.front_spans = (kv->keep + span - 1) / span < a.first_span ? (kv->keep + span - 1) / span : a.first_span;
+    a.n_spans = a.front_spans + start / span + 1 - a.first_span;
     if (t == 1 && a.n_spans > 1) {
         NAME(attend_one)(&a);
     } else {

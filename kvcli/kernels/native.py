@@ -17,7 +17,7 @@ import torch
 
 from kvcli.errors import KVError
 from kvcli.kernels.matmul import QuantTensor, place
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
+from kvcli.kernels.paged import Angles, PagedKV, RecordLayout
 
 # GGML type ids; the formats that cpu.c decodes.
 FORMATS = {
@@ -41,6 +41,7 @@ class _Paged(ctypes.Structure):
         ("pages", c_void_p),
         ("open", c_void_p),
         *((name, c_int64) for name in ["first_page", "page_size", "kv_heads", "dim_k", "dim_v", "sinks", "tail"]),
+        *((name, c_int64) for name in ["front", "keep", "retained"]),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
         ("rope_half", c_int64),
         ("record", _Record),
@@ -58,7 +59,7 @@ _SIGNATURES = {
     "kv_seal": [c_void_p, c_int64, c_int64],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_attention": [
-        c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
+        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
     ],
 }  # fmt: skip
 
@@ -160,17 +161,17 @@ class NativeBackend:
 
     def _paged(self, kv: PagedKV, angles: Angles | None = None) -> object:
         """The C view of a layer's pages, by reference."""
-        key = (kv.basis.known, _address(angles[0]) if angles else None)
+        key = (kv.basis.known, *(x.data_ptr() for x in angles or ()))
         view = kv.descriptors.get(key)
         if view is None:
             r, basis = kv.record, kv.basis
             half = angles[0].shape[1] if angles else 0
-            skipped = kv.first_page * r.page_size // CENTRE_ROWS * half * 4
-            cos, sin = (x.data_ptr() + skipped for x in angles) if angles else (None, None)
+            cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
             view = kv.descriptors[key] = ctypes.byref(
                 _Paged(
                     kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
                     kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
+                    kv.front, kv.keep, kv.retained,
                     _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
                     _record(r), _record(kv.open.record if kv.open else r),
                 )
@@ -196,8 +197,12 @@ class NativeBackend:
         scale: float = 1.0,
         softcap: float = 0.0,
         angles: Angles | None = None,
+        sink_q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         t, heads = q.shape[0], q.shape[1]
         out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
-        self._lib.kv_attention(q.data_ptr(), q.stride(0), t, heads, start, window, scale, softcap, view, out.data_ptr())
+        second = (None, 0) if sink_q is None else (sink_q.data_ptr(), sink_q.stride(0))
+        self._lib.kv_attention(
+            q.data_ptr(), q.stride(0), *second, t, heads, start, window, scale, softcap, view, out.data_ptr()
+        )
         return out

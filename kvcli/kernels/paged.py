@@ -56,13 +56,15 @@ class PagedKV:
     """One layer's rows as pages by address.
 
     `addresses`: int64 [n_pages], the layer's first record in each page. `pages`: the same memory as uint8 tensors
-    (whole pages of the group; this layer's records start at `offset`). Page 0 of the list holds the positions from
-    `first_page * page_size`.
+    (whole pages of the group; this layer's records start at `offset`). The first `front` of the list hold the first
+    positions of the sequence, the others those from `first_page * page_size` on.
 
     Where the cache type is below 16 bits these are the *sealed* pages, and `open` has pages in 16 bits: the first
     `sinks` of the sequence, and the last `tail` up to the one being filled. A page that is not there has the address
     0. A query reads the sinks, its own page and the tail - 1 before it open, all others sealed: precision depends on
     positions alone.
+
+    Where old rows are evicted (`retained` > 0) a query sees the first `keep` rows and those from `oldest(position)` on.
     """
 
     record: RecordLayout
@@ -73,16 +75,39 @@ class PagedKV:
     open: PagedKV | None = None
     sinks: int = 0
     tail: int = 0
+    front: int = 0
+    keep: int = 0
+    retained: int = 0
     basis: Basis = field(default_factory=Basis, compare=False)
     descriptors: dict[object, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
     def records(self, page: int) -> torch.Tensor:
         """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""
         r = self.record
-        flat = self.pages[page - self.first_page] if page >= self.first_page else None
+        at = self.index(page)
+        flat = self.pages[at] if at >= self.front or page < self.front else None
         if flat is None:
             raise ValueError(f"page {page} is not in this class of pages")
         return flat[self.offset : self.offset + r.kv_heads * r.record_bytes].view(r.kv_heads, r.record_bytes)
+
+    def index(self, page: int) -> int:
+        """Where in the list a page stands that is there."""
+        return page if page < self.front else page - self.first_page + self.front
+
+    def oldest(self, position: np.ndarray) -> np.ndarray:
+        """The first row, beside the first `keep`, that queries at these positions see; 0 = they see every row.
+
+        The `retained` most recent rows and what else is in the oldest page of those: whole pages are let go of. A gap
+        that begins behind row `keep` is one: nothing was evicted before that.
+        """
+        first = np.maximum(position - self.retained + 1, 0) // self.record.page_size * self.record.page_size
+        return np.where((self.retained > 0) & (first > self.keep), first, 0)
+
+    def gaps(self, start: int, n: int) -> np.ndarray:
+        """Evicted rows of queries at positions start, start + 1, ...: int64 [n]. The first `keep` rows are scored with
+        a query that stands that much earlier."""
+        first = self.oldest(np.arange(start, start + n))
+        return np.where(first > 0, first - self.keep, 0)
 
     @cached_property
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:
@@ -121,12 +146,12 @@ class PagedKV:
         """What the keys of each row of a sealed page lack: float32 [kv_heads, page_size, dim_k], rotated, or None.
 
         The mean takes part in RoPE like a key, at the middle of each CENTRE_ROWS rows; `angles` are for those of the
-        whole sequence.
+        pages in the list.
         """
         if self.basis.centre is None or self.open is None:
             return None
         size = self.record.page_size
-        first, n = page * size // CENTRE_ROWS, size // CENTRE_ROWS
+        first, n = self.index(page) * size // CENTRE_ROWS, size // CENTRE_ROWS
         rows = self.basis.centre.repeat(n, 1, 1)  # [n, kv_heads, dim_k]
         if angles is not None:
             rope_(rows, *(x[first : first + n] for x in angles))

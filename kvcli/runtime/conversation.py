@@ -59,6 +59,18 @@ class Conversation:
         """Append the user's message; the ids of the whole prompt. Raises TemplateError."""
         return self._prompt([*self.messages, {"role": "user", "content": text}])
 
+    def alone(self, text: str) -> int:
+        """Tokens of a prompt that has the system message and this message only. Raises TemplateError."""
+        rendering = self._render([{"role": "user", "content": text}])
+        return len(self.tokenizer.encode_segments(rendering, add_bos=True))
+
+    def system_tokens(self) -> int:
+        """How many tokens every prompt begins with, whatever the first message is: the system message, if any.
+        Raises TemplateError."""
+        one, other = (self._render([{"role": "user", "content": text}]) for text in ("a", "b"))
+        ids = (self.tokenizer.encode_segments(rendering, add_bos=True) for rendering in (one, other))
+        return next(i for i, (x, y) in enumerate(zip(*ids, strict=False)) if x != y)
+
     def record_answer(self, text: str, ids: list[int]) -> None:
         """Append the answer that was shown, whole or partial, and the ids generated for it."""
         end = len(ids)

@@ -14,11 +14,11 @@ import torch
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.kernels import NativeBackend, PagedKV, ReferenceBackend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.fingerprint import layout_fields
+from kvcli.runtime.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pagefiles import bases_of, load_pages
 from kvcli.runtime.pages import PagePool
-from kvcli.runtime.promptcache import PromptCacheFile, first_difference
+from kvcli.runtime.promptcache import PromptCacheFile
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
 from kvcli.runtime.sequence import Sequence
@@ -37,27 +37,23 @@ def source_layout(config: ModelConfig, target: KVLayout, found: Mapping[str, str
         raise CacheFileError("its cache types make no sense") from None
     pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
              for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
-    if types[0] or types[1] or any(s.sealed for s, _ in pairs) or layout_fields(source) != _fields(found):
+    if types[0] or types[1] or any(s.sealed for s, _ in pairs) or _fields(layout_fields(source)) != _fields(found):
         raise _refused(found, "rows below 16 bits are not encoded twice")
+    if target.retention:
+        raise _refused(found, "rows were evicted")
     if any(t.bits > s.bits for s, t in pairs):
         raise _refused(found, "it would look more precise than it is")
     return source
 
 
 def _fields(found: Mapping[str, str]) -> dict[str, str]:
-    names = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")
-    return {name: found.get(name, "") for name in names}
+    return {name: found.get(name, "") for name in LAYOUT_FIELDS}
 
 
 def _refused(found: Mapping[str, str], why: str) -> CacheFileError:
     error = CacheFileError(f"its cache type {found['cache_type_k']} cannot become this run's: {why}")
     error.field = "cache_type_k"
     return error
-
-
-def convertible(found: Mapping[str, str], expected: Mapping[str, str], target: KVLayout) -> bool:
-    """Whether only what the cache options decide is another."""
-    return first_difference({**found, **layout_fields(target)}, expected) == ""
 
 
 def convert(

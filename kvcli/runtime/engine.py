@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import kernels
-from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.errors import ContextOverflow, DeviceError, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
-from kvcli.runtime import archs, fingerprint, guard, repacked
+from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
 from kvcli.runtime.caches import Caches, LiveRows
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
@@ -56,8 +57,14 @@ class Engine:
         self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
+        eviction.check(cache.evict, cache.page_size)
+        if self.device.kind == CUDA and eviction.policy(cache.evict.policy).evicts:
+            raise DeviceError("--evict does not work on a GPU yet", "use --device cpu")
         threads = load.threads or physical_cores()
         pool_bytes = self._plan(file, load, cache, threads)
+        self.layout = self._setting.settled(self.layout, self.ctx_size)
+        if self.retention and not self.keeps_prompt:
+            self.notices.append(self.retention.notice(self.ctx_size))
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(
@@ -138,6 +145,25 @@ class Engine:
             self.notices.append(self.shortened)
         return self.plan.kv_bytes + budget.bytes - self.plan.needed
 
+    @property
+    def retention(self) -> Retention | None:
+        """What stays of a sequence longer than the context; None = there is none."""
+        return self.layout.retention
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether `keep_prompt` must be told how long the prompt is (--keep -1)."""
+        return self._setting.evict.keep == eviction.WHOLE_PROMPT
+
+    def keep_prompt(self, n_tokens: int) -> None:
+        """Settle --keep -1, before there is a sequence: the first `n_tokens` stay. UsageError if no window is left."""
+        self._setting = replace(self._setting, evict=replace(self._setting.evict, keep=n_tokens))
+        self.layout = self._setting.settled(self.layout, self.ctx_size)
+        self.plan = self._setting.whole(self.layout, self.ctx_size)
+        self.pool = PagePool(self.layout, self.pool.budget_bytes, self.pool.device)
+        if self.retention:
+            self.notices.append(self.retention.notice(self.ctx_size))
+
     def _token_graph(self, exact: bool) -> TokenGraph | None:
         """The fast way of single tokens on a GPU; None with `exact`, or where the model is not made for it."""
         from kvcli.runtime import tokengraph
@@ -204,7 +230,7 @@ class Engine:
         return {name: hashes[name] for name in ("tokenizer", "template")}
 
     def rewind(self, seq: Sequence, n_tokens: int) -> int:
-        """Keep the first `n_tokens` rows, fewer where a sliding window is gone; returns the rows kept."""
+        """Keep the first `n_tokens` rows, fewer where rows are gone that their windows need; returns the rows kept."""
         kept = seq.rewindable(n_tokens)
         seq.rewind(kept)
         return kept
@@ -261,21 +287,24 @@ class Engine:
         prompt_ids: list[int],
         options: SampleOptions,
         cancelled: Callable[[], bool] = lambda: False,
+        history: bool = False,
     ) -> Iterator[Event]:
         """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
 
         The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
-        `cancelled` is asked between chunks and tokens.
+        `cancelled` is asked between chunks and tokens. `history`: the prompt may be longer than the context where old
+        rows are evicted; it is one that went through the cache before, so nothing is lost that was not told.
         """
         if not prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token of text")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.config.vocab_size:
             raise UsageError(f"the prompt has token ids outside the vocabulary of {self.config.vocab_size:,}")
-        if len(prompt_ids) > self.ctx_size:
+        if len(prompt_ids) > self.ctx_size and not (history and self.retention):
             over = len(prompt_ids) - self.ctx_size
             raise ContextOverflow(
                 f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,})",
+                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,});"
+                " kv run --on-overflow cuts it",
             )
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))

@@ -63,6 +63,8 @@ class End:
     """The last event. `text` was held back and may be shown; `ids` are all tokens generated in this call.
 
     `finish_reason` is "stop" (end token or stop string), "length", "context" (cache full) or "interrupted".
+    `prompt_evicted`: tokens of the prompt that the answer's first token did not see. `losses`: why the cache is not
+    what 16 bits and all tokens would give, as `Sequence.losses` has it; () = it is.
     """
 
     finish_reason: str
@@ -71,6 +73,8 @@ class End:
     stop: str | None
     usage: Usage
     timings: Timings
+    prompt_evicted: int = 0
+    losses: tuple[str, ...] = ()
 
 
 Event = Prefill | Token | End

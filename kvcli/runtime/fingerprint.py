@@ -22,6 +22,7 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.layout import KVLayout
 
 _BLOCK = 8 << 20
+LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")  # of which a file may be converted
 
 
 def identity(file: GGUFFile, config: ModelConfig, layout: KVLayout) -> dict[str, str]:
@@ -37,13 +38,14 @@ def identity(file: GGUFFile, config: ModelConfig, layout: KVLayout) -> dict[str,
 
 def layout_fields(layout: KVLayout) -> dict[str, str]:
     """The fields that the cache options decide."""
-    groups = layout.groups
+    groups, retention = layout.groups, layout.retention
     return {
         "cache_type_k": " ".join(group.codec_k.name for group in groups),
         "cache_type_v": " ".join(group.codec_v.name for group in groups),
         "page_size": str(layout.page_size),
         "sinks": " ".join(str(group.sinks if group.sealed else 0) for group in groups),
         "tail": " ".join(str(group.tail if group.sealed else 0) for group in groups),
+        "eviction": f"keep {retention.keep} window {retention.window}" if retention else "none",
     }
 
 

@@ -109,9 +109,10 @@ def weights_of_params(params: int, active: int, bits: float, detail: str) -> Wei
     return WeightBytes(round(params * bits / 8), 0, round(active * bits / 8), COMPUTED, detail)
 
 
-def activation_bytes(config: ModelConfig, rows: int) -> int:
-    """The most alive at once while `rows` tokens pass through a layer on a CPU: float32."""
-    width = max((_widest(config, layer) for layer in set(config.layers)), default=0)
+def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
+    """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
+    head, 2 with kept rows before evicted ones."""
+    width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
     return rows * 4 * width + _angle_bytes(config, rows)
 
 
@@ -142,12 +143,12 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int) -> int:
     return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + products + _LIBRARY_BYTES
 
 
-def _widest(config: ModelConfig, layer: LayerConfig) -> int:
+def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
     """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
     d, f = config.d_model, config.d_ff
     q, kv, out = _projections(config, layer)
     normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
-    attention = 2 * d + q + kv + normed_heads + out
+    attention = 2 * d + queries * q + kv + normed_heads + out
     mlp = d + max(out, d) + max(d + 2 * f, 3 * f)
     padded = max((x for x in (d, f, out) if x % _LANES), default=0)
     return max(attention, mlp) + padded
@@ -162,7 +163,7 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
     return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
 
 
-def scratch_bytes(config: ModelConfig, page_size: int, threads: int) -> int:
+def scratch_bytes(config: ModelConfig, page_size: int, threads: int, queries: int = 1) -> int:
     """Scratch of the CPU kernels: for each thread a panel of decoded weights, or a page and its queries."""
     most = _PANEL * _whole(max(config.d_model, config.d_ff))
     for layer in set(config.layers):
@@ -170,7 +171,7 @@ def scratch_bytes(config: ModelConfig, page_size: int, threads: int) -> int:
             dim_k, dim_v = _whole(layer.dim_k), _whole(layer.dim_v, 4 * _LANES)
             rows = _QUERY_BLOCK * max(1, config.n_heads // layer.kv_heads)
             page = page_size * (dim_k + dim_v + 1)
-            most = max(most, page + rows * (dim_k + 3 * dim_v + 6))
+            most = max(most, page + rows * (queries * dim_k + 3 * dim_v + 6))
     return 4 * threads * most
 
 

@@ -11,6 +11,7 @@ import torch
 from kvcli.options import SampleOptions
 from kvcli.runtime.caches import Caches, Reuse
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.stops import StopMatcher
@@ -24,6 +25,9 @@ class Runner(Protocol):
     ctx_size: int
     load_s: float
     caches: Caches
+
+    @property
+    def retention(self) -> Retention | None: ...
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]: ...
 
@@ -52,7 +56,7 @@ class Generation:
         self.began = self.first = self.last = time.perf_counter()
         self.prefill_s = 0.0
         self.reuse = Reuse()
-        self.written = 0  # tokens whose rows are written to disk
+        self.written = self.prompt_evicted = 0  # tokens whose rows are written to disk, and that are forgotten
 
     def events(self) -> Iterator[Event]:
         logits = None
@@ -97,7 +101,8 @@ class Generation:
             return "interrupted"
         if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
             return "length"
-        if len(self.history) > self.engine.ctx_size:
+        # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
+        if len(self.history) > self.engine.ctx_size and self.engine.retention is None:
             return "context"
         return ""
 
@@ -116,7 +121,7 @@ class Generation:
             if end == self.n_prompt:
                 logits = engine.logits(hidden[-1:])[0]
                 engine.synchronize()
-                self.prefill_s = time.perf_counter() - self.began
+                self.prefill_s, self.prompt_evicted = time.perf_counter() - self.began, seq.evicted
                 yield logits
             yield Prefill(end - reused, total, reused)
 
@@ -131,6 +136,6 @@ class Generation:
             prefill_tokens=self.n_prompt - self.reuse.tokens,
             decode_tokens=max(0, len(ids) - 1),
         )
-        reuse = self.reuse
+        reuse, losses = self.reuse, self.seq.losses()
         usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self.written, reuse.reason)
-        return End(reason, text, ids, self.matcher.stop, usage, timings)
+        return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.kernels import Backend
+from kvcli.kernels import Backend, PagedKV
 from kvcli.runtime.config import LayerConfig, ModelConfig
-from kvcli.runtime.rope import RopeTables
+from kvcli.runtime.rope import RopeTable, RopeTables
 from kvcli.runtime.sealing import seal_step
 from kvcli.runtime.sequence import Step
 
@@ -53,6 +53,7 @@ def attention(
     if weights.k_norm is not None:
         k = ops.rms_norm(k, weights.k_norm, config.norm_eps)
     rope = ropes.table(shape.rope)
+    sink_q = _sink_queries(ops, q, kv, step.start, rope)
     if rope is not None:
         cos, sin = rope.at(step.start, t)
         ops.rope_(q, cos, sin)
@@ -61,14 +62,31 @@ def attention(
     if rotated_k:
         ops.rotate_(k)
         ops.rotate_(q)
+        if sink_q is not None:
+            ops.rotate_(sink_q)
     if rotated_v:
         ops.rotate_(v)
     ops.store(k, v, kv, step.start)
     centres = seal_step(ops, kv, step.start, step.start + t, rope)
-    out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap, centres)
+    out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap, centres, sink_q)
     if rotated_v:
         ops.rotate_(out.view(t, config.n_heads, shape.dim_v))
     return out
+
+
+def _sink_queries(
+    ops: Backend, q: torch.Tensor, kv: PagedKV, start: int, rope: RopeTable | None
+) -> torch.Tensor | None:
+    """Queries for the rows that are kept before evicted ones: q [T, heads, dim_k], not turned yet, turned to where it
+    stands inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
+    if rope is None or kv.keep == 0:
+        return None
+    gaps = kv.gaps(start, q.shape[0])
+    if not gaps.any():
+        return None
+    sink_q = q.clone(memory_format=torch.contiguous_format)
+    ops.rope_(sink_q, *rope.inside(start, gaps))
+    return sink_q
 
 
 def _attention_on_gpu(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 
 
 class _Arena:

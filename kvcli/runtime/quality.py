@@ -14,7 +14,8 @@ import torch
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import Sequence
 
@@ -138,7 +139,8 @@ def measure(
 def layout_of(engine: Engine, types: Types) -> KVLayout:
     """The engine's layout with other cache types."""
     like = engine.layout.groups[0]
-    return KVLayout.build(engine.config, *types, engine.layout.page_size, sinks=like.sinks, tail=like.tail)
+    layout = KVLayout.build(engine.config, *types, engine.layout.page_size, sinks=like.sinks, tail=like.tail)
+    return layout.evicting(engine.retention)
 
 
 def summarize(scores: list[Scores], base: list[Scores]) -> Summary:

@@ -64,6 +64,7 @@ class PromptCaches:
         self._stored: dict[PageKey, int] = {}  # what the store has of the prompt at hand
         self._store: PromptStore | None = None
         self._file = userfile.UserFile(options) if options.file is not None else None
+        self._losses: tuple[str, ...] = ()
         self._exact = True  # all rows are those that this machine computes
 
     @property
@@ -100,7 +101,7 @@ class PromptCaches:
         self._stored = {}
         if self.options.store is not None and len(prompt) >= self.options.min_tokens:
             reuse = self._from_store(seq, prompt, reuse)
-        self._snapshot.follow(seq)
+        self.follow(seq)
         return reuse
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
@@ -218,6 +219,7 @@ class PromptCaches:
 
     def follow(self, seq: Sequence) -> None:
         self._snapshot.follow(seq)
+        self._losses = seq.losses()
 
     def prefilled(self, seq: Sequence, seconds: float) -> int:
         self.tree.insert(self._snapshot)
@@ -229,14 +231,14 @@ class PromptCaches:
         return written
 
     def answered(self, seq: Sequence) -> None:
-        self._snapshot.follow(seq)
+        self.follow(seq)
         self.tree.insert(self._snapshot)
         if self._file is not None and self.options.save_answer:
             self._to_file(0.0)
 
     def save(self, seq: Sequence) -> None:
         """Write all whole pages of `seq` to the store, however short it is."""
-        self._snapshot.follow(seq)
+        self.follow(seq)
         if self.options.store is not None and self._exact:
             self._to_store(0.0)
 
@@ -256,7 +258,7 @@ class PromptCaches:
         """What a file says that has these pages of the snapshot, and its tokens from `start` on."""
         snapshot, layout = self._snapshot, self.setting.pool.layout
         identity = self._store.identity if self._store is not None and parent else self.setting.identity()
-        about = userfile.about(self.setting.model, self.setting.computed_on, layout, seconds, self._exact)
+        about = userfile.about(self.setting.model, self.setting.computed_on, self._losses, seconds, self._exact)
         sizes = {arena: layout.arenas[arena].page_bytes for arena, _ in keys}
         basis = basis_arrays(snapshot.bases)
         return Contents(identity, snapshot.tokens[start:], sorted(keys), sizes, basis, about, start, parent)

@@ -8,6 +8,8 @@ import torch
 from kvcli.kernels import CENTRE_ROWS, Angles
 from kvcli.runtime.config import ModelConfig, RopeConfig
 
+TABLES = 8  # of centres that are kept: several layer groups and sequences share one configuration
+
 
 class RopeTable:
     """Cosines and sines of one RoPE configuration; angles in float64, so large positions stay right."""
@@ -23,7 +25,8 @@ class RopeTable:
         if rope.scaling == "llama3" and factors is not None:
             self.frequencies /= factors.double().numpy()
         self._last = (0, 1), self.at_positions(np.zeros(1))
-        self._centres: Angles = self._last[1]
+        self._inside = 0, np.zeros(1, dtype=np.int64), self._last[1]
+        self._centres: dict[tuple[int, int], Angles] = {}
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """The frequencies, float64 [dim / 2], on a device; copied once."""
@@ -38,12 +41,25 @@ class RopeTable:
             self._last = (start, n), self.at_positions(positions)
         return self._last[1]
 
-    def centres(self, rows: int) -> Angles:
-        """The same for the middle of each CENTRE_ROWS rows of a sequence, for at least `rows` of them from 0 on."""
-        if self._centres[0].shape[0] * CENTRE_ROWS < rows:
-            n = 2 * -(-rows // CENTRE_ROWS)
-            self._centres = self.at_positions(np.arange(n) * float(CENTRE_ROWS) + (CENTRE_ROWS - 1) / 2)
-        return self._centres
+    def inside(self, start: int, gaps: np.ndarray) -> Angles:
+        """The same for rows whose positions inside the cache are less by `gaps`, int64 [n]; kept likewise."""
+        if self._inside[0] != start or not np.array_equal(self._inside[1], gaps):
+            self._inside = start, gaps, self.at_positions(start + np.arange(len(gaps)) - gaps)
+        return self._inside[2]
+
+    def centres(self, end: int, first: int = 0, front: int = 0) -> Angles:
+        """The same for the middle of each CENTRE_ROWS rows of [0, front) and, behind them, of [first, end) and more.
+
+        These are the rows of a page list, so tables stay small wherever in a long sequence the pages stand.
+        """
+        found = self._centres.get((front, first))
+        if found is None or found[0].shape[0] * CENTRE_ROWS - front < end - first:
+            if len(self._centres) == TABLES:
+                self._centres.clear()
+            rows = np.arange(front), np.arange(first, first + 2 * (end - first))  # few are made as a sequence grows
+            middles = np.concatenate([x[::CENTRE_ROWS] for x in rows]) + (CENTRE_ROWS - 1) / 2
+            found = self._centres[front, first] = self.at_positions(middles)
+        return found
 
     def at_positions(self, positions: np.ndarray) -> Angles:
         """The same for any positions, float64 [n]."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcli.kernels import Angles, Backend, PagedKV
 from kvcli.runtime.cachetypes import CODEC_SPECS
-from kvcli.runtime.layout import sealed_rows
+from kvcli.runtime.grouplayout import sealed_rows
 from kvcli.runtime.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
@@ -29,7 +29,10 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     if fixes_basis(kv, end):
         fix_basis(ops, kv, rope)
     first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
-    angles = None if kv.basis.centre is None or rope is None else rope.centres(-(-end // size) * size)
+    angles = None
+    if kv.basis.centre is not None and rope is not None:
+        where = (kv.first_page * size, kv.front * size) if ops.name != "cuda" else ()  # a GPU's tables begin at row 0
+        angles = rope.centres(-(-end // size) * size, *where)
     if first < last:
         ops.seal(kv, first, last, angles)
     return angles

@@ -10,7 +10,7 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV, RecordLayout
-from kvcli.runtime.layout import GroupLayout
+from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.pages import PagePool
 
 
@@ -38,11 +38,13 @@ PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 class _PageList:
     """Pages of one group: `pages[i]` holds positions (first + i) * page_size and on.
 
-    In a sealed group a page stands in `open` until it is full, then in `pages` (NO_PAGE before); sinks stay open.
+    `front`: pages 0, 1, ... that are kept though the window, `pages`, has gone on. In a sealed group a page stands in
+    `open` until it is full, then in `pages` (NO_PAGE before); sinks stay open.
     """
 
     def __init__(self, layers: int) -> None:
         self.first = 0
+        self.front: list[int] = []
         self.pages: list[int] = []
         self.open: dict[int, int] = {}  # page number -> page of the open arena
         self.bases = tuple(Basis() for _ in range(layers))
@@ -52,7 +54,8 @@ class Sequence:
     """Token ids whose rows are in the cache, and one page list per layer group.
 
     `reserve` -> run the model -> `commit` appends rows; `rewind` takes rows back; `fork` shares all pages, and a
-    shared page is copied before it is written to. Sliding groups let go of pages that no later query sees.
+    shared page is copied before it is written to. Pages that no later query sees are let go of: those behind a sliding
+    window, and evicted ones. A token's position is its index in `tokens`, whatever was evicted before it.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -63,8 +66,25 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Rows kept."""
+        """Tokens so far, and the position of the next one; see `kept` for rows."""
         return len(self.tokens)
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that the last one did not see because they were evicted. With none, no row depends on the policy."""
+        retention = self.pool.layout.retention
+        return retention.gap(self.length - 1) if retention and self.length else 0
+
+    @property
+    def kept(self) -> int:
+        """Rows that the last token saw, sliding windows aside: never more than the context has room for."""
+        return self.length - self.evicted
+
+    def losses(self) -> tuple[str, ...]:
+        """Why the rows are not those of a 16-bit cache that keeps everything: () = they are."""
+        found = [f"evicted: {self.evicted:,} tokens, kept {self.pool.layout.retention}"] if self.evicted else []
+        sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
+        return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 
     def reserve(self, ids: list[int]) -> Step:
         """Pages for `ids` as the next rows, and the step that computes them.
@@ -139,16 +159,21 @@ class Sequence:
         dropped = 0
         for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
             first = layout.first_page(self.length)
+            kept = layout.retention.kept_pages if layout.retention else 0
             while held.first < first and held.pages:
-                self._release(g, held.first, held.pages.pop(0))
+                page = held.pages.pop(0)
+                if held.first < kept:
+                    held.front.append(page)
+                else:
+                    self._release(g, held.first, page)
+                    dropped += 1
                 held.first += 1
-                dropped += 1
         return dropped
 
     def rewindable(self, length: int) -> int:
         """The longest prefix of at most `length` rows that can be gone back to.
 
-        Windows must still be whole, and a sealed page cannot be opened again.
+        Windows must still be whole, those of a retention too, and a sealed page cannot be opened again.
         """
         length, size = min(length, self.length), self.pool.layout.page_size
         for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
@@ -178,6 +203,9 @@ class Sequence:
                 self.pool.release(g, held.pages[-1])  # taken for rows that did not come
                 held.pages[-1] = NO_PAGE
             if length == 0:
+                while held.front:
+                    page = len(held.front) - 1
+                    self._release(g, page, held.front.pop())
                 held.first = 0
             if length < size and (length < self.length or any(basis.known for basis in held.bases)):
                 held.bases = tuple(Basis() for _ in held.bases)  # a fork may go on with the old ones
@@ -202,6 +230,7 @@ class Sequence:
         twin.tokens = list(self.tokens)
         for mine, theirs in zip(self._lists, twin._lists, strict=True):
             theirs.first, theirs.pages, theirs.open = mine.first, list(mine.pages), dict(mine.open)
+            theirs.front = list(mine.front)
             if self.length >= self.pool.layout.page_size:
                 theirs.bases = mine.bases
         for arena, page in self.holds():
@@ -219,7 +248,8 @@ class Sequence:
         """Every page held, by its key."""
         found: dict[PageKey, int] = {}
         for g, held in enumerate(self._lists):
-            found.update(((g, held.first + i), page) for i, page in enumerate(held.pages) if page != NO_PAGE)
+            pages = (*enumerate(held.front), *enumerate(held.pages, held.first))
+            found.update(((g, number), page) for number, page in pages if page != NO_PAGE)
             found.update(((self._open_arena(g), number), page) for number, page in held.open.items())
         return found
 
@@ -240,8 +270,9 @@ class Sequence:
         size = self.pool.layout.page_size
         for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
             held.first, opened = layout.first_page(self.length), self.pool.layout.open_arena(g)
-            numbers = range(held.first, -(-self.length // size))
-            held.pages = [pages.get((g, number), NO_PAGE) for number in numbers]
+            numbers = layout.held_pages(self.length)
+            held.front = [pages.get((g, number), NO_PAGE) for number in numbers if number < held.first]
+            held.pages = [pages.get((g, number), NO_PAGE) for number in numbers if number >= held.first]
             if opened is not None:
                 held.open = {number: pages[opened, number] for number in numbers if (opened, number) in pages}
             if self.length >= size:
@@ -250,7 +281,7 @@ class Sequence:
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
         for g, held in enumerate(self._lists):
-            for page in held.pages:
+            for page in (*held.front, *held.pages):
                 if page != NO_PAGE:
                     yield g, page
             for page in held.open.values():
@@ -267,29 +298,36 @@ class Sequence:
     def _view(self, group: int) -> tuple[PagedKV, ...]:
         """The group's layers as the kernels see them; made again only when the pages change."""
         held = self._lists[group]
-        opened = [held.open.get(held.first + i, NO_PAGE) for i in range(len(held.pages))]
-        key = (held.first, *held.pages, *opened)
+        front, pages = len(held.front), [*held.front, *held.pages]
+        numbers = (*range(front), *range(held.first, held.first + len(held.pages)))
+        opened = [held.open.get(number, NO_PAGE) for number in numbers]
+        key = (held.first, front, *pages, *opened)
         cached = self._views.get(group)
         if cached and cached[0] == key and cached[1] is held.bases:
             return cached[2]
         arena, layout = self.pool.layout.open_arena(group), self.pool.layout.groups[group]
-        views = self._layers(group, held.first, held.pages)
+        views = self._layers(group, held, pages)
         if arena is not None:
-            sealed = zip(views, self._layers(arena, held.first, opened), held.bases, strict=True)
+            sealed = zip(views, self._layers(arena, held, opened), held.bases, strict=True)
             views = tuple(
                 replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed
             )
         self._views[group] = key, held.bases, views
         return views
 
-    def _layers(self, arena: int, first: int, pages: list[int]) -> tuple[PagedKV, ...]:
-        """Every layer of an arena over these pages, of which the first has the number `first`."""
+    def _layers(self, arena: int, held: _PageList, pages: list[int]) -> tuple[PagedKV, ...]:
+        """Every layer of an arena over these pages, whose numbers are those of the list."""
         layout = self.pool.layout.arenas[arena]
+        keep, window = (layout.retention.keep, layout.retention.window) if layout.retention else (0, 0)
+        front = len(held.front)
         record = paged_record(layout)
         address = np.array([0 if p == NO_PAGE else self.pool.address(arena, p) for p in pages], dtype=np.int64)
         memory = tuple(None if p == NO_PAGE else self.pool.page(arena, p) for p in pages)
         offsets = [i * layout.layer_bytes for i in range(len(layout.layers))]
-        return tuple(PagedKV(record, np.where(address, address + x, 0), memory, x, first) for x in offsets)
+        return tuple(
+            PagedKV(record, np.where(address, address + x, 0), memory, x, held.first, None, 0, 0, front, keep, window)
+            for x in offsets
+        )
 
 
 def paged_record(g: GroupLayout) -> RecordLayout:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from kvcli.kernels import Basis
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.sequence import PageKey, Sequence
 
@@ -27,7 +28,7 @@ def common_length(a: list[int], b: list[int]) -> int:
 def needed(layout: KVLayout, length: int) -> Iterator[PageKey]:
     """The pages that a sequence of `length` rows holds between steps."""
     for g, group in enumerate(layout.groups):
-        for number in range(group.first_page(length), -(-length // layout.page_size)):
+        for number in group.held_pages(length):
             yield from _forms(layout, g, group, number, length)
 
 
@@ -84,7 +85,7 @@ class Snapshot:
         """Whether a page that a sequence of `length` rows does not hold is worth holding."""
         arena, number = key
         groups = self.pool.layout.groups
-        if arena >= len(groups) or groups[arena].kind != SLIDING:
+        if arena >= len(groups) or not (groups[arena].kind == SLIDING or groups[arena].retention):
             return False
         return number >= groups[arena].first_page(max(0, length - REWIND_ROWS))
 

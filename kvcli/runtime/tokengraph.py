@@ -23,8 +23,9 @@ from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, m
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.paged import PagedKV
+from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Block, Decoder
-from kvcli.runtime.layout import GroupLayout, KVLayout
+from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import fix_basis, fixes_basis
 from kvcli.runtime.sequence import Sequence, Step, paged_record

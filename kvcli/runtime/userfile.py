@@ -11,14 +11,13 @@ from typing import Any
 from kvcli import __version__
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache import Contents, PromptCacheFile, is_prompt_cache
 from kvcli.runtime.promptwriting import write
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.snapshot import common_length
 
 Convert = Callable[[PromptCacheFile, int], Sequence]
-LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")
 
 
 class UserFile:
@@ -75,10 +74,9 @@ def _field(path: Path, name: str) -> str:
         return file.contents.identity.get(name, "")
 
 
-def about(model: str, computed_on: str, layout: KVLayout, seconds: float, exact: bool) -> dict[str, str]:
-    """What a file tells of its making; none of it decides whether it is used."""
-    types = sorted({spec.name for g in layout.groups for spec in (g.codec_k, g.codec_v) if spec.sealed})
-    lossless = "yes" if not types else f"no: rows are kept as {' and '.join(types)}"
+def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:
+    """What a file tells of its making; none of it decides whether it is used. `losses`: see `Sequence.losses`."""
+    lossless = f"no: {'; '.join(losses)}" if losses else "yes"
     return {
         "model": model,
         "kv_version": __version__,

@@ -6,9 +6,25 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from triton.runtime._async_compile import AsyncCompileMode
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What a compiler wants to know of a tensor; it keeps none of its memory."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return 0  # not known
 
 
 class Launch(NamedTuple):
@@ -28,7 +44,12 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     if _collected is None:
         return kernel[grid]
     collected = _collected
-    return lambda *arguments, **options: collected.append(Launch(kernel, grid, arguments, options))
+
+    def collect(*arguments: Any, **options: Any) -> None:
+        kept = (Pointer(x.dtype, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments)
+        collected.append(Launch(kernel, grid, tuple(kept), options))
+
+    return collect
 
 
 @contextmanager
