@@ -13,6 +13,10 @@ class KVError(Exception):
         self.message = message
         self.hint = hint
 
+    def as_object(self) -> dict[str, int | str]:
+        """What --json says of it, as "error"."""
+        return {"code": self.exit_code, "message": self.message, "hint": self.hint}
+
 
 class UsageError(KVError):
     """A flag or argument that makes no sense (exit 2)."""
