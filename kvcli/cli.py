@@ -29,7 +29,20 @@ if TYPE_CHECKING:
     from kvcli.invocation import Invocation
 
 # Modules of kvcli.commands.
-COMMANDS = ("run", "chat", "estimate", "doctor", "pull", "models", "inspect", "tokenize", "perplexity", "eval", "bench")
+COMMANDS = (
+    "run",
+    "chat",
+    "estimate",
+    "doctor",
+    "pull",
+    "models",
+    "inspect",
+    "tokenize",
+    "perplexity",
+    "eval",
+    "bench",
+    "cache",
+)
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)

@@ -49,9 +49,14 @@ class ContextOverflow(KVError):
 
 
 class CacheFileError(KVError):
-    """A prompt-cache file that is invalid or belongs to another model (exit 6)."""
+    """A prompt-cache file that is invalid or belongs to another model (exit 6).
+
+    `field`: what of its identity is another; "" = the file itself is damaged, or cannot be read. `path`: which file.
+    """
 
     exit_code = 6
+    field = ""
+    path = ""
 
 
 class DownloadError(KVError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,7 @@ class Step:
 
 
 NO_PAGE = -1
+PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 
 
 class _PageList:
@@ -102,7 +103,7 @@ class Sequence:
         return Step(
             torch.tensor(ids, dtype=torch.int64),
             start,
-            tuple(self._view(g) for g in range(len(self._lists))),
+            self.views(),
             self.pool.layout.slots,
         )
 
@@ -136,7 +137,12 @@ class Sequence:
         """The page itself if nobody else holds it, else a copy in its place."""
         if self.pool.refcount(arena, page) == 1:
             return page
-        copy = self.pool.copy(arena, page)
+        try:
+            copy = self.pool.copy(arena, page)
+        except DoesNotFit:
+            if self.pool.refcount(arena, page) == 1:  # the others let go of it to make room
+                return page
+            raise
         self.pool.release(arena, page)
         return copy
 
@@ -238,6 +244,40 @@ class Sequence:
         self._lists = [_PageList(len(g.layers)) for g in self.pool.layout.groups]
         self.tokens.clear()
 
+    def numbered(self) -> dict[PageKey, int]:
+        """Every page held, by its key."""
+        found: dict[PageKey, int] = {}
+        for g, held in enumerate(self._lists):
+            pages = (*enumerate(held.front), *enumerate(held.pages, held.first))
+            found.update(((g, number), page) for number, page in pages if page != NO_PAGE)
+            found.update(((self._open_arena(g), number), page) for number, page in held.open.items())
+        return found
+
+    @property
+    def bases(self) -> tuple[tuple[Basis, ...], ...]:
+        """Of each group, of each of its layers."""
+        return tuple(held.bases for held in self._lists)
+
+    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: tuple[tuple[Basis, ...], ...]) -> None:
+        """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
+
+        Only pages that a sequence of this length holds may be given; see `snapshot.needed`.
+        """
+        for (arena, _), page in pages.items():
+            self.pool.retain(arena, page)
+        self.close()
+        self.tokens = list(tokens)
+        size = self.pool.layout.page_size
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
+            held.first, opened = layout.first_page(self.length), self.pool.layout.open_arena(g)
+            numbers = layout.held_pages(self.length)
+            held.front = [pages.get((g, number), NO_PAGE) for number in numbers if number < held.first]
+            held.pages = [pages.get((g, number), NO_PAGE) for number in numbers if number >= held.first]
+            if opened is not None:
+                held.open = {number: pages[opened, number] for number in numbers if (opened, number) in pages}
+            if self.length >= size:
+                held.bases = bases[g]
+
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
         for g, held in enumerate(self._lists):
@@ -250,6 +290,10 @@ class Sequence:
     def pages(self, arena: int) -> int:
         """Pages of the arena that this sequence holds."""
         return sum(a == arena for a, _ in self.holds())
+
+    def views(self) -> tuple[tuple[PagedKV, ...], ...]:
+        """The cache as the kernels see it, by group, by layer of the group."""
+        return tuple(self._view(g) for g in range(len(self._lists)))
 
     def _view(self, group: int) -> tuple[PagedKV, ...]:
         """The group's layers as the kernels see them; made again only when the pages change."""
