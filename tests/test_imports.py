@@ -28,7 +28,8 @@ kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runti
 kvcli.runtime.vocabulary kvcli.runtime.websession
 kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
 kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
-kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
+kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.pagelist
+kvcli.runtime.sequence
 kvcli.runtime.fingerprint kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.snapshot kvcli.runtime.tokenizer
 kvcli.runtime.caches kvcli.runtime.promptcache
 kvcli.runtime.pagefiles kvcli.runtime.prefix kvcli.runtime.promptwriting
@@ -66,7 +67,8 @@ TORCH_USERS = (
     "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.caches", "kvcli.runtime.cachewriter",
     "kvcli.runtime.conversion", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.enginecaches",
     "kvcli.runtime.generation", "kvcli.runtime.guard",
-    "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pages", "kvcli.runtime.prefix",
+    "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pagelist", "kvcli.runtime.pages",
+    "kvcli.runtime.prefix",
     "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.recompute", "kvcli.runtime.reuse",
     "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
     "kvcli.runtime.snapshot", "kvcli.runtime.tokengraph", "kvcli.runtime.userfile", "kvcli.runtime.weights",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.machine import physical_cores
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.reuse import PromptCaches, Tell
@@ -311,19 +311,6 @@ class Engine:
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, options.sequence)
         return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
-
-
-def physical_cores() -> int:
-    """Cores this process may run on, hyper-threads counted once where that can be told."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return max(1, len(cores))
 
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
