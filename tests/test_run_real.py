@@ -71,7 +71,7 @@ def test_json_and_stop_string(kv, model):
     assert whole["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == 24
     usage = whole["usage"]
-    assert usage["prompt_tokens"] == usage["cache_write_tokens"] > 20
+    assert usage["prompt_tokens"] > 20 and usage["cache_write_tokens"] == 0
     assert whole["kv"]["tokens"] == usage["prompt_tokens"] + 23
     assert whole["kv"]["bytes"] >= whole["kv"]["pages"] * 64
     text = whole["text"]
@@ -204,7 +204,7 @@ def test_turns_reuse_the_cache(kv, model):
     assert answers[-1] == answers[-2]  # as if never undone
     counts = [
         tuple(map(int, found))
-        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens, prefilled (\d+)", outcome.stderr)
+        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens(?: \(memory\))?, prefilled (\d+)", outcome.stderr)
     ]
     assert len(counts) == 3
     (none, first, all_of_it), (reused, total, prefilled), again = counts

@@ -25,7 +25,7 @@ _PANEL = 16  # weight rows that a thread decodes at a time
 _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES = 32 << 20  # GPU: float16 weights expanded at a time for a product with many rows
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
-_SPLITS = 264  # GPU: most parts that the rows before a decoded token are cut into
+DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into, as tokengraph.py does
 _PREFILL_PARTS = 3  # GPU: parts of a prefilled row: those before its own page, its own page, the sinks
 _LOGIT_COPIES = 4  # logits, and what the sampler makes of them
 TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
@@ -134,7 +134,7 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int) -> int:
         mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
         width = max(width, attention, mlp)
         if layer.kind != RECURRENT:
-            parts = max(_SPLITS, rows * _PREFILL_PARTS)
+            parts = max(DECODE_PARTS, rows * _PREFILL_PARTS)
             partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
     matrix_rows = max(config.vocab_size, 2 * f)
     slice_rows = min(matrix_rows, _SLICE_BYTES // (2 * max(1, d)))
