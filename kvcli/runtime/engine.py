@@ -18,6 +18,7 @@ from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
 from kvcli.runtime.caches import Caches, LiveRows
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.cores import physical_cores
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
@@ -25,11 +26,11 @@ from kvcli.runtime.eviction import Retention
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
+from kvcli.runtime.keeping import Tell
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.machine import physical_cores
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.pages import PagePool
-from kvcli.runtime.reuse import PromptCaches, Tell
+from kvcli.runtime.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.template import ChatTemplate
@@ -226,8 +227,7 @@ class Engine:
 
     def tokenizer_hashes(self) -> dict[str, str]:
         """What token ids of a chat depend on: the tokenizer and the template, by content."""
-        hashes = fingerprint.model_hashes(self.model_weights.file)
-        return {name: hashes[name] for name in ("tokenizer", "template")}
+        return fingerprint.text_hashes(self.model_weights.file)
 
     def rewind(self, seq: Sequence, n_tokens: int) -> int:
         """Keep the first `n_tokens` rows, fewer where rows are gone that their windows need; returns the rows kept."""

@@ -32,19 +32,6 @@ def system() -> dict[str, Any]:
     return {"system": name, "machine": platform.machine(), "python": platform.python_version()}
 
 
-def physical_cores() -> int:
-    """Cores this process may run on, hyper-threads counted once where that can be told."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return max(1, len(cores))
-
-
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Name of the processor, and the CPUs that this process may run on."""
     try:

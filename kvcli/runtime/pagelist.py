@@ -11,6 +11,7 @@ from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.pages import PagePool
 
 NO_PAGE = -1
+PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 
 
 class PageList:

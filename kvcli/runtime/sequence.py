@@ -9,7 +9,7 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV
-from kvcli.runtime.pagelist import NO_PAGE, PageList
+from kvcli.runtime.pagelist import NO_PAGE, PageKey, PageList
 from kvcli.runtime.pages import PagePool
 
 
@@ -28,9 +28,6 @@ class Step:
         if slot is None:
             raise ValueError(f"layer {layer} keeps no rows")
         return self.groups[slot[0]][slot[1]]
-
-
-PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 
 
 class Sequence:
@@ -243,7 +240,7 @@ class Sequence:
     def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: tuple[tuple[Basis, ...], ...]) -> None:
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
 
-        Only pages that a sequence of this length holds may be given; see `snapshot.needed`.
+        Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
         """
         for (arena, _), page in pages.items():
             self.pool.retain(arena, page)
