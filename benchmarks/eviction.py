@@ -62,9 +62,10 @@ def losses(engine: Engine, ids: list[int], first: int = 0) -> Iterator[torch.Ten
 def strided(options: argparse.Namespace, ids: list[int]) -> list[float]:
     """Losses of ids[window / 2 + 1:] by recomputation."""
     engine, half = opened(options, "f16", options.window, EvictOptions()), options.window // 2
+    head = ids[:1] if engine.tokenizer.add_bos else []  # a window begins as the text does
     found: list[float] = []
     for start in range(0, len(ids) - half - 1, half):
-        part = ids[start : start + options.window + 1]
+        part = head + ids[start + len(head) : start + options.window + 1]
         found += torch.cat(list(losses(engine, part, half))).tolist()
     return found
 

@@ -19,11 +19,11 @@ import torch
 
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagefiles import blocks, load_pages
+from kvcli.runtime.pagefiles import host_bytes, load_pages
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.prefixpages import needed
 from kvcli.runtime.promptcache import Contents, PromptCacheFile
 from kvcli.runtime.promptwriting import write
-from kvcli.runtime.snapshot import needed
 
 IDENTITY = {"shape": "8B"}
 BLOCK = 8 << 20
@@ -83,7 +83,7 @@ def measure(types: str, tokens: int, device: str, folder: Path) -> dict[str, obj
         pool.page(arena, page).random_(0, 255)
     contents = Contents(IDENTITY, list(range(tokens)), keys, sizes)
     began = time.perf_counter()
-    write(path, contents, blocks(pool, pages, keys))
+    write(path, contents, (host_bytes(pool.page(key[0], pages[key])) for key in keys))
     size = path.stat().st_size
     written = size / (time.perf_counter() - began) / 1e9
     copied = copying(pool, pages)

@@ -41,8 +41,8 @@ def _chosen(per_group: list[str]) -> str:
 def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
     """How far a cache agrees with a prompt's tokens, as lines."""
     from kvcli.runtime import fingerprint
+    from kvcli.runtime.prefixpages import common_length, longest
     from kvcli.runtime.promptcache import first_difference
-    from kvcli.runtime.snapshot import common_length, longest
 
     expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
     field = first_difference({k: v for k, v in contents.identity.items() if k in expected}, expected)

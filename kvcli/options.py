@@ -66,6 +66,7 @@ class PromptCacheOptions:
     min_tokens: int = 1024  # shorter prompts are not worth a file of the store
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
+    memory: bool = False  # pages stay in the pool for the next prompt of this process
 
 
 @dataclass(frozen=True)

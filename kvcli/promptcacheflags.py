@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ from kvcli.options import PromptCacheOptions
 from kvcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvcli.runtime.reuse import Tell
+    from kvcli.runtime.keeping import Tell
 
 _option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -86,10 +86,8 @@ class FileFlags:
         if self.prompt_cache_all and self.prompt_cache_ro:
             raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other")
         file = Path(self.prompt_cache).absolute()
-        return PromptCacheOptions(
-            *(file, self.prompt_cache_all, self.prompt_cache_ro, self.prompt_cache_strict),
-            *(options.store, options.min_tokens, options.max_bytes, options.ttl_s),
-        )
+        options = replace(options, file=file, save_answer=self.prompt_cache_all)
+        return replace(options, read_only=self.prompt_cache_ro, strict=self.prompt_cache_strict)
 
 
 def store_folder(given: str | None) -> Path:
@@ -107,7 +105,7 @@ def parse_time(text: str, flag: str) -> float:
 
 def telling(invocation: Invocation) -> Tell:
     """How prompt caches reach the user of this call."""
-    from kvcli.runtime.reuse import Tell
+    from kvcli.runtime.keeping import Tell
 
     how = (functools.partial(tell, invocation=invocation) for tell in (render.warn, render.announce, render.notice))
     return Tell(*how)

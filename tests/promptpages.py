@@ -6,8 +6,8 @@ import torch
 
 from kvcli.kernels import Basis
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.prefixpages import Bases
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import Bases
 
 
 def known_bases(layout: KVLayout, seed: int) -> Bases:

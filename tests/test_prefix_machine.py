@@ -1,4 +1,4 @@
-"""PrefixTree, snapshots and sequences on one pool as a state machine: what is reused is right, and no page is lost."""
+"""PrefixTree, pages held for a writer, and sequences on one pool: what is reused is right, and no page is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcli.errors import DoesNotFit
 from kvcli.runtime import grouplayout as layouts
-from kvcli.runtime import snapshot as snapshots
+from kvcli.runtime.held import Held
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.prefix import PrefixTree
+from kvcli.runtime.prefixpages import common_length
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import Snapshot, common_length
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -25,75 +25,80 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = [mock.patch.object(layouts, "CHUNK_BYTES", 1), mock.patch.object(snapshots, "REWIND_ROWS", 20)]
-        for patch in self.patches:
-            patch.start()
+        self.patch = mock.patch.object(layouts, "CHUNK_BYTES", 1)
+        self.patch.start()
         self.layout = tiny_layout()
         self.pool = PagePool(self.layout, self.budget)
         self.tree = PrefixTree(self.pool)
         self.pool.soft_bytes = self.budget // 2
         self.pool.reclaim = self._make_room
-        self.live: list[tuple[Sequence, Snapshot]] = []
+        self.live: list[Sequence] = []
+        self.writing: list[tuple[Held, dict[tuple[int, int], bytes]]] = []
         self.known: list[list[int]] = [[]]
         self.tokens = iter(range(1, 1 << 24))
 
     def _make_room(self, arena: int, last_resort: bool) -> None:
         if not self.tree.evict(arena) and last_resort:
-            for _, snapshot in self.live:
-                snapshot.close()
             self.tree.clear()
+            while self.writing:
+                self.written(0)
 
     def teardown(self) -> None:
         self.tree.clear()
-        for seq, snapshot in self.live:
+        while self.writing:
+            self.written(0)
+        for seq in self.live:
             seq.close()
-            snapshot.close()
         self.pool.check([])
-        for patch in self.patches:
-            patch.stop()
+        self.patch.stop()
 
     @rule(which=st.integers(0, 99), share=st.floats(0, 1), n=st.integers(1, 50), ubatch=st.sampled_from((7, 16, 40)))
     def prompt(self, which: int, share: float, n: int, ubatch: int) -> None:
         base = self.known[which % len(self.known)]
         prompt = [*base[: int(share * len(base) + 0.5)], *(next(self.tokens) for _ in range(n))]
-        seq, snapshot = Sequence(self.pool), Snapshot(self.pool)
+        seq = Sequence(self.pool)
         length, pages, bases = self.tree.find(prompt[:-1])
         assert length <= max(common_length(other, prompt[:-1]) for other in self.known)
         seq.adopt(prompt[:length], pages, bases)
         assert length == 0 or seq.rewindable(length) == length
-        snapshot.follow(seq)
-        self.live.append((seq, snapshot))
+        self.live.append(seq)
         for start, end in chunks(length, len(prompt), ubatch):
             try:
                 write(seq.reserve(prompt[start:end]), prompt[start:end])
             except DoesNotFit:
                 return
             seq.commit(prompt[start:end])
-            snapshot.follow(seq)
-        self.tree.insert(snapshot)
+        self.tree.insert(seq, whole=n % 2 == 0)
+        held = Held(seq, {}, seq.numbered())
+        self.writing.append((held, {key: bytes(held.buffer(key)) for key in seq.numbered()}))
         self.known.append(prompt)
+
+    @precondition(lambda self: self.writing)
+    @rule(which=st.integers(0, 99))
+    def written(self, which: int) -> None:
+        """Whatever became of the sequence meanwhile, what was to be written is what it was."""
+        held, expected = self.writing.pop(which % len(self.writing))
+        assert {key: bytes(held.buffer(key)) for key in expected} == expected
+        held.close()
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99), n=st.integers(1, 20))
     def answer(self, which: int, n: int) -> None:
         """Rows that go into pages which others hold, too."""
-        seq, snapshot = self.live[which % len(self.live)]
+        seq = self.live[which % len(self.live)]
         ids = [next(self.tokens) for _ in range(n)]
         try:
             write(seq.reserve(ids), ids)
         except DoesNotFit:
             return
         seq.commit(ids)
-        snapshot.follow(seq)
-        self.tree.insert(snapshot)
+        self.tree.insert(seq)
         self.known.append(list(seq.tokens))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99))
     def close(self, which: int) -> None:
-        seq, snapshot = self.live.pop(which % len(self.live))
-        seq.close()
-        snapshot.close()
+        self.live.pop(which % len(self.live)).close()
 
     @rule(arena=st.integers(0, 1))
     def evict(self, arena: int) -> None:
@@ -108,13 +113,13 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_held_twice(self) -> None:
-        held = [holder for seq, snapshot in self.live for holder in (*seq.holds(), *snapshot.holds())]
-        self.pool.check([*held, *self.tree.holds()])
+        holders = [*self.live, *(held for held, _ in self.writing), self.tree]
+        self.pool.check(holding for holder in holders for holding in holder.holds())
         assert self.pool.committed_bytes <= self.budget
 
     @invariant()
     def every_row_is_right(self) -> None:
-        for seq, _ in self.live:
+        for seq in self.live:
             check_rows(seq, seq.tokens)
 
 
@@ -124,12 +129,11 @@ test_machine = PrefixMachine.TestCase
 
 def test_a_partly_shared_page_is_copied_on_write() -> None:
     pool = PagePool(tiny_layout())
-    tree, seq, snapshot = PrefixTree(pool), Sequence(pool), Snapshot(pool)
+    tree, seq = PrefixTree(pool), Sequence(pool)
     first = list(range(1, 3 * SIZE + 5))
     write(seq.reserve(first), first)
     seq.commit(first)
-    snapshot.follow(seq)
-    tree.insert(snapshot)
+    tree.insert(seq)
     twin = Sequence(pool)
     length, pages, bases = tree.find(first[: SIZE * 2 + 9])
     assert length == SIZE * 2 + 9, "sixteen bits and more reuse to the token"

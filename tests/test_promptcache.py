@@ -26,12 +26,13 @@ from kvcli.errors import CacheFileError
 from kvcli.runtime import layout as layouts
 from kvcli.runtime import pagefiles
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.held import Held, Trail
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.prefixpages import longest, needed
 from kvcli.runtime.promptcache import ALIGN, Contents, PromptCacheFile, first_difference, is_prompt_cache
 from kvcli.runtime.promptwriting import write
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import Snapshot, longest, needed
 
 TYPES = st.sampled_from(("f32", "f16", "bf16", "fp8", "int8", "int6", "int4"))
 LAYERS = st.lists(
@@ -70,19 +71,22 @@ def test_a_loaded_sequence_is_the_saved_one(layers, k, v, tail, sinks, seed, cut
     """Whole, after a fork went on, and cut to any prefix that can be gone on from."""
     layout, generator = _layout(layers, k, v, tail, sinks), torch.Generator().manual_seed(seed)
     pool = PagePool(layout)
-    seq, snapshot, token = Sequence(pool), Snapshot(pool), iter(range(1, 10_000))
+    seq, trail, token = Sequence(pool), Trail(layout, sum(cuts)), iter(range(1, 10_000))
     for n in cuts:
         fill(seq, [next(token) for _ in range(n)], generator)
-        snapshot.follow(seq)
+        trail.follow(seq)
     seq.drop()
     twin = seq.fork()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x"
-        keys, sizes = sorted(snapshot.pages), {a: g.page_bytes for a, g in enumerate(layout.arenas)}
-        basis = pagefiles.basis_arrays(snapshot.bases)
-        write(path, Contents(IDENTITY, seq.tokens, keys, {a: sizes[a] for a, _ in keys}, basis),
-              pagefiles.blocks(pool, snapshot.pages, keys))  # fmt: skip
-        snapshot.close()
+        keys, sizes = sorted({**trail.copies, **seq.numbered()}), [g.page_bytes for g in layout.arenas]
+        held = Held(seq, trail.copies, keys)
+        other_twin = seq.fork()
+        fill(other_twin, [next(token) for _ in range(20)], generator)  # goes on before they are written
+        c = Contents(IDENTITY, seq.tokens, keys, dict(enumerate(sizes)), pagefiles.basis_arrays(held.bases))
+        write(path, c, map(held.buffer, keys))
+        held.close()
+        other_twin.close()
         fill(twin, [next(token) for _ in range(20)], generator)
         other = PagePool(layout)
         with PromptCacheFile(path, IDENTITY) as file:

@@ -72,7 +72,7 @@ def _files(root: Path) -> list[Path]:
     return [entry.path for folder in folders(root / "prompts") for entry in entries(folder)]
 
 
-NOWHERE = PromptCacheOptions()
+NOWHERE = PromptCacheOptions(memory=True)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma3"])
@@ -143,7 +143,7 @@ def test_the_tree_gives_what_a_cold_run_computes(variant: str, types: tuple[str,
             end = run(engine, seq, prompt, FOUR)
             assert end.ids == ids
             reused += end.usage.cache_read_tokens
-            engine.pool.check([*seq.holds(), *caches.tree.holds(), *caches._snapshot.holds()])
+            engine.pool.check([*seq.holds(), *caches.tree.holds()])
         assert reused > 200
         seq.close()
     engine.pool.check([])
@@ -217,7 +217,7 @@ def test_what_was_evicted_is_not_missed(tmp_path: Path, variant: str, k: str, po
         run(engine, seq, [*document, 5, 6], FOUR)
         again = run(engine, twin, [*document, 8, 9, 10], FOUR)
         assert again.ids == cold.ids and again.usage.cache_read_tokens >= 96
-        engine.pool.check([*seq.holds(), *twin.holds(), *caches.tree.holds(), *caches._snapshot.holds()])
+        engine.pool.check([*seq.holds(), *twin.holds(), *caches.tree.holds()])
         seq.close()
         twin.close()
     other = open_tiny(variant, "native", replace(options, evict=replace(evict, window=48)))
@@ -356,7 +356,7 @@ def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatc
         for n in range(4):
             prompt = [n + 3, *PROMPT[:119]]
             assert run(engine, seq, prompt, replace(GREEDY, max_tokens=20)).finish_reason == "context"
-            engine.pool.check([*seq.holds(), *caches.tree.holds(), *caches._snapshot.holds()])
+            engine.pool.check([*seq.holds(), *caches.tree.holds()])
         assert engine.pool.committed_bytes <= planned
         more = [engine.new_sequence() for _ in range(6)]
         with pytest.raises(DoesNotFit):

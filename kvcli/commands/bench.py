@@ -158,7 +158,7 @@ def _setting(
     engine: Engine, load: LoadOptions, bandwidth: float | None, evict: EvictOptions, invocation: Invocation
 ) -> _Setting:
     from kvcli.runtime import benching
-    from kvcli.runtime.engine import physical_cores
+    from kvcli.runtime.cores import physical_cores
 
     source = "--bandwidth"
     if bandwidth is None:

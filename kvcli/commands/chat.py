@@ -108,8 +108,7 @@ def chat(
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
-        if name:  # every turn is worth keeping
-            kept = replace(kept, min_tokens=1)
+        kept = replace(kept, memory=True, min_tokens=1 if name else kept.min_tokens)  # each turn of a saved chat
         conversation = _conversation(engine, message)
         with closing(_branches(name, load.model, engine, conversation, invocation)) as branches:
             if engine.keeps_prompt:

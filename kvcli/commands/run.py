@@ -178,7 +178,10 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
         load, sampling, policy = model.options(invocation.offline), sample.options(), overflow.policy()
-        cache_options, kept = cache.options(evict.options(cache.page_size)), named.add_to(store.options())
+        cache_options, kept = (
+            cache.options(evict.options(cache.page_size)),
+            replace(named.add_to(store.options()), memory=output.n_samples > 1),
+        )
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
         question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcli.runtime.prefixpages import common_length
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import common_length
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcli.errors import CacheFileError
-from kvcli.runtime.pagefiles import host_bytes
+from kvcli.runtime.held import Held
 from kvcli.runtime.promptcache import Contents
-from kvcli.runtime.snapshot import Snapshot
 
 LEAD_BYTES = 128 << 20
 Write = Callable[[Contents, Iterator[Any]], Any]
@@ -24,10 +23,10 @@ Write = Callable[[Contents, Iterator[Any]], Any]
 
 @dataclass
 class _Job:
-    """One file. `write(contents, blocks)` writes it; `snapshot` holds the pages until it is done."""
+    """One file. `write(contents, blocks)` writes it; `held` has the pages until it is done."""
 
     contents: Contents
-    snapshot: Snapshot
+    held: Held
     write: Write
     name: str
     blocks: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
@@ -47,26 +46,26 @@ class CacheWriter:
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
 
-    def start(self, contents: Contents, snapshot: Snapshot, write: Write, name: str) -> None:
-        """Write a file from pages of `snapshot`, which is closed when that is done. `name` is told if it fails."""
-        self._jobs.append(_Job(contents, snapshot, write, name))
+    def start(self, contents: Contents, held: Held, write: Write, name: str) -> None:
+        """Write a file from the pages in `held`, which is closed when that is done. `name` is told if it fails."""
+        self._jobs.append(_Job(contents, held, write, name))
         self.pump()
 
     def pump(self) -> None:
         """Hand over pages, let go of those that are written; returns at once."""
         while self._jobs and self._jobs[0].done:
             job = self._jobs.pop(0)
-            job.snapshot.close()
+            job.held.close()
             self._thread = None
             if job.problem:
                 self._warn(f"{job.name} was not written: {job.problem}")
         if not self._jobs:
             return
         job = self._jobs[0]
-        pages, pool = job.contents.pages, job.snapshot.pool
+        pages, pool = job.contents.pages, job.held.pool
         while job.handed < len(pages) and job.handed_bytes - job.taken_bytes < LEAD_BYTES:
             key = pages[job.handed]
-            job.blocks.put(host_bytes(pool.page(key[0], job.snapshot.pages[key])))
+            job.blocks.put(job.held.buffer(key))
             job.handed += 1
             job.handed_bytes += 0 if pool.device.type == "cpu" else job.contents.page_bytes[key[0]]
         if self._thread is None:
@@ -95,7 +94,7 @@ class CacheWriter:
                     break
                 except queue.Empty:
                     continue
-            job.taken_bytes += 0 if job.snapshot.pool.device.type == "cpu" else block.nbytes
+            job.taken_bytes += 0 if job.held.pool.device.type == "cpu" else block.nbytes
             yield block
 
     @property

@@ -18,11 +18,11 @@ from kvcli.runtime.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.pagefiles import bases_of, load_pages
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.prefixpages import longest, needed
 from kvcli.runtime.promptcache import PromptCacheFile
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import longest, needed
 
 STEP = 256  # rows that are converted at a time
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
 from kvcli.runtime.caches import Caches, LiveRows
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.cores import physical_cores
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
@@ -26,10 +26,11 @@ from kvcli.runtime.eviction import Retention
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
+from kvcli.runtime.keeping import Tell
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.pages import PagePool
-from kvcli.runtime.reuse import PromptCaches, Tell
+from kvcli.runtime.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.template import ChatTemplate
@@ -226,8 +227,7 @@ class Engine:
 
     def tokenizer_hashes(self) -> dict[str, str]:
         """What token ids of a chat depend on: the tokenizer and the template, by content."""
-        hashes = fingerprint.model_hashes(self.model_weights.file)
-        return {name: hashes[name] for name in ("tokenizer", "template")}
+        return fingerprint.text_hashes(self.model_weights.file)
 
     def rewind(self, seq: Sequence, n_tokens: int) -> int:
         """Keep the first `n_tokens` rows, fewer where rows are gone that their windows need; returns the rows kept."""
@@ -311,19 +311,6 @@ class Engine:
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, options.sequence)
         return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
-
-
-def physical_cores() -> int:
-    """Cores this process may run on, hyper-threads counted once where that can be told."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return max(1, len(cores))
 
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:

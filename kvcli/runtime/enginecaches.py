@@ -11,12 +11,12 @@ from kvcli.runtime import fingerprint
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.conversion import convert
 from kvcli.runtime.device import Device
+from kvcli.runtime.keeping import Setting
 from kvcli.runtime.layers import Decoder
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CUDA
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.reuse import Setting
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights

@@ -64,6 +64,11 @@ def model_hashes(file: GGUFFile) -> dict[str, str]:
     return hashes
 
 
+def text_hashes(file: GGUFFile) -> dict[str, str]:
+    """Of these, the ones that decide which token ids a text has."""
+    return {name: value for name, value in model_hashes(file).items() if name != "weights"}
+
+
 def _record(path: Path) -> Path:
     name = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()[:40]
     return paths.cache_dir() / "fingerprints" / f"{name}.json"

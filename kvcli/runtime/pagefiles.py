@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,10 +12,10 @@ import torch
 from kvcli.errors import CacheFileError
 from kvcli.kernels import Basis
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.pagelist import PageKey
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.prefixpages import Bases
 from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.sequence import PageKey
-from kvcli.runtime.snapshot import Bases
 
 READERS = 4  # threads that read and check pages
 _FIELDS = ("centre", "scale_k", "scale_v")
@@ -24,12 +24,6 @@ _FIELDS = ("centre", "scale_k", "scale_v")
 def host_bytes(page: torch.Tensor) -> memoryview:
     """The bytes of a page: its own memory on a CPU, a copy from a GPU."""
     return memoryview(page.cpu().numpy().data)
-
-
-def blocks(pool: PagePool, pages: Mapping[PageKey, int], keys: list[PageKey]) -> Iterator[memoryview]:
-    """The bytes of each page, as `promptcache.write` takes them."""
-    for key in keys:
-        yield host_bytes(pool.page(key[0], pages[key]))
 
 
 def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dict[PageKey, int]:

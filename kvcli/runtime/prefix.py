@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvcli.runtime.pagelist import PageKey
 from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import PageKey
-from kvcli.runtime.snapshot import Bases, Snapshot, common_length, longest, needed
+from kvcli.runtime.prefixpages import Bases, common_length, longest, needed
+from kvcli.runtime.sequence import Sequence
 
 Block = tuple[int, ...]
 
@@ -39,16 +40,18 @@ class PrefixTree:
         self._root = _Node((), None, 0)
         self._clock = itertools.count(1)
 
-    def insert(self, snapshot: Snapshot) -> None:
-        """Share the pages of a snapshot for the blocks of its tokens."""
+    def insert(self, seq: Sequence, whole: bool = False) -> None:
+        """Share the pages of a sequence for the blocks of its tokens; `whole`: not that of the block being filled,
+        which would have to be copied when more rows come."""
         size, node, now = self.pool.layout.page_size, self._root, next(self._clock)
         by_number: dict[int, dict[int, int]] = {}
-        for (arena, number), page in snapshot.pages.items():
+        for (arena, number), page in seq.numbered().items():
             by_number.setdefault(number, {})[arena] = page
-        for number, at in enumerate(range(0, len(snapshot.tokens), size)):
-            block = tuple(snapshot.tokens[at : at + size])
+        length = seq.length // size * size if whole else seq.length
+        for number, at in enumerate(range(0, length, size)):
+            block = tuple(seq.tokens[at : at + size])
             node = self._child(node, block)
-            node.used, node.bases = now, snapshot.bases
+            node.used, node.bases = now, seq.bases
             for arena, page in by_number.get(number, {}).items():
                 if arena not in node.pages:
                     self.pool.retain(arena, page)

@@ -168,6 +168,12 @@ class PromptCacheFile:
         if zlib.crc32(into) != int(self._sums[number]):
             raise damaged(self.path, f"the checksum of page {key[1]} (arena {key[0]}) is wrong")
 
+    def copy(self, key: Key) -> memoryview:
+        """One page in memory of its own. Raises CacheFileError."""
+        memory = memoryview(bytearray(self.contents.page_bytes[key[0]]))
+        self.read(key, memory)
+        return memory
+
     def _pread(self, count: int, offset: int) -> bytes:
         try:
             data = os.pread(self._fd, count, offset)

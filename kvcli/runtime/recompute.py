@@ -11,9 +11,9 @@ import torch
 from kvcli.errors import CacheFileError
 from kvcli.kernels import PagedKV
 from kvcli.runtime.pagefiles import bases_of, load_pages
+from kvcli.runtime.prefixpages import longest, needed
 from kvcli.runtime.promptcache import PromptCacheFile
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import longest, needed
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

@@ -26,9 +26,10 @@ from kvcli.kernels.paged import PagedKV
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.pagelist import paged_record
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import fix_basis, fixes_basis
-from kvcli.runtime.sequence import Sequence, Step, paged_record
+from kvcli.runtime.sequence import Sequence, Step
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0

@@ -12,10 +12,10 @@ from kvcli import __version__
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.fingerprint import LAYOUT_FIELDS
+from kvcli.runtime.prefixpages import common_length
 from kvcli.runtime.promptcache import Contents, PromptCacheFile, is_prompt_cache
 from kvcli.runtime.promptwriting import write
 from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.snapshot import common_length
 
 Convert = Callable[[PromptCacheFile, int], Sequence]
 
