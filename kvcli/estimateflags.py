@@ -52,10 +52,16 @@ class PlanFlags:
         _plan("-c", "--ctx-size", metavar="N[,N]", help="Contexts (32k works); as trained by default."),
     ] = None
     cache_type_k: Annotated[
-        str | None, _plan("-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys, each with all of -ctv.")
+        str | None,
+        _plan(
+            "-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys in place of -ct's, each with all of -ctv."
+        ),
     ] = None
     cache_type_v: Annotated[
-        str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
+        str | None,
+        _plan(
+            "-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values likewise; else -ct's, else as the keys."
+        ),
     ] = None
     cache_type: Annotated[
         str | None,

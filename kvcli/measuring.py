@@ -31,10 +31,16 @@ class TypeFlags:
         str | None, _option("-ct", "--cache-type", metavar="LIST", help="Types, e.g. f16,int8,int8/int4 (K/V).")
     ] = None
     cache_type_k: Annotated[
-        str | None, _option("-ctk", "--cache-type-k", metavar="LIST", help="Types of keys, each with all of -ctv.")
+        str | None,
+        _option(
+            "-ctk", "--cache-type-k", metavar="LIST", help="Types of keys in place of -ct's, each with all of -ctv."
+        ),
     ] = None
     cache_type_v: Annotated[
-        str | None, _option("-ctv", "--cache-type-v", metavar="LIST", help="Types of values, each with all of -ctk.")
+        str | None,
+        _option(
+            "-ctv", "--cache-type-v", metavar="LIST", help="Types of values likewise; else -ct's, else as the keys."
+        ),
     ] = None
     page_size: PageSize = CacheOptions.page_size
     kv_tail: Tail = CacheOptions.tail
