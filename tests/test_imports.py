@@ -31,7 +31,8 @@ kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.run
 kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
 kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub kvcli.runtime.tokengraph
+kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.graphpages kvcli.runtime.hub
+kvcli.runtime.tokengraph
 kvcli.runtime.decoding
 kvcli.runtime.generation
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
@@ -59,7 +60,7 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH_USERS = (
     "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.decoding", "kvcli.runtime.engine",
-    "kvcli.runtime.generation", "kvcli.runtime.guard",
+    "kvcli.runtime.generation", "kvcli.runtime.graphpages", "kvcli.runtime.guard",
     "kvcli.runtime.layers", "kvcli.runtime.pages", "kvcli.runtime.quality", "kvcli.runtime.recall",
     "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
     "kvcli.runtime.tokengraph", "kvcli.runtime.weights",

@@ -191,11 +191,16 @@ def share_count(pages: DevicePages, splits: int) -> int:
     return max(splits, 1 + pages.keeps)
 
 
-def part_count(pages: DevicePages, splits: int) -> int:
-    """Partial results of a query: `splits` shares of the pages before its own, its own page, and the sinks; of those
-    that are kept, and of a page of which only some rows are, apart."""
+def other_parts(pages: DevicePages) -> int:
+    """Partial results of a query beside those of the shares: its own page, and the sinks; of the sinks that are kept,
+    and of the page of which only some rows are, apart."""
     sinks = pages.open is not None and pages.sinks > 0
-    return share_count(pages, splits) + 1 + sinks * (1 + pages.keeps) + pages.keeps
+    return 1 + sinks * (1 + pages.keeps) + pages.keeps
+
+
+def part_count(pages: DevicePages, splits: int) -> int:
+    """Partial results of a query: `splits` shares of the pages before its own, and the other parts."""
+    return share_count(pages, splits) + other_parts(pages)
 
 
 @dataclass(frozen=True)
