@@ -25,6 +25,7 @@ from kvcli.runtime import archs, tokengraph
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.layers import Decoder
 from kvcli.runtime.layout import KVLayout
@@ -58,11 +59,18 @@ def _few_programs(matrix: DeviceMatrix, role: int) -> products.Tiles:
 class Model:
     """A tiny model, its graph and a sequence; or, as `reference`, in plain torch on the CPU."""
 
-    def __init__(self, arch: str, types: str, quantized: bool = False, reference: bool = False) -> None:
+    def __init__(
+        self,
+        arch: str,
+        types: str,
+        quantized: bool = False,
+        reference: bool = False,
+        retention: Retention | None = None,
+    ) -> None:
         file = GGUFFile.open(tiny.make_even(arch, quantized))
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         assert config.vocab_size == VOCAB
-        self.layout = KVLayout.build(config, types, types, PAGE)
+        self.layout = KVLayout.build(config, types, types, PAGE).evicting(retention)
         ops: Backend = OPS if reference else GpuBackend(torch.device(DEVICE))
         self.decoder: Decoder = archs.build(config, Weights(file), ops)
         self.prompts = self.decoder if DEVICE == "cuda" else archs.build(config, Weights(file), OPS)
@@ -133,6 +141,32 @@ def test_prompts_without_a_graph(arch, types):
     text, first = ids(34), 28
     assert divergence(theirs.feed(text[:first]), ours.feed(text[:first])) < LIMITS[types]
     assert divergence(theirs.feed(text[first:]), ours.feed(text[first:], ours.decoder)) < LIMITS[types]
+
+
+@pytest.mark.parametrize(
+    ("arch", "types", "keep", "prompts", "graphs"),
+    [
+        ("llama", "int8", 20, ((62, 2), (12, 1), (82, 2)), {64, 128}),
+        ("gemma3", "f16", 4, ((46, 2), (150, 1)), {64}),
+    ],
+)
+def test_tokens_go_on_where_old_ones_are_evicted(arch, types, keep, prompts, graphs, monkeypatch):
+    """Where the first rows go, where graphs change, and when every slot of the ring has had several pages."""
+    monkeypatch.setattr(tokengraph, "PAGES_EACH", 1)
+    retention = Retention(keep, 32, PAGE)
+    ours, theirs = (Model(arch, types, False, reference, retention) for reference in (False, True))
+    text, used = iter(ids(250)), set()
+    launch = ours.graph.launch
+    monkeypatch.setattr(ours.graph, "launch", lambda bucket: (used.add(bucket), launch(bucket)))
+    for prompt, count in prompts:
+        chunk = [next(text) for _ in range(prompt)]
+        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < LIMITS[types]
+        for _ in range(count):
+            token = next(text)
+            found = ours.token(token)
+            assert divergence(theirs.token(token), found) < LIMITS[types], ours.seq.length
+    assert ours.seq.evicted == retention.gap(ours.seq.length - 1) > 100 and ours.seq.length > CONTEXT
+    assert ours.seq.tokens == theirs.seq.tokens and used == graphs
 
 
 @COMPILED

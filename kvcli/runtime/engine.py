@@ -162,7 +162,7 @@ class Engine:
             self.notices.append(self.retention.notice(self.ctx_size))
 
     def _token_graph(self) -> TokenGraph | None:
-        """The fast way of single tokens on a GPU; None on a CPU, with --exact, or where the model is not made for it."""
+        """The fast way of single tokens on a GPU; None on a CPU, with --exact and for models that it cannot compute."""
         if self.device.kind != CUDA or self._exact:
             return None
         from kvcli.runtime import tokengraph

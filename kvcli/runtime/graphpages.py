@@ -39,7 +39,7 @@ class _SlotAngles:
             self.device[slot].copy_(staged[slot], non_blocking=True)
 
 
-class _Tables:
+class GroupTables:
     """Page addresses of one group on the device, slot by slot, for each class of pages (sealed or only; open).
 
     `front`, `ring`: see `DevicePages`. Where old rows are evicted there are slots for the kept pages, and a ring for
@@ -56,7 +56,7 @@ class _Tables:
         shape = 1 + group.sealed, slots
         self.device = torch.zeros(shape, dtype=torch.int64, device=device)
         self.staging = torch.zeros(UPLOADS, *shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.angles: dict[RopeTable, _SlotAngles] = {}
+        self.page_size, self._angles = group.page_size, dict[RopeTable, _SlotAngles]()
         self.turn = 0
         self.bound: tuple[PagedKV, ...] = ()
 
@@ -73,8 +73,15 @@ class _Tables:
             if kv is not None:
                 row[slots] = torch.from_numpy(kv.addresses)
         self.device.copy_(staged, non_blocking=True)
-        for angles in self.angles.values():
+        for angles in self._angles.values():
             angles.bind(slots, numbers, self.turn)
+
+    def slot_angles(self, rope: RopeTable) -> torch.Tensor:
+        """See `DevicePages.angles`: of the pages in a ring, one copy for all layers; `bind` sets them."""
+        if rope not in self._angles:
+            slots, device = self.device.shape[1], self.device.device
+            self._angles[rope] = _SlotAngles(rope, slots, self.page_size, device)
+        return self._angles[rope].device.flatten(0, 1)
 
 
 class GraphPages:
@@ -84,7 +91,7 @@ class GraphPages:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
         self.device: torch.device = model.ops.device
         evicting = layout.retention is not None
-        self._tables = [_Tables(g, ctx_size, evicting, self.device) for g in layout.groups]
+        self._tables = [GroupTables(g, ctx_size, evicting, self.device) for g in layout.groups]
         self._angles: dict[RopeTable, torch.Tensor] = {}
         self.layers = [self._layer(i) for i in range(model.config.n_layers)]
 
@@ -111,13 +118,10 @@ class GraphPages:
     def _floats(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.float32, device=self.device)
 
-    def _angles_of(self, rope: RopeTable, tables: _Tables) -> torch.Tensor:
+    def _angles_of(self, rope: RopeTable, tables: GroupTables) -> torch.Tensor:
         """The angles of the centres by slot: of all rows, one copy for all layers, or those that `bind` keeps up."""
         if tables.ring:
-            if rope not in tables.angles:
-                slots = tables.device.shape[1]
-                tables.angles[rope] = _SlotAngles(rope, slots, self.layout.page_size, self.device)
-            return tables.angles[rope].device.flatten(0, 1)
+            return tables.slot_angles(rope)
         if rope not in self._angles:
             rows = tables.device.shape[1] * self.layout.page_size
             self._angles[rope] = half_angles(rope.centres(rows), self.device)
