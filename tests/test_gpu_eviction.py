@@ -142,22 +142,24 @@ def test_one_query(types, heads, retention, steps, more, ring):
 
 
 @pytest.mark.parametrize(
-    ("types", "rows", "more"),
+    ("types", "keep", "rows", "more"),
     [
-        (F16, 3, {}),
-        (F16, 75, {}),
-        (F16, 126, {}),
-        (INT8, 30, {}),
-        (INT8, 76, {}),
-        (INT8, 118, {}),
-        (INT8, 119, {}),
-        (INT8, 78, {"tail": 0}),
-        (INT8, 110, {"tail": 0}),
+        (F16, 70, 3, {}),
+        (F16, 70, 75, {}),
+        (F16, 70, 126, {}),
+        (F16, 32, 60, {}),
+        (INT8, 70, 30, {}),
+        (INT8, 70, 76, {}),
+        (INT8, 70, 118, {}),
+        (INT8, 70, 119, {}),
+        (INT8, 32, 60, {}),
+        (INT8, 70, 78, {"tail": 0}),
+        (INT8, 70, 110, {"tail": 0}),
     ],
 )
-def test_before_and_at_the_first_eviction(types, rows, more):
+def test_before_and_at_the_first_eviction(types, keep, rows, more):
     """Kept pages that are the query's own, that are not there yet, and from which nothing is gone yet."""
-    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(70, 40, SIZE), **more)
+    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(keep, 40, SIZE), **more)
     layer.fill((rows,))
     check(layer, 1, True, splits=1)
     assert layer.cache.kv.gaps(rows, 1)[0] == (10 if rows >= 119 else 0)

@@ -6,6 +6,7 @@ same pages; with one they are captured and replayed.
 
 from __future__ import annotations
 
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -146,7 +147,7 @@ def test_prompts_without_a_graph(arch, types):
 @pytest.mark.parametrize(
     ("arch", "types", "keep", "prompts", "graphs"),
     [
-        ("llama", "int8", 20, ((62, 2), (12, 1), (82, 2)), {64, 128}),
+        ("llama", "int8", 20, ((63, 1), (12, 1), (83, 2)), {64, 128}),
         ("gemma3", "f16", 4, ((46, 2), (150, 1)), {64}),
     ],
 )
@@ -209,6 +210,20 @@ def test_the_end_of_the_context():
     tokens = list(found.iterate(logits.to(DEVICE)))
     found.close()
     assert len(tokens) == 3 and model.seq.tokens == prompt + tokens[:2]
+
+
+def test_answers_go_on_beyond_the_context():
+    """Where old rows are evicted; the tokens are those of the host."""
+    retention, prompt = Retention(4, 32, PAGE), ids(CONTEXT - 1, 6)
+    model, theirs = (Model("llama", "f16", False, reference, retention) for reference in (False, True))
+    expected, logits = [], theirs.feed(prompt)
+    for _ in range(4):
+        expected.append(int(logits.argmax()))
+        logits = theirs.token(expected[-1])
+    found = _device_tokens(model, GREEDY)
+    tokens = list(islice(found.iterate(model.feed(prompt).to(DEVICE)), 4))
+    found.close()
+    assert tokens == expected and model.seq.length > CONTEXT and model.seq.tokens == prompt + tokens
 
 
 def test_an_error_ends_the_tokens():
