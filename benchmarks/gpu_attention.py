@@ -35,10 +35,11 @@ from kvcli.kernels.rotation import rotate
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.pagelist import paged_record
 from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Sequence, paged_record
+from kvcli.runtime.sequence import Sequence
 
 TYPES = (
     ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),

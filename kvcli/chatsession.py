@@ -15,6 +15,7 @@ from kvcli.overflow import common_length
 from kvcli.render import human_bytes
 from kvcli.report import Result, context_full, stats_line
 from kvcli.runtime.events import Usage
+from kvcli.runtime.sessions import Branches
 from kvcli.sinks import Sink
 from kvcli.streams import say
 
@@ -27,6 +28,7 @@ COMMANDS = {
     "/clear": "a new conversation; the system message stays",
     "/regen": "another answer to the last message (also /retry)",
     "/undo": "take the last message and its answer back",
+    "/branch [NAME]": "go on in another branch, which begins here if it is new; without a name list them",
     "/system [TEXT]": "show or set the system message",
     "/ctx": "how full the context is, and what was evicted",
     "/stats": "the last answer and the session in figures",
@@ -79,9 +81,10 @@ class ChatSession:
         options: ChatOptions,
         sink: Sink,
         interrupts: Interrupts,
+        branches: Branches,
     ) -> None:
         self.engine, self.conversation, self.options = engine, conversation, options
-        self.sink, self.interrupts = sink, interrupts
+        self.sink, self.interrupts, self.branches = sink, interrupts, branches
         self.sequence = engine.new_sequence()
         self.totals = Totals()
         self.last: Result | None = None
@@ -92,14 +95,17 @@ class ChatSession:
         """Answer a message or obey a slash command; False when the session is to end.
 
         Raises UsageError (unknown command), ContextOverflow or ModelError (the message is forgotten then), or
-        SystemExit for a SIGTERM during the answer.
+        SystemExit for a SIGTERM during the answer. However it ends, the conversation is saved.
         """
-        if line.startswith("//"):
-            self.send(line[1:])
-        elif line.startswith("/"):
-            return self._command(line)
-        elif line.strip():
-            self.send(line)
+        try:
+            if line.startswith("//"):
+                self.send(line[1:])
+            elif line.startswith("/"):
+                return self._command(line)
+            elif line.strip():
+                self.send(line)
+        finally:
+            self.branches.save(self.conversation)
         return True
 
     def send(self, text: str) -> None:
@@ -175,6 +181,8 @@ class ChatSession:
         }
         if name == "/system":
             self._system(argument.strip())
+        elif name == "/branch":
+            self._branch(argument.strip())
         elif name not in actions:
             raise UsageError(f"unknown command {name}", "/help lists the commands; //text sends a slash")
         elif argument.strip():
@@ -210,6 +218,14 @@ class ChatSession:
             self.conversation.set_system(text)
         current = self.conversation.system
         say("no system message of yours; the template may have its own" if current is None else f"system: {current}")
+
+    def _branch(self, name: str) -> None:
+        if name:
+            there = self.branches.switch(name, self.conversation)
+            say(f"in branch {name}" if there else f"in the new branch {name}, which begins here")
+            return
+        for other in sorted({self.branches.branch, *self.branches.states}):
+            say(f"{'*' if other == self.branches.branch else ' '} {other}")
 
     def _ctx(self) -> None:
         facts = cache_facts(self.engine, self.sequence)

@@ -24,10 +24,25 @@ TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+    import typer
+
     from kvcli.invocation import Invocation
 
 # Modules of kvcli.commands.
-COMMANDS = ("run", "chat", "estimate", "doctor", "pull", "models", "inspect", "tokenize", "perplexity", "eval", "bench")
+COMMANDS = (
+    "run",
+    "chat",
+    "estimate",
+    "doctor",
+    "pull",
+    "models",
+    "inspect",
+    "tokenize",
+    "perplexity",
+    "eval",
+    "bench",
+    "cache",
+)
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -163,9 +178,8 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
     if isinstance(known, OutputError):
         _discard_stdout()
     elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
-        details = {"code": known.exit_code, "message": known.message, "hint": known.hint}
         try:
-            render.print_json({"error": details})
+            render.print_json({"error": known.as_object()})
         except BrokenPipeError:
             return EXIT_BROKEN_PIPE
         except OSError as failure:
@@ -191,7 +205,10 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
         if type(error).__name__ == "NoArgsIsHelpError":
             return UsageError(text), True
         context = getattr(error, "ctx", None)
-        return UsageError(text.rstrip("."), f"see {context.command_path if context else 'kv'} --help"), False
+        help_page = f"see {context.command_path if context else 'kv'} --help"
+        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
+            return wrong, False
+        return UsageError(text.rstrip("."), help_page), False
     if isinstance(error, typer.Abort):
         interrupted = KVError("aborted")
         interrupted.exit_code = EXIT_INTERRUPTED
@@ -204,6 +221,27 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
         return OutputError(f"could not write the output: {error.strerror}"), False
     text = str(error).partition("\n")[0][:300] or "no message"
     return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback"), False
+
+
+def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None:
+    """An option's value that is no number, or one out of bounds, in our words; None for all else.
+
+    They follow from the cause, an error of pydantic, by which Typer reads values; one that does not keeps its words.
+    """
+    cause: Any = error.__cause__
+    if error.param is None or not hasattr(cause, "errors"):
+        return None
+    names = [name for name in error.param.opts if name.startswith("--")] or error.param.opts
+    found = cause.errors()[0]
+    if found["type"].startswith("int_"):
+        must = "it is a whole number"
+    elif found["type"].startswith("float_"):
+        must = "it is a number"
+    elif found["type"] == "greater_than_equal":
+        must = f"it is {found['ctx']['ge']} or more"
+    else:
+        return UsageError(f"{names[0]}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
+    return UsageError(f"{names[0]} is '{found['input']}'", must)
 
 
 def _asks_for_json(args: list[str]) -> bool:

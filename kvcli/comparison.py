@@ -9,7 +9,7 @@ from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime import overheads
-from kvcli.runtime.device import AUTO, parse_device
+from kvcli.runtime.device import AUTO, check_there, parse_device
 from kvcli.runtime.footprint import WeightBytes
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
@@ -99,7 +99,7 @@ def label(pair: Pair) -> str:
 def find_target(
     card: str | None, vram: str | None, device: str | None, margin: str | None, bandwidth: float | None
 ) -> tuple[Target, list[str]]:
-    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. UsageError."""
+    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. UsageError, DeviceError."""
     memory, rate, source = _memory(card, vram, device)
     measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
     if measured.bandwidth is not None and card is None:
@@ -128,7 +128,7 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
     if device is None and vram is not None:
         size = parse_size(vram, "--vram", max((g.total for g in gpus()), default=None))
         return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
-    memory = _device(device)
+    memory = _device(device or AUTO)
     known_rate = bandwidth_of(memory.name, memory.total) if memory.kind == CUDA else None
     if vram is not None:
         free = parse_size(vram, "--vram", memory.total)
@@ -136,16 +136,15 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
     return memory, known_rate, "table" if known_rate else ""
 
 
-def _device(device: str | None) -> Memory:
-    kind, number = parse_device(device or AUTO)
+def _device(name: str) -> Memory:
+    """The memory of what --device names. UsageError, DeviceError."""
+    kind, number = parse_device(name)
     if kind == CPU:
         return main_memory()
     found = gpus()
     if kind == AUTO:
         return found[0] if found else main_memory()
-    if number >= len(found):
-        known = ", ".join(["cpu", *(f"cuda:{i}" for i in range(len(found)))])
-        raise UsageError(f"--device: there is no '{device}'", f"devices: {known}")
+    check_there(name, number, len(found))
     return found[number]
 
 

@@ -13,6 +13,10 @@ class KVError(Exception):
         self.message = message
         self.hint = hint
 
+    def as_object(self) -> dict[str, int | str]:
+        """What --json says of it, as "error"."""
+        return {"code": self.exit_code, "message": self.message, "hint": self.hint}
+
 
 class UsageError(KVError):
     """A flag or argument that makes no sense (exit 2)."""
@@ -45,9 +49,14 @@ class ContextOverflow(KVError):
 
 
 class CacheFileError(KVError):
-    """A prompt-cache file that is invalid or belongs to another model (exit 6)."""
+    """A prompt-cache file that is invalid or belongs to another model (exit 6).
+
+    `field`: what of its identity is another; "" = the file itself is damaged, or cannot be read. `path`: which file.
+    """
 
     exit_code = 6
+    field = ""
+    path = ""
 
 
 class DownloadError(KVError):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages
+from kvcli.cacheflags import PageSize, Sinks, Tail, Types, check_pages, type_pairs
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cachetypes import canonical
 
 if TYPE_CHECKING:
     from kvcli.comparison import Pair, Wish
@@ -51,12 +52,15 @@ class PlanFlags:
         _plan("-c", "--ctx-size", metavar="N[,N]", help="Contexts (32k works); as trained by default."),
     ] = None
     cache_type_k: Annotated[
-        str | None, _plan("-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys; all by default.")
+        str | None, _plan("-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys, each with all of -ctv.")
     ] = None
     cache_type_v: Annotated[
         str | None, _plan("-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values; as the keys.")
     ] = None
-    cache_type: Annotated[str | None, _plan("-ct", "--cache-type", metavar="T[,T]", help="Types of both.")] = None
+    cache_type: Annotated[
+        str | None,
+        _plan("-ct", "--cache-type", metavar="T[,T]", help="Types, e.g. f16,int8/int4 (K/V); several by default."),
+    ] = None
     page_size: PageSize = CacheOptions.page_size
     kv_tail: Tail = CacheOptions.tail
     kv_sink: Sinks = CacheOptions.sinks
@@ -78,7 +82,8 @@ class PlanFlags:
         """Raises UsageError for a value out of range, or for a context that nobody names."""
         from kvcli.comparison import Wish
 
-        check_pages(self.page_size, self.kv_tail, self.kv_sink)
+        pairs = self.pairs()
+        check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
         for flag, value in (
             ("--ubatch-size", self.ubatch_size),
             ("--batch-size", self.batch_size),
@@ -90,7 +95,6 @@ class PlanFlags:
         shared = parse_tokens(self.shared_prefix, "--shared-prefix")
         if shared > min(contexts):
             raise UsageError(f"--shared-prefix is {shared:,}, more than the context of {min(contexts):,}")
-        pairs = self.pairs()
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
@@ -99,7 +103,7 @@ class PlanFlags:
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length
         words = [] if self.ctx_size is None else self.ctx_size.split(",")
-        asked = [parse_tokens(word, "--ctx-size") for word in words]
+        asked = [parse_tokens(word, "--ctx-size", "; 0 = as trained") for word in words]
         contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
         if 0 in contexts:
             key = (
@@ -112,20 +116,11 @@ class PlanFlags:
         """The pairs of types to compare. Raises UsageError for a type that does not exist."""
         from kvcli.comparison import ALL_PAIRS
 
-        if not self.names_types:
-            return ALL_PAIRS
-        keys = _types(self.cache_type_k or self.cache_type or self.cache_type_v or "", "--cache-type-k")
-        if self.cache_type_v:
-            values = _types(self.cache_type_v, "--cache-type-v")
-            return tuple(dict.fromkeys((k, v) for k in keys for v in values))
-        return tuple(dict.fromkeys((k, k) for k in keys))
+        return tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in self.named_pairs())) or ALL_PAIRS
 
-    def aliases(self) -> list[tuple[str, str]]:
-        """Names of other programs that were used, with our own."""
-        from kvcli.runtime.cachetypes import ALIASES
-
-        words = ",".join(filter(None, (self.cache_type, self.cache_type_k, self.cache_type_v))).split(",")
-        return [(word, ALIASES[word]) for word in dict.fromkeys(words) if word in ("q8_0", "q4_0")]
+    def named_pairs(self) -> list[Types]:
+        """Those of the flags, as given. Raises UsageError."""
+        return type_pairs(self.cache_type, self.cache_type_k, self.cache_type_v)
 
 
 @dataclass(frozen=True)
@@ -195,19 +190,6 @@ class OutputFlags:
             raise UsageError(f"{flags} exclude each other")
         if self.units not in _UNITS:
             raise UsageError(f"--units is '{self.units}'", f"it is one of {', '.join(_UNITS)}")
-
-
-def _types(text: str, flag: str) -> list[str]:
-    from kvcli.runtime.cachetypes import codec
-
-    names = []
-    for word in text.split(","):
-        try:
-            spec = codec("f16" if word.strip() == "auto" else word.strip())
-        except UsageError as error:
-            raise UsageError(f"{flag}: {error.message}", error.hint) from None
-        names.append(spec.name)
-    return names
 
 
 def _parameters(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcli.cacheflags import PageSize, Sinks, Tail, check_cache_type, check_pages
+from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages, one_pair
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
@@ -113,7 +113,8 @@ class ModelFlags:
             raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
         if self.backend not in ("auto", "native", "reference"):
             raise UsageError(f"--backend is '{self.backend}'", "it is one of auto, native, reference")
-        _at_least(0, self.threads, "--threads")
+        if not 0 <= self.threads <= 1024:
+            raise UsageError(f"--threads is {self.threads}", "it is 1 to 1,024, or 0 for the physical cores")
         if self.vram_limit is not None:
             parse_size(self.vram_limit, "--vram-limit", main_memory().total)
         parse_device(self.device)
@@ -151,7 +152,10 @@ class CacheFlags:
         _cache("-ctv", "--cache-type-v", metavar="T", help="Type of values.", show_default="as the keys"),
     ] = None
     cache_type: Annotated[
-        str | None, _cache("-ct", "--cache-type", metavar="T", help="Sets both types.", show_default=False)
+        str | None,
+        _cache(
+            "-ct", "--cache-type", metavar="T[/T]", help="Both types, or keys/values: int8/int4.", show_default=False
+        ),
     ] = None
     force_cache_type: Annotated[
         bool, _cache("--force-cache-type", "--force", help="Go on when the weights say that this type of keys fails.")
@@ -172,12 +176,10 @@ class CacheFlags:
 
     def options(self, evict: EvictOptions) -> CacheOptions:
         """Raises UsageError for a value out of range."""
-        check_pages(self.page_size, self.kv_tail, self.kv_sink)
+        type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
+        check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
         _at_least(1, self.ubatch_size, "--ubatch-size")
-        both = check_cache_type(self.cache_type or "auto", "--cache-type")
-        type_k = check_cache_type(self.cache_type_k or both, "--cache-type-k")
-        type_v = check_cache_type(self.cache_type_v or self.cache_type or type_k, "--cache-type-v")
-        ctx_size = parse_tokens(self.ctx_size, "--ctx-size")
+        ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
         return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
 
@@ -281,11 +283,11 @@ class SampleFlags:
         )
 
 
-def parse_tokens(text: str, flag: str) -> int:
-    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError."""
+def parse_tokens(text: str, flag: str, more: str = "") -> int:
+    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
     if match is None:
-        raise UsageError(f"{flag} is '{text}', which is not a number of tokens", "write 4096 or 32k; 0 = automatic")
+        raise UsageError(f"{flag} is '{text}', which is not a number of tokens", f"write 4096 or 32k{more}")
     tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
     if tokens > MAX_CTX or len(match[1]) > 12:
         raise UsageError(f"{flag} is '{text}', more than any model can address", f"the most is {MAX_CTX}")

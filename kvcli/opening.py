@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvcli import locate, render
+from kvcli.cacheflags import Types
 from kvcli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
@@ -14,15 +16,20 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
 
 
+def tell_aliases(pairs: Iterable[Types], invocation: Invocation) -> None:
+    """Say what names that other programs use for formats of their own mean here, each once."""
+    for name in dict.fromkeys(name for pair in pairs for name in pair):
+        if note := alias_note(name):
+            render.announce(note, invocation)
+
+
 def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
     DoesNotFit.
 
     An interrupt unwinds while files are written and leaves at once while weights are read.
     """
-    for name in dict.fromkeys((cache.type_k, cache.type_v)):
-        if note := alias_note(name):
-            render.announce(note, invocation)
+    tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation)
     interrupts.stage = LEAVE

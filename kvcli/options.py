@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,21 @@ class CacheOptions:
 
 
 @dataclass(frozen=True)
+class PromptCacheOptions:
+    """Where rows of prompts are kept beyond the process: a file that the user names, and the store."""
+
+    file: Path | None = None
+    save_answer: bool = False  # the file gets the generated rows too
+    read_only: bool = False  # the file is never written
+    strict: bool = False  # a file that cannot be used is an error
+    store: Path | None = None  # the store's folder; None = no store
+    min_tokens: int = 1024  # shorter prompts are not worth a file of the store
+    max_bytes: int = 4 << 30  # of the store
+    ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
+    memory: bool = False  # pages stay in the pool for the next prompt of this process
+
+
+@dataclass(frozen=True)
 class SampleOptions:
     """How the next token is chosen and when to stop. None = the model's own default, else the built-in one."""
 
@@ -66,6 +82,7 @@ class SampleOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = -1  # -1 = a random one, reported in the stats
+    sequence: int = 0  # which of the answers that are drawn from one prompt with one seed
     logit_bias: dict[int, float] = field(default_factory=dict)
     max_tokens: int = -1  # -1 = to the end of the text or of the context
     ignore_eos: bool = False

@@ -117,9 +117,10 @@ def stats_line(result: Result, loaded: bool = True) -> str:
 
 
 def prompt_stats(end: End) -> str:
-    """How much of the prompt was in the cache already."""
+    """How much of the prompt was in a cache already, and where."""
     total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
-    return f"reused {reused} of {total} prompt tokens, prefilled {total - reused}"
+    where = "" if not reused else " (disk)" if end.usage.disk_tokens else " (memory)"
+    return f"reused {reused} of {total} prompt tokens{where}, prefilled {total - reused}"
 
 
 def result_object(result: Result) -> dict[str, Any]:
@@ -134,7 +135,9 @@ def result_object(result: Result) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cache_read_tokens": usage.cache_read_tokens,
-            "cache_write_tokens": usage.prompt_tokens - usage.cache_read_tokens,
+            "cache_disk_tokens": usage.disk_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+            "cache_miss": usage.cache_miss,
             "completion_tokens": usage.completion_tokens,
         },
         "timings": {

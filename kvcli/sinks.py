@@ -52,6 +52,19 @@ class TextSink:
         self.out.flush()
 
 
+class NoSink(TextSink):
+    """Only the bar."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        super().__init__(TextOut.stdout(), invocation)
+
+    def token(self, event: Token) -> None:
+        """Nothing is shown."""
+
+    def end(self, result: Result, held: str) -> None:
+        self.progress.close()
+
+
 class JsonSink:
     """One object when all is done."""
 

@@ -66,7 +66,7 @@ def check_rows(seq: Sequence, tokens: list[int]) -> None:
         group = 0 if kind == SLIDING else 1
         first = max(0, seq.length - WINDOW + 1) if kind == SLIDING else 0
         if first < seq.length:
-            kv = seq._view(group)[index[group]]
+            kv = seq.views()[group][index[group]]
             for found, expected in zip(read(kv, first, seq.length), rows(tokens[first:], first, layer), strict=True):
                 assert torch.equal(found, expected), f"layer {layer} of {len(tokens)} tokens"
         index[group] += 1

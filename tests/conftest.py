@@ -14,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor.
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+
 
 def _prefer_installed_package() -> None:
     """Let an installed kvcli be the one under test.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from kvcli.errors import ContextOverflow, ModelError
 from kvcli.estimate import Plan, Row
-from kvcli.options import SampleOptions
+from kvcli.options import PromptCacheOptions, SampleOptions
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 
 BOS, START, END = 1, 2, 3
@@ -130,6 +130,14 @@ class FakeEngine:
 
     def predict(self, tokens: int) -> Plan:
         return Plan((Row("KV pool", tokens << 14, "exact"),), tokens, tokens << 14, 0)
+
+    def use_caches(self, options: PromptCacheOptions, tell: object) -> SimpleNamespace:
+        """Caches that never have anything."""
+        self.cache_options = options
+        return SimpleNamespace(close=lambda: None, save=lambda sequence: None)
+
+    def tokenizer_hashes(self) -> dict[str, str]:
+        return {"tokenizer": "fake"}
 
     def new_sequence(self) -> FakeSequence:
         return FakeSequence()

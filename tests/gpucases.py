@@ -40,6 +40,8 @@ with mock.patch.dict(os.environ):
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     _import_kernels()
+    if DEVICE == "cpu":
+        importlib.import_module("interpreting").hasten()
 
 from sealedcases import Cache, layout  # noqa: E402
 

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,6 @@ from engines import open_tiny
 from synthetics import small_model
 
 from kvcli import render
-from kvcli.errors import UsageError
-from kvcli.measuring import type_product
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime import benching, overheads
 from kvcli.runtime.benching import Case, Speed
@@ -82,7 +81,21 @@ def test_json_alone(bench: Bench) -> None:
     code, out, _ = bench("-p", "0", "-n", "2", "-r", "1", "--json", "--no-warmup")
     value = json.loads(out)
     assert code == 0 and [r["test"] for r in value["results"]] == ["tg"]
-    assert value["results"][0]["deviation"] == 0 and value["failures"] == []
+    assert value["results"][0]["deviation"] is None and value["failures"] == []
+
+
+def test_types_tail_and_sinks_are_those_of_kv_run(bench: Bench) -> None:
+    """-ctk stands above -ct; one repetition has no deviation; a foreign name is told."""
+    flags = ("-p", "0", "-n", "2", "-r", "1", "--no-warmup", "-ct", "q8_0", "-d", "330", "--kv-sink")
+    found = []
+    for sinks in ("1", "20"):
+        code, out, err = bench(*flags, sinks, "-ctk", "f16")
+        assert code == 0 and "q8_0 is int8 here" in err
+        value = json.loads(out.splitlines()[-1])
+        assert [(r["type_k"], r["type_v"]) for r in value["results"]] == [("f16", "int8")]
+        assert (value["kv_tail"], value["kv_sink"]) == (1, int(sinks)) and tables(out)[0][1][3] == "-"
+        found.append(value["memory"][0]["kv_bytes"])
+    assert found[0] != found[1]  # of one arena and of two
 
 
 def test_a_terminal_gets_aligned_columns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +156,7 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
     value = json.loads(out.splitlines()[-1])
     assert [r["type_k"] for r in value["results"]] == ["int4"] and len(value["failures"]) == 1
     code, out, err = bench(*flags, "-ct", "f32")
-    assert (code, out) == (4, "") and "a context of 1,002 needs" in err.splitlines()[-2]
+    assert (code, out) == (4, "") and err.count("a context of 1,002 needs") == 1 and "left out" not in err
 
 
 @pytest.mark.parametrize(
@@ -153,6 +166,7 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
         (("-p", "5,x"), "--n-prompt is 'x'"),
         (("-n", ""), "--n-gen is ''"),
         (("-d", "-4"), "--n-depth is '-4'"),
+        (("-d", "cuda"), "-d is not --device"),
         (("-r", "0"), "--repetitions is 0"),
         (("-ub", "0"), "--ubatch-size is 0"),
         (("-ctk", "f16,int5"), "'int5' is not a cache type"),
@@ -166,17 +180,6 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
 def test_nonsense_is_one_clear_line(bench: Bench, args: tuple[str, ...], message: str) -> None:
     code, out, err = bench(*args)
     assert (code, out) == (2, "") and message in err
-
-
-def test_types_of_keys_and_values_are_multiplied() -> None:
-    assert type_product(None, None, None) == [("f16", "f16")]
-    assert type_product("f16,int8/int4", None, None) == [("f16", "f16"), ("int8", "int4")]
-    product = [("f16", "int8"), ("f16", "int4"), ("int8", "int8"), ("int8", "int4")]
-    assert type_product(None, "f16,q8_0", "int8,int4") == product
-    assert type_product(None, "int8", None) == [("int8", "f16")]
-    assert type_product(None, None, "int8") == [("f16", "int8")]
-    with pytest.raises(UsageError):
-        type_product(None, None, "int7")
 
 
 def test_figures_of_a_test() -> None:
@@ -203,12 +206,13 @@ def test_the_speed_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert benching.bandwidth(Device("cpu"), said.append) == (None, "no answer")
 
 
-def test_memory_on_a_gpu_is_what_is_no_longer_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_a_gpu_is_counted_from_before_the_first_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [70, 50]
     monkeypatch.setattr(benching, "gpus", lambda: [Memory(CUDA, "a card", 80, each, "nvml") for each in free])
     meter = benching.Meter()
     free[:] = 75, 20
-    assert [meter.used(Device(CUDA, i)) for i in (0, 1)] == [0, 30]
+    engine = SimpleNamespace(device=Device(CUDA, 1), peak_on_card=lambda before: before - 8)
+    assert meter.used(engine) == 42
 
 
 def test_evicting(bench: Bench) -> None:

@@ -54,7 +54,7 @@ def test_turns_reuse_the_cache_and_the_stats_say_so(kv):
     n_second = len(kv.engine.calls[1][0])
     assert f"reused 0 of {n_first} prompt tokens, prefilled {n_first} " in first
     reused = n_first + len("one")
-    assert f"reused {reused} of {n_second} prompt tokens, prefilled {n_second - reused} " in second
+    assert f"reused {reused} of {n_second} prompt tokens (memory), prefilled {n_second - reused} " in second
     assert "load" in first and "load" not in second
 
 

@@ -154,7 +154,7 @@ def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
         (("nonsense",), "No such command 'nonsense'"),
         (("fail", "--nonsense"), "No such option"),
         (("fail",), "Missing "),
-        (("fail", "show", "--color", "pink"), "Invalid value for '--color'"),
+        (("fail", "show", "--color", "pink"), "--color: 'pink' is not one of"),
         (("--nonsense",), "No such option"),
     ],
 )

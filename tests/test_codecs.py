@@ -7,11 +7,12 @@ bytes.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
-from kernelcases import ISAS, backend, native, same_bits
+from kernelcases import ISAS, backend, native, one_thread, same_bits
 from sealedcases import DIMS, PAIRS, SEALED, Cache, layout
 
 from kvcli.kernels import Backend, codecs
@@ -19,7 +20,6 @@ from kvcli.kernels.codecs.int4 import SHRINK, pack_nibbles, unpack_nibbles
 from kvcli.kernels.codecs.int8 import Int8
 from kvcli.kernels.rotation import rotate
 from kvcli.runtime.cachetypes import CODEC_SPECS
-from kvcli.runtime.engine import physical_cores
 
 BACKENDS = (*ISAS, "reference")
 # Root mean square error of Gaussian rows, relative; the grids' is larger for more elements a scale.
@@ -27,9 +27,9 @@ ERROR = {"fp8": 0.028, "fp8_e5m2": 0.055, "int8": 0.0075, "int6": 0.029, "int4":
 
 
 @pytest.fixture(autouse=True)
-def _best_kernels_afterwards():
-    yield
-    native("", physical_cores())
+def _one_thread():
+    with one_thread():
+        yield
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -143,13 +143,18 @@ def filled(ops: Backend, types: tuple[str, str], dims: tuple[int, int], n: int =
     return cache
 
 
-@pytest.mark.parametrize("tail", (0, 1))
+@functools.cache
+def sealed_by_the_reference(types: tuple[str, str], dims: tuple[int, int], tail: int) -> Cache:
+    return filled(backend("reference"), types, dims, tail=tail)
+
+
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tail", (0, 1))
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_native_sealing_agrees_with_the_reference(dims: tuple[int, int], isa: str, tail: int):
     ops = native(isa)
     for types in (*((t, t) for t in SEALED), *PAIRS):
-        caches = [filled(o, types, dims, tail=tail) for o in (ops, backend("reference"))]
+        caches = filled(ops, types, dims, tail=tail), sealed_by_the_reference(types, dims, tail)
         record = caches[0].kv.record
         for page in range(1, 4):
             found, expected = (c.kv.rows(page, 0, 16) for c in caches)

@@ -17,6 +17,7 @@ from conftest import PACKAGE_ROOT, Kv, KvHere
 
 from kvcli.runtime import overheads
 from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.memory import gpus
 
 MIB = 1 << 20
 CARD = ("llama-3.1-8b", "-c", "65536", "--gpu", "rtx3060-12g")
@@ -187,6 +188,28 @@ def test_several_contexts_and_types(kv_here: KvHere) -> None:
     ]
 
 
+def test_types_are_those_of_kv_run(kv_here: KvHere) -> None:
+    """Pairs as the table prints them; foreign names are told, and neither tail nor sinks in 16 bits."""
+    roomy = ("llama-3.1-8b", "--vram", "80G", "-c", "8k")
+
+    def pairs(*flags: str) -> list[tuple[str, str]]:
+        table = csv.DictReader(io.StringIO(ok(kv_here("estimate", *roomy, "--csv", *flags))))
+        return [(row["type_k"], row["type_v"]) for row in table]
+
+    assert pairs("-ct", "int8/int4,f16") == [("int8", "int4"), ("f16", "f16")]
+    assert pairs("-ct", "int8", "-ctk", "f16") == [("f16", "int8")]
+    assert pairs("-ctv", "int4") == [("f16", "int4")]
+    assert pairs("-ct", "f16,bf16", "--kv-tail", "0", "--kv-sink", "0") == [("f16", "f16"), ("bf16", "bf16")]
+    code, _, err = kv_here("estimate", *roomy, "-ct", "q8_0,int8/q4_0")
+    assert code == 0 and all(f"{name} is {own} here" in err for name, own in (("q8_0", "int8"), ("q4_0", "int4")))
+
+
+@pytest.mark.skipif(bool(gpus()), reason="a GPU is here")
+def test_a_missing_gpu_is_what_it_is_to_other_commands(small: Path, kv_here: KvHere) -> None:
+    told = kv_here("estimate", str(small), "--device", "cuda")
+    assert told == kv_here("bench", "-m", str(small), "--device", "cuda") and told[0] == 3
+
+
 def test_sharing_and_ranks(kv_here: KvHere) -> None:
     def kv_bytes(*args: str) -> int:
         return json.loads(
@@ -267,7 +290,7 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
         ((), "no model is named"),
         (("nosuchmodel",), "no model named"),
         (("smollm2", "-m", "smollm2"), "given twice"),
-        (("smollm2", "-ct", "int5"), "unknown cache type"),
+        (("smollm2", "-ct", "int5"), "'int5' is not a cache type"),
         (("smollm2", "-c", "lots"), "--ctx-size"),
         (("smollm2", "--gpu", "voodoo"), "no card named"),
         (("smollm2", "--device", "cuda:99"), "--device"),

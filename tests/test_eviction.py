@@ -233,7 +233,7 @@ def test_losses_say_why():
 def test_the_kernels_and_the_plan_agree_on_what_is_seen(keep: int, window: int, position: int):
     retention = Retention(keep, window, SIZE)
     where = layout(("f32", "f32"), (DIM, DIM)).evicting(retention)
-    kv: PagedKV = Sequence(PoisonedPool(where))._view(0)[0]
+    kv: PagedKV = Sequence(PoisonedPool(where)).views()[0][0]
     gap = retention.gap(position)
     assert kv.gaps(position, 1).tolist() == [gap]
     seen = where.groups[0].rows_seen(position + 1)
@@ -287,7 +287,7 @@ def check_visible(seq: Sequence, tokens: list[int], retention: Retention) -> Non
     first = retention.start(len(tokens))
     for start, end in ((0, min(retention.keep, first, len(tokens))), (first, len(tokens))):
         if start < end:
-            found = read(seq._view(1)[0], start, end)
+            found = read(seq.views()[1][0], start, end)
             assert all(map(torch.equal, found, rows(tokens[start:end], start, 1)))
 
 

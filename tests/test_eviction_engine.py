@@ -23,6 +23,7 @@ from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.sessions import Branches
 
 CTX, SIZE = 80, 16
 TEXT = torch.randint(3, 370, (180,), generator=torch.manual_seed(9)).tolist()
@@ -210,7 +211,7 @@ class Sink:
 def chat(engine: Engine, system: str | None = None) -> ChatSession:
     conversation = Conversation(engine.tokenizer, FakeTemplate(), system)
     options = ChatOptions("tiny", replace(GREEDY, max_tokens=20, seed=1), stats=True, script=True)
-    return ChatSession(engine, conversation, options, Sink(), Interrupts(lambda *_: None))
+    return ChatSession(engine, conversation, options, Sink(), Interrupts(lambda *_: None), Branches())
 
 
 def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.CaptureFixture[str]):

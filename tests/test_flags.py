@@ -6,6 +6,7 @@ import pytest
 from calling import Caller
 from fakes import FakeEngine
 
+from kvcli.cacheflags import type_pairs
 from kvcli.errors import UsageError
 from kvcli.flags import parse_logit_bias, parse_tokens
 
@@ -89,7 +90,8 @@ def test_defaults_of_the_flags(kv, monkeypatch):
         *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
         *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
         *(("--kv-tail", "2"), ("--kv-tail", "-1"), ("--kv-sink", "-1"), ("--kv-sink", "1048577"), ("--kv-sink", "x")),
-        ("--kv-tail", "0", "--kv-sink", "0"),
+        ("-ct", "int4", "--kv-tail", "0", "--kv-sink", "0"),
+        *(("-ct", "int8,int4"), ("-ct", "int8/"), ("-t", "2000")),
         *(("-t", "-1"), ("--backend", "cuda"), ("-m", ""), ("-n", "-3"), ("-n", "abc"), ("--temp", "-1")),
         *(
             ("--temp", "nan"),
@@ -132,6 +134,45 @@ def test_cache_types_and_their_aliases(kv):
     outcome = kv("run", "hello", "-ctk", "q5_1")
     assert outcome.code == 2 and "'q5_1' is not a cache type" in outcome.err
     assert "available: auto, f32, f16, bf16, fp8" in outcome.err
+
+
+def test_types_of_keys_and_values_on_one_line(kv):
+    """-ctk and -ctv stand above -ct. A cache of 16 bits has neither tail nor sinks."""
+    kv("run", "hello", "-ct", "int8/int4", "--kv-tail", "0")
+    kv("run", "hello", "-ct", "int8", "-ctk", "f16")
+    kv("run", "hello", "-ctv", "int8")
+    kv("run", "hello", "--kv-tail", "0", "--kv-sink", "0")
+    types = [("int8", "int4"), ("f16", "int8"), ("auto", "int8"), ("auto", "auto")]
+    assert [(cache.type_k, cache.type_v) for _, cache in kv.opened] == types
+
+
+def test_lists_of_types():
+    """As `kv run` takes one of each; every type of keys comes with every one of values."""
+    assert type_pairs(None, None, None) == []
+    assert type_pairs("f16,int8/int4", None, None) == [("f16", "f16"), ("int8", "int4")]
+    product = [("f16", "int8"), ("f16", "int4"), ("q8_0", "int8"), ("q8_0", "int4")]
+    assert type_pairs(None, "f16,q8_0", "int8,int4") == type_pairs("f32", "f16,q8_0", "int8,int4") == product
+    assert type_pairs(None, "int8,int4", None) == [("int8", "int8"), ("int4", "int4")]
+    assert type_pairs(None, None, "int8") == [("auto", "int8")]
+    assert type_pairs("int8/int4", "f16", None) == [("f16", "int4")]
+    assert type_pairs("int8/int4,f16", None, "f32") == [("int8", "f32"), ("f16", "f32")]
+    for wrong in (("int8/",), ("int8,",), (None, "int7"), (None, None, "int8/int4")):
+        with pytest.raises(UsageError):
+            type_pairs(*wrong, *[None] * (3 - len(wrong)))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("run", "-ub", "abc"), "--ubatch-size is 'abc'\n  it is a whole number\n"),
+        (("run", "--temp", "warm"), "--temp is 'warm'\n  it is a number\n"),
+        (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n  see kv run --help\n"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_a_value_of_the_wrong_form_is_told_in_our_words(kv, args, told):
+    outcome = kv(*args)
+    assert (outcome.code, outcome.err) == (2, f"kv: error: {told}")
 
 
 def test_numbers_of_tokens():

@@ -23,28 +23,36 @@ kvcli.runtime
 kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.eviction kvcli.runtime.growth
 kvcli.runtime.grouplayout kvcli.runtime.headercache kvcli.runtime.memory
 kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.repacked kvcli.runtime.stops kvcli.runtime.wire
+kvcli.runtime.cores
 kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
 kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes
 kvcli.runtime.vocabulary kvcli.runtime.websession
 kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
 kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
-kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.sequence
-kvcli.runtime.guard kvcli.runtime.sealing kvcli.runtime.tokenizer
+kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.pagelist
+kvcli.runtime.sequence
+kvcli.runtime.fingerprint kvcli.runtime.guard kvcli.runtime.prefixpages kvcli.runtime.sealing kvcli.runtime.tokenizer
+kvcli.runtime.caches kvcli.runtime.promptcache
+kvcli.runtime.pagefiles kvcli.runtime.prefix kvcli.runtime.promptwriting
+kvcli.runtime.conversion kvcli.runtime.held kvcli.runtime.promptstore kvcli.runtime.userfile
+kvcli.runtime.cachewriter kvcli.runtime.missed
+kvcli.runtime.keeping
+kvcli.runtime.reuse
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
 kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.graphpages kvcli.runtime.hub
 kvcli.runtime.tokengraph
-kvcli.runtime.decoding
-kvcli.runtime.generation
+kvcli.runtime.decoding kvcli.runtime.sessions
+kvcli.runtime.enginecaches kvcli.runtime.generation
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
 kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
 kvcli.runtime.remoteheaders
-kvcli.runtime.benching kvcli.runtime.plannedmodel
+kvcli.runtime.benching kvcli.runtime.plannedmodel kvcli.runtime.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
-kvcli.explanation kvcli.opening kvcli.sinks
-kvcli.answering kvcli.measuring
+kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
+kvcli.answering kvcli.cachechecks kvcli.measuring
 kvcli.chatsession
 kvcli.commands
 kvcli.cli
@@ -59,11 +67,15 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH_USERS = (
-    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.decoding", "kvcli.runtime.engine",
-    "kvcli.runtime.generation", "kvcli.runtime.graphpages", "kvcli.runtime.guard",
-    "kvcli.runtime.layers", "kvcli.runtime.pages", "kvcli.runtime.quality", "kvcli.runtime.recall",
+    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.caches", "kvcli.runtime.cachewriter",
+    "kvcli.runtime.conversion", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.enginecaches",
+    "kvcli.runtime.generation", "kvcli.runtime.graphpages", "kvcli.runtime.guard", "kvcli.runtime.held",
+    "kvcli.runtime.keeping",
+    "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pagelist", "kvcli.runtime.pages",
+    "kvcli.runtime.prefix",
+    "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.recompute", "kvcli.runtime.reuse",
     "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
-    "kvcli.runtime.tokengraph", "kvcli.runtime.weights",
+    "kvcli.runtime.prefixpages", "kvcli.runtime.tokengraph", "kvcli.runtime.userfile", "kvcli.runtime.weights",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def test_replay_gives_the_same_bytes(small_steps: None):
     rewound.rewind(37)
     append(rewound, tokens[37:])
     for layer in range(3):
-        a, b = (seq._view(g)[i] for seq in (straight, rewound) for g, i in [((0, 0), (1, 0), (0, 1))[layer]])
+        a, b = (seq.views()[g][i] for seq in (straight, rewound) for g, i in [((0, 0), (1, 0), (0, 1))[layer]])
         for x, y in zip(read(a, 40, 60), read(b, 40, 60), strict=True):
             assert torch.equal(x, y)
 

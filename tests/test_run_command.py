@@ -69,7 +69,9 @@ def test_json_is_one_object(kv):
     assert value["usage"] == {
         "prompt_tokens": prompt,
         "cache_read_tokens": 0,
-        "cache_write_tokens": prompt,
+        "cache_disk_tokens": 0,
+        "cache_write_tokens": 0,
+        "cache_miss": "",
         "completion_tokens": 2,
     }
     assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64

@@ -71,7 +71,7 @@ def test_json_and_stop_string(kv, model):
     assert whole["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == 24
     usage = whole["usage"]
-    assert usage["prompt_tokens"] == usage["cache_write_tokens"] > 20
+    assert usage["prompt_tokens"] > 20 and usage["cache_write_tokens"] == 0
     assert whole["kv"]["tokens"] == usage["prompt_tokens"] + 23
     assert whole["kv"]["bytes"] >= whole["kv"]["pages"] * 64
     text = whole["text"]
@@ -204,17 +204,14 @@ def test_turns_reuse_the_cache(kv, model):
     assert answers[-1] == answers[-2]  # as if never undone
     counts = [
         tuple(map(int, found))
-        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens, prefilled (\d+)", outcome.stderr)
+        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens(?: \(memory\))?, prefilled (\d+)", outcome.stderr)
     ]
     assert len(counts) == 3
     (none, first, all_of_it), (reused, total, prefilled), again = counts
     assert (none, all_of_it) == (0, first)
     assert reused >= first + 11  # the first prompt and its answer
     assert prefilled == total - reused < 25
-    assert again[1] == total and again[0] - reused in (
-        0,
-        1,
-    )  # the first answer's last token is in the cache now
+    assert again[1] == total and again[0] == total - 1  # what was undone stays in memory
 
 
 def test_no_terminal_and_no_script_is_exit_2(kv, model):

@@ -79,7 +79,7 @@ def append(seq: Sequence, tokens: list[int], ubatch: int = 512) -> None:
 
 def views(seq: Sequence) -> list[PagedKV]:
     """By model layer."""
-    sliding, full = seq._view(0), seq._view(1)
+    sliding, full = seq.views()[0], seq.views()[1]
     return [sliding[0], full[0], sliding[1]]
 
 

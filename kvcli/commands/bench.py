@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import measuring, opening, render
-from kvcli.cacheflags import PAGE_SIZES
+from kvcli.cacheflags import Types
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
-from kvcli.measuring import Types, type_name, type_product
+from kvcli.measuring import TypeFlags, type_name
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
@@ -41,16 +41,11 @@ def _option(*names: str, help: str, metavar: str = "LIST") -> typer.models.Optio
 
 @dataclass(frozen=True)
 class BenchFlags:
-    """Lengths, depths, cache types and repetitions."""
+    """Lengths, depths and repetitions."""
 
     n_prompt: Annotated[str, _option("-p", "--n-prompt", help="Lengths of prompts; 0 = none.")] = "512"
     n_gen: Annotated[str, _option("-n", "--n-gen", help="Tokens to generate; 0 = none.")] = "128"
     n_depth: Annotated[str, _option("-d", "--n-depth", help="Rows in the cache beforehand (4k works).")] = "0"
-    cache_type: Annotated[str | None, _option("-ct", "--cache-type", help="Types, e.g. f16,int8/int4 (K/V).")] = None
-    cache_type_k: Annotated[
-        str | None, _option("-ctk", "--cache-type-k", help="Types of keys, each with all of -ctv.")
-    ] = None
-    cache_type_v: Annotated[str | None, _option("-ctv", "--cache-type-v", help="Types of values.")] = None
     repetitions: Annotated[
         int, _option("-r", "--repetitions", metavar="N", help="Of each test, of which the median counts.")
     ] = 5
@@ -58,15 +53,10 @@ class BenchFlags:
     bandwidth: Annotated[
         float | None, _option("--bandwidth", metavar="GB/s", help="Of memory; measured where kv doctor did not.")
     ] = None
-    page_size: Annotated[int, typer.Option("--page-size", metavar="16|32|64|128", help="Tokens per page.")] = 64
     ubatch_size: Annotated[
         int,
         typer.Option("-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step."),
     ] = CacheOptions.ubatch
-
-    def types(self) -> list[Types]:
-        """Raises UsageError."""
-        return type_product(self.cache_type, self.cache_type_k, self.cache_type_v)
 
     def cases(self) -> list[Case]:
         """Every test. Raises UsageError, for the other flags too."""
@@ -75,27 +65,22 @@ class BenchFlags:
         for flag, value in (("--repetitions", self.repetitions), ("--ubatch-size", self.ubatch_size)):
             if value < 1:
                 raise UsageError(f"{flag} is {value}", "it is 1 or more")
-        if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"--page-size is {self.page_size}", "it is one of 16, 32, 64, 128")
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
             raise UsageError(f"--bandwidth is {self.bandwidth}", "it is in GB/s, above 0")
-        prompts, generations = _lengths(self.n_prompt, "--n-prompt"), _lengths(self.n_gen, "--n-gen")
-        found = benching.cases(prompts, generations, _lengths(self.n_depth, "--n-depth"))
+        prompts, generations = (
+            _lengths(text, flag, "; 0 = none")
+            for text, flag in ((self.n_prompt, "--n-prompt"), (self.n_gen, "--n-gen"))
+        )
+        depths = _lengths(self.n_depth, "--n-depth", "; -d is not --device")
+        found = benching.cases(prompts, generations, depths)
         if not found:
             raise UsageError("there is nothing to measure: -p and -n are both 0")
         return found
 
-    def cache(self, types: Types, cases: list[Case], evict: EvictOptions) -> CacheOptions:
+    def cache(self, pair: Types, types: TypeFlags, cases: list[Case], evict: EvictOptions) -> CacheOptions:
         """A context that holds every test. Types are measured even where the weights speak against them."""
-        return CacheOptions(
-            ctx_size=max(case.rows for case in cases),
-            type_k=types[0],
-            type_v=types[1],
-            page_size=self.page_size,
-            ubatch=self.ubatch_size,
-            force_types=True,
-            evict=evict,
-        )
+        pages = types.page_size, self.ubatch_size, types.kv_tail, types.kv_sink
+        return CacheOptions(max(case.rows for case in cases), *pair, *pages, force_types=True, evict=evict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,14 @@ class _Setting:
 
 
 @grouped
-def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, evict: EvictFlags, json: JsonFlag = False) -> None:
+def bench(
+    ctx: typer.Context,
+    model: ModelFlags,
+    what: BenchFlags,
+    types: TypeFlags,
+    evict: EvictFlags,
+    json: JsonFlag = False,
+) -> None:
     """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
 
     Rates are medians over the repetitions, ± their standard deviation. The limit is what generation would reach if
@@ -133,30 +125,32 @@ def bench(ctx: typer.Context, model: ModelFlags, what: BenchFlags, evict: EvictF
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
-        load, types, cases = model.options(invocation.offline), what.types(), what.cases()
-        evicting = evict.options(what.page_size, prompt=False)
+        load, pairs, cases = model.options(invocation.offline), types.types("f16", invocation), what.cases()
+        evicting = evict.options(types.page_size, prompt=False)
         from kvcli.runtime import benching
 
         meter, setting = benching.Meter(), None
         tables: list[_Table] = []
-        failures: list[DoesNotFit] = []
+        failures: list[str] = []
         engine: Engine | None = None
-        for pair in types:
+        for pair in pairs:
             meter.restart()
             try:
-                engine = opening.open_engine(load, what.cache(pair, cases, evicting), invocation, interrupts)
+                cache = what.cache(pair, types, cases, evicting)
+                engine = opening.open_engine(load, cache, invocation, interrupts)
                 setting = setting or _setting(engine, load, what.bandwidth, evicting, invocation)
                 tables.append(_measure(engine, pair, cases, what, meter, invocation))
             except DoesNotFit as error:
+                if not tables and pair == pairs[-1]:  # nothing was measured
+                    raise
                 render.warn(f"{type_name(pair)} is left out: {error.message}", invocation)
-                failures.append(error.with_traceback(None))  # its frames would keep the engine
+                failures.append(error.message)  # not the error, whose frames would keep the engine
             engine = None
             benching.release()
-    if not tables or setting is None:
-        raise failures[0]
+    assert setting is not None
     if not json:
         _show(tables, setting, invocation)
-    render.print_json(_object(tables, setting, what, [f.message for f in failures]))
+    render.print_json(_object(tables, setting, what, types, failures))
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
 
 
@@ -164,7 +158,7 @@ def _setting(
     engine: Engine, load: LoadOptions, bandwidth: float | None, evict: EvictOptions, invocation: Invocation
 ) -> _Setting:
     from kvcli.runtime import benching
-    from kvcli.runtime.engine import physical_cores
+    from kvcli.runtime.cores import physical_cores
 
     source = "--bandwidth"
     if bandwidth is None:
@@ -184,7 +178,7 @@ def _measure(
 
     speeds = list(benching.run(engine, cases, what.repetitions, not what.no_warmup, tell))
     tokens = max(case.rows for case in cases)
-    measured = meter.used(engine.device)
+    measured = meter.used(engine)
     return _Table(pair, speeds, tokens, engine.pool.committed_bytes, engine.predict(tokens).total, measured)
 
 
@@ -215,7 +209,7 @@ def _speed_row(types: Types, speed: Speed, bandwidth: float | None) -> list[str]
         type_name(types),
         str(speed.case),
         f"{speed.median:,.2f}",
-        f"{speed.deviation:,.2f}",
+        "-" if speed.deviation is None else f"{speed.deviation:,.2f}",
         *("-" if gap is None else f"{gap * 1e3:,.3f}" for gap in gaps),
         "-" if limit is None else f"{100 * speed.median / limit:.1f}",
     ]
@@ -226,7 +220,9 @@ def _memory_row(table: _Table) -> list[str]:
     return [type_name(table.types), f"{table.tokens:,}", *(f"{size / MIB:,.1f}" for size in sizes)]
 
 
-def _object(tables: list[_Table], setting: _Setting, what: BenchFlags, failures: list[str]) -> dict[str, Any]:
+def _object(
+    tables: list[_Table], setting: _Setting, what: BenchFlags, types: TypeFlags, failures: list[str]
+) -> dict[str, Any]:
     """Everything measured; sizes in bytes, times in seconds."""
     return {
         "kv_schema": SCHEMA,
@@ -237,7 +233,9 @@ def _object(tables: list[_Table], setting: _Setting, what: BenchFlags, failures:
         "device_name": setting.device.name,
         "threads": setting.threads,
         "ubatch_size": what.ubatch_size,
-        "page_size": what.page_size,
+        "page_size": types.page_size,
+        "kv_tail": types.kv_tail,
+        "kv_sink": types.kv_sink,
         "repetitions": what.repetitions,
         "evict": setting.evict,
         "bandwidth_gb_s": setting.bandwidth,
@@ -277,6 +275,6 @@ def _result(types: Types, speed: Speed, bandwidth: float | None) -> dict[str, An
     }
 
 
-def _lengths(text: str, flag: str) -> list[int]:
+def _lengths(text: str, flag: str, more: str) -> list[int]:
     """'0,4k' -> tokens, each once. Raises UsageError."""
-    return list(dict.fromkeys(parse_tokens(word, flag) for word in text.split(",")))
+    return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, groupe
 from kvcli.inputs import decode_utf8
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
+from kvcli.promptcacheflags import StoreFlags, telling
+from kvcli.runtime import sessions
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, say
 
@@ -31,6 +34,11 @@ if TYPE_CHECKING:
 class ChatFlags:
     """How the conversation is held."""
 
+    session: Annotated[
+        str | None, typer.Option("--session", metavar="NAME", help="Save the chat under this name, and go on with it.")
+    ] = None
+    resume: Annotated[str | None, typer.Option("--resume", metavar="NAME", help="Go on with a saved chat.")] = None
+    continue_: Annotated[bool, typer.Option("--continue", help="Go on with the chat that was saved last.")] = False
     script: Annotated[bool, typer.Option("--script", help="Messages from stdin, one a line; answers on stdout.")] = (
         False
     )
@@ -42,6 +50,24 @@ class ChatFlags:
     raw_output: Annotated[
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
     ] = False
+
+    def session_name(self) -> str:
+        """The chat that is saved; "" = none. Raises UsageError for one that is not there."""
+        given = [self.session is not None, self.resume is not None, self.continue_]
+        if sum(given) > 1:
+            raise UsageError("--session, --resume and --continue exclude each other")
+        if not any(given):
+            return ""
+        if self.session is not None:
+            return sessions.check_name(self.session)
+        saved = sessions.names()
+        if not saved:
+            raise UsageError("there is no saved chat", "kv chat --session NAME saves one")
+        if self.continue_:
+            return saved[0]
+        if self.resume not in saved:
+            raise UsageError(f"there is no saved chat '{self.resume}'", f"saved: {', '.join(saved[:10])}")
+        return self.resume
 
     def check(self) -> None:
         """Raises UsageError where there is neither a terminal nor a script."""
@@ -66,6 +92,7 @@ def chat(
     ctx: typer.Context,
     model: ModelFlags,
     cache: CacheFlags,
+    store: StoreFlags,
     evict: EvictFlags,
     system: SystemFlags,
     sample: SampleFlags,
@@ -77,19 +104,42 @@ def chat(
         flags.check()
         load, sampling = model.options(invocation.offline), sample.options()
         cache_options = cache.options(evict.options(cache.page_size))
-        message = system.text()
+        message, name, kept = system.text(), flags.session_name(), store.options()
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
+        kept = replace(kept, memory=True, min_tokens=1 if name else kept.min_tokens)  # each turn of a saved chat
         conversation = _conversation(engine, message)
-        if engine.keeps_prompt:
-            engine.keep_prompt(conversation.system_tokens())
-        session = ChatSession(engine, conversation, options, sink, interrupts)
-        interrupts.stage = UNWIND
-        if flags.script:
-            _follow(session, b"\0" if flags.null else b"\n")
-        else:
-            _talk(session, invocation)
+        with closing(_branches(name, load.model, engine, conversation, invocation)) as branches:
+            if engine.keeps_prompt:
+                engine.keep_prompt(conversation.system_tokens())
+            with closing(engine.use_caches(kept, telling(invocation))) as caches:
+                session = ChatSession(engine, conversation, options, sink, interrupts, branches)
+                interrupts.stage = UNWIND
+                try:
+                    if flags.script:
+                        _follow(session, b"\0" if flags.null else b"\n")
+                    else:
+                        _talk(session, invocation)
+                finally:
+                    if name:
+                        caches.save(session.sequence)
+
+
+def _branches(
+    name: str, model: str, engine: Engine, conversation: Conversation, invocation: Invocation
+) -> sessions.Branches:
+    """The branches of the session, and the conversation brought to where it was left; "" = no session."""
+    if not name:
+        return sessions.Branches()
+    asked, session = conversation.system, sessions.Session(name, model, engine.tokenizer_hashes())
+    session.restore(conversation)
+    if asked is not None:
+        conversation.set_system(asked)
+    if conversation.messages:
+        what = "" if session.ids_fit else "; it was held with another model, whose cache is of no use"
+        render.announce(f"session {name}: {conversation.turns} answers so far{what}", invocation)
+    return session
 
 
 def _conversation(engine: Engine, system: str | None) -> Conversation:

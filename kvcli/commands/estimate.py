@@ -12,6 +12,7 @@ from kvcli.estimateflags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import grouped
 from kvcli.invocation import Invocation
+from kvcli.opening import tell_aliases
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ def _report(
     given = shape.given()
     if name is None and not given.shapes:
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
-    plan.pairs()  # a wrong type is told before anything is read
-    for alias, own in plan.aliases():
-        render.notice(f"{alias} is taken as {own}: the same size class, not the same bits", invocation)
+    tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     if device.bandwidth is not None and not 0 < device.bandwidth < 1e6:
         raise UsageError(f"--bandwidth is {device.bandwidth}", "it is in GB/s, above 0")
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)

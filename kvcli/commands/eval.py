@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import measuring, render
+from kvcli.cacheflags import Types
 from kvcli.errors import UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.globaloptions import require_command
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
-from kvcli.measuring import TypeFlags, Types, type_name
+from kvcli.measuring import TypeFlags, type_name
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

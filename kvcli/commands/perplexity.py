@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import inputs, measuring, render
+from kvcli.cacheflags import Types
 from kvcli.errors import CheckFailed, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
-from kvcli.measuring import TypeFlags, Types, type_name
+from kvcli.measuring import TypeFlags, type_name
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -80,6 +81,15 @@ class GateFlags:
         typer.Option("--max-ppl-delta", metavar="X%", help="Exit 8 if a type's PPL is more than X % above f16's."),
     ] = None
 
+    def check(self, types: list[Types]) -> None:
+        """Raises UsageError where a limit makes no sense, or there is nothing to hold it against."""
+        limited = self.ppl_limit() is not None or self.max_kld is not None
+        if limited and set(types) == {("f16", "f16")}:
+            raise UsageError(
+                "a limit for f16 alone checks nothing: f16 is what it is compared with",
+                "name other types, e.g. -ct int8",
+            )
+
     def ppl_limit(self) -> float | None:
         """In per cent. Raises UsageError, for --max-kld too."""
         if self.max_kld is not None and not self.max_kld >= 0:
@@ -121,7 +131,7 @@ def perplexity(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         chosen = types.types(DEFAULT_TYPES, invocation)
-        gates.ppl_limit()
+        gates.check(chosen)
         texts = text.read(invocation)
         protocol = text.protocol()
         asked = evict.options(types.page_size, prompt=False)
@@ -134,6 +144,7 @@ def perplexity(
     rows = {t: quality.summarize(found, base) for t, found in scores.items()}
     costs = {t: quality.cost(quality.layout_of(engine, t), protocol.chunk) for t in rows}
     failures = gates.failures(rows)
+    failed = CheckFailed("; ".join(failures)) if failures else None
     if json:
         names = [name for name, _ in texts]
         parts = {t: [quality.summarize([s], [b]) for s, b in zip(scores[t], base, strict=True)] for t in rows}
@@ -141,11 +152,12 @@ def perplexity(
         head = {"kv_schema": 1, "model": model.model, "protocol": _protocol_object(protocol)}
         head["evict"] = measuring.evict_object(engine, asked)
         held = [{"name": name, "tokens": n, "chunks": k} for name, (n, k) in zip(names, counts, strict=True)]
-        render.print_json({**head, "texts": held, "types": entries, "failures": failures})
-        raise typer.Exit(CheckFailed.exit_code if failures else 0)
+        told = {"failures": failures} | ({"error": failed.as_object()} if failed else {})
+        render.print_json({**head, "texts": held, "types": entries, **told})
+        raise typer.Exit(failed.exit_code if failed else 0)
     _print(rows, costs, invocation)
-    if failures:
-        raise CheckFailed("; ".join(failures))
+    if failed:
+        raise failed
 
 
 def _measure(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,12 @@ from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
 from kvcli.overflow import ERROR, Cut, answer_leaves, common_length, cut_text
+from kvcli.promptcacheflags import FileFlags, StoreFlags, telling
 from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 
 if TYPE_CHECKING:
+    from kvcli.report import Result
     from kvcli.runtime.engine import Engine
 
 
@@ -66,6 +69,9 @@ class OutputFlags:
         typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
     ] = None
     no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = False
+    n_samples: Annotated[
+        int, typer.Option("--n-samples", metavar="N", help="Answers from one prefill; more than 1 need --jsonl.")
+    ] = 1
     verify_estimate: Annotated[
         bool,
         typer.Option("--verify-estimate", help="Compare the memory plan with the process; exit 8 if it is off."),
@@ -78,6 +84,10 @@ class OutputFlags:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl exclude each other")
+        if self.n_samples < 1:
+            raise UsageError(f"--n-samples is {self.n_samples}", "it is 1 or more")
+        if self.n_samples > 1 and (not self.jsonl or self.output is not None):
+            raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
         out = TextOut.stdout(self.raw_output)
         if self.json or self.jsonl:
             return JsonSink(out) if self.json else JsonlSink(out)
@@ -89,7 +99,7 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class _Question:
+class Question:
     """What is asked, as text. `raw`: no template; `special`: the raw text may hold special tokens."""
 
     system: str | None
@@ -121,7 +131,19 @@ class _Question:
         return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
 
 
-def _fitting(engine: Engine, question: _Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
+def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
+    """The last of `count` answers to one prompt, whose rows they share; an interrupt makes it the one at hand."""
+    for number in range(count):
+        sequence = engine.new_sequence()
+        result = answer(engine, sequence, ids, replace(job, sampling=replace(job.sampling, sequence=number)))
+        if job.interrupts.cancelled():
+            break
+        if number + 1 < count:
+            sequence.close()
+    return result
+
+
+def _fitting(engine: Engine, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
     """The prompt's ids, cut to the context where `policy` wants that; the engine learns what --keep -1 is."""
     ids, cut = question.ids(engine), None
     if len(ids) > engine.ctx_size and policy != ERROR:
@@ -144,6 +166,8 @@ def run(
     cache: CacheFlags,
     evict: EvictFlags,
     overflow: OverflowFlags,
+    store: StoreFlags,
+    named: FileFlags,
     prompt: PromptFlags,
     system: SystemFlags,
     sample: SampleFlags,
@@ -154,16 +178,20 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
         load, sampling, policy = model.options(invocation.offline), sample.options(), overflow.policy()
-        cache_options = cache.options(evict.options(cache.page_size))
+        cache_options, kept = (
+            cache.options(evict.options(cache.page_size)),
+            replace(named.add_to(store.options()), memory=output.n_samples > 1),
+        )
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
-        question = _Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+        question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         ids, cut = _fitting(engine, question, policy, sampling.max_tokens)
         if cut is not None:
             render.warn(str(cut), invocation)
         job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate, cut=cut)
-        result = answer(engine, engine.new_sequence(), ids, job)
+        with closing(engine.use_caches(kept, telling(invocation))):
+            result = _answers(engine, ids, job, output.n_samples)
         if report.prompt_evicted(result):
             render.warn(report.prompt_evicted(result), invocation)
         if copy is not None and not interrupts.code:

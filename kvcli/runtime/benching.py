@@ -67,9 +67,9 @@ class Speed:
         return statistics.median(self.rates)
 
     @property
-    def deviation(self) -> float:
-        """Standard deviation of the rates; 0 for a single one."""
-        return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+    def deviation(self) -> float | None:
+        """Standard deviation of the rates; a single one has none."""
+        return statistics.stdev(self.rates) if len(self.rates) > 1 else None
 
     def gap(self, share: float) -> float | None:
         """The time between two tokens, in seconds, that this share of them does not exceed; None for a prompt."""
@@ -165,16 +165,18 @@ class Meter:
 
     def restart(self) -> None:
         """Forget the peak so far, where the system can."""
+        import torch
+
         reset_peak()
+        if torch.cuda.is_initialized():
+            for index in range(len(self._free)):
+                torch.cuda.reset_peak_memory_stats(index)
 
-    def used(self, device: Device) -> int:
-        """Bytes: on a CPU the peak of the process; on a GPU what is no longer free, its allocator gives nothing back.
-
-        Other programs on the same GPU are counted too.
-        """
-        if device.kind == CPU:
+    def used(self, engine: Engine) -> int:
+        """Bytes at the peak: of the process, or of the engine's GPU, where other programs count too."""
+        if engine.device.kind == CPU:
             return peak_bytes()
-        return max(0, self._free[device.index] - gpus()[device.index].free)
+        return engine.peak_on_card(self._free[engine.device.index])
 
 
 def release() -> None:

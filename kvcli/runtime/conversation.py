@@ -10,7 +10,7 @@ thinking, trims an answer), the chunks before that point are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import UsageError
 
@@ -106,6 +106,32 @@ class Conversation:
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this conversation."""
         self.messages, self._chunks, self.system = snapshot[0].copy(), snapshot[1].copy(), snapshot[2]
+
+    def state(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        chunks = [{"segments": [list(s) for s in chunk.segments], "ids": chunk.ids} for chunk in self._chunks]
+        return {"system": self.system, "messages": self.messages, "chunks": chunks}
+
+    def set_state(self, state: dict[str, Any], ids: bool = True) -> None:
+        """Take over what `state` gave; without `ids` the text is tokenized again. Raises ValueError for nonsense."""
+        try:
+            system = state["system"]
+            messages = [{"role": m["role"], "content": m["content"]} for m in state["messages"]]
+            chunks = [
+                _Chunk([(str(text), bool(trusted)) for text, trusted in c["segments"]], [int(i) for i in c["ids"]])
+                for c in state["chunks"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a conversation: {error}") from None
+        roles = [m["role"] for m in messages]
+        texts = [system, *(m["content"] for m in messages)]
+        if roles != (["user", "assistant"] * len(roles))[: len(roles)] or not all(
+            isinstance(text, str) for text in texts if text is not None
+        ):
+            raise ValueError("not a conversation: its roles do not alternate")
+        if any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
+            raise ValueError("not a conversation: its tokens are not this model's")
+        self.restore((messages, chunks if ids else [], system))
 
     def clear(self) -> None:
         """A new conversation with the same system message."""

@@ -31,7 +31,6 @@ class Device:
     kind: str  # CPU or CUDA
     index: int = 0
     name: str = CPU  # as the driver calls it
-    capability: tuple[int, int] | None = None
     notice: str = ""
 
     def __str__(self) -> str:
@@ -60,15 +59,20 @@ def choose(name: str) -> Device:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if kind == AUTO:
         return _first_usable(cards)
-    if not cards:
-        raise DeviceError(f"--device {name}: {why_no_gpu()}", "--device cpu runs without one")
-    if index >= len(cards):
-        known = ", ".join([CPU, *(f"{CUDA}:{i}" for i in range(len(cards)))])
-        raise DeviceError(f"--device {name}: there is no such GPU", f"devices: {known}")
+    check_there(name, index, len(cards))
     reason = why_not(cards[index])
     if reason:
         raise DeviceError(f"{cards[index]['name']} cannot be used: {reason}", "--device cpu runs without it")
     return _device(cards[index])
+
+
+def check_there(name: str, index: int, count: int) -> None:
+    """Raises DeviceError unless GPU `index`, which --device calls `name`, is one of `count`."""
+    if not count:
+        raise DeviceError(f"--device {name}: {why_no_gpu()}", "--device cpu does without one")
+    if index >= count:
+        known = ", ".join([CPU, *(f"{CUDA}:{i}" for i in range(count))])
+        raise DeviceError(f"--device {name}: there is no such GPU", f"devices: {known}")
 
 
 def _first_usable(cards: list[dict[str, Any]]) -> Device:
@@ -82,7 +86,7 @@ def _first_usable(cards: list[dict[str, Any]]) -> Device:
 
 
 def _device(card: dict[str, Any]) -> Device:
-    return Device(CUDA, card["index"], card["name"], _capability(card))
+    return Device(CUDA, card["index"], card["name"])
 
 
 def why_no_gpu() -> str:

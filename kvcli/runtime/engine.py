@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -14,10 +13,12 @@ import torch
 from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
-from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime import archs, eviction, guard, repacked
+from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
+from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
+from kvcli.runtime.caches import Caches, LiveRows
 from kvcli.runtime.cachetypes import canonical
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.cores import physical_cores
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
@@ -25,9 +26,11 @@ from kvcli.runtime.eviction import Retention
 from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
+from kvcli.runtime.keeping import Tell
 from kvcli.runtime.layout import KVLayout
 from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.pages import PagePool
+from kvcli.runtime.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.template import ChatTemplate
@@ -82,7 +85,8 @@ class Engine:
             self.notices.append(doubt)
         self.model = archs.build(self.config, weights, ops)
         self.pool = PagePool(self.layout, pool_bytes, ops.device)
-        self._exact = load.exact
+        self.caches: Caches = LiveRows()
+        self.exact = load.exact
         self.graph = None if self.keeps_prompt else self._token_graph()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
@@ -163,7 +167,7 @@ class Engine:
 
     def _token_graph(self) -> TokenGraph | None:
         """The fast way of single tokens on a GPU; None on a CPU, with --exact and for models that it cannot compute."""
-        if self.device.kind != CUDA or self._exact:
+        if self.device.kind != CUDA or self.exact:
             return None
         from kvcli.runtime import tokengraph
 
@@ -213,6 +217,17 @@ class Engine:
     def new_sequence(self) -> Sequence:
         """An empty context."""
         return Sequence(self.pool)
+
+    def use_caches(self, options: PromptCacheOptions, tell: Tell) -> PromptCaches:
+        """From now on look for the rows of prompts in these caches too, and keep them there. The caller closes them."""
+        from kvcli.runtime import enginecaches
+
+        self.caches = caches = PromptCaches(enginecaches.setting(self), options, tell)
+        return caches
+
+    def tokenizer_hashes(self) -> dict[str, str]:
+        """What token ids of a chat depend on: the tokenizer and the template, by content."""
+        return fingerprint.text_hashes(self.model_weights.file)
 
     def rewind(self, seq: Sequence, n_tokens: int) -> int:
         """Keep the first `n_tokens` rows, fewer where rows are gone that their windows need; returns the rows kept."""
@@ -294,21 +309,8 @@ class Engine:
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
-        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size)
+        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, options.sequence)
         return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
-
-
-def physical_cores() -> int:
-    """Cores this process may run on, hyper-threads counted once where that can be told."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return max(1, len(cores))
 
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:

@@ -24,11 +24,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of tokens. `cache_read_tokens` of the prompt's tokens were not prefilled again."""
+    """Counts of tokens. `cache_read_tokens` of the prompt's tokens were not prefilled again, `disk_tokens` of these
+    came from disk; `cache_write_tokens` are written there. `cache_miss`: why no more was reused, "" = no more is there.
+    """
 
     prompt_tokens: int
     cache_read_tokens: int
     completion_tokens: int
+    disk_tokens: int = 0
+    cache_write_tokens: int = 0
+    cache_miss: str = ""
 
 
 @dataclass(frozen=True)

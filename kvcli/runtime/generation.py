@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from kvcli.options import SampleOptions
+from kvcli.runtime.caches import Caches, Reuse
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.sampler import Sampler
@@ -23,11 +24,10 @@ class Runner(Protocol):
     tokenizer: Tokenizer
     ctx_size: int
     load_s: float
+    caches: Caches
 
     @property
     def retention(self) -> Retention | None: ...
-
-    def rewind(self, seq: Sequence, n_tokens: int) -> int: ...
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]: ...
 
@@ -55,7 +55,8 @@ class Generation:
         self.matcher = StopMatcher(options.stop)
         self.began = self.first = self.last = time.perf_counter()
         self.prefill_s = 0.0
-        self.reused = self.prompt_evicted = 0
+        self.reuse = Reuse()
+        self.written = self.prompt_evicted = 0  # tokens whose rows are written to disk, and that are forgotten
 
     def events(self) -> Iterator[Event]:
         logits = None
@@ -67,11 +68,13 @@ class Generation:
         if logits is None:
             yield self._end("interrupted")
             return
+        self.written = self.engine.caches.prefilled(self.seq, self.prefill_s)
         tokens = self.engine.tokens(self.seq, self.history, self.sampler, logits)
         try:
             reason = yield from self._answer(tokens)
         finally:
             tokens.close()
+        self.engine.caches.answered(self.seq)
         yield self._end(reason)
 
     def _answer(self, tokens: Iterator[int]) -> Generator[Token, None, str]:
@@ -80,6 +83,7 @@ class Generation:
             reason = self._full()
             if reason:
                 return reason
+            self.engine.caches.pump()
             token = next(tokens)
             self.last = time.perf_counter()
             if len(self.history) == self.n_prompt:
@@ -105,24 +109,21 @@ class Generation:
     def _prefill(self) -> Iterator[Prefill | torch.Tensor]:
         """Run what the sequence lacks of the prompt; at last the logits [vocab], unless cancelled."""
         engine, seq, prompt = self.engine, self.seq, self.history
-        common = 0
-        for a, b in zip(seq.tokens, prompt[:-1], strict=False):
-            if a != b:
-                break
-            common += 1
-        self.reused = engine.rewind(seq, common)
-        total = self.n_prompt - self.reused
-        yield Prefill(0, total, self.reused)
-        for start, end in engine.chunks(self.reused, self.n_prompt):
+        self.reuse = engine.caches.restore(seq, prompt)
+        reused = self.reuse.tokens
+        total = self.n_prompt - reused
+        yield Prefill(0, total, reused)
+        for start, end in engine.chunks(reused, self.n_prompt):
             if self.cancelled():
                 return
             hidden = engine.forward(seq, prompt[start:end])
+            engine.caches.follow(seq)
             if end == self.n_prompt:
                 logits = engine.logits(hidden[-1:])[0]
                 engine.synchronize()
                 self.prefill_s, self.prompt_evicted = time.perf_counter() - self.began, seq.evicted
                 yield logits
-            yield Prefill(end - self.reused, total, self.reused)
+            yield Prefill(end - reused, total, reused)
 
     def _end(self, reason: str) -> End:
         text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()
@@ -132,8 +133,9 @@ class Generation:
             prefill_s=self.prefill_s,
             ttft_s=self.first - self.began,
             decode_s=self.last - self.first,
-            prefill_tokens=self.n_prompt - self.reused,
+            prefill_tokens=self.n_prompt - self.reuse.tokens,
             decode_tokens=max(0, len(ids) - 1),
         )
-        usage, losses = Usage(self.n_prompt, self.reused, len(ids)), self.seq.losses()
+        reuse, losses = self.reuse, self.seq.losses()
+        usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self.written, reuse.reason)
         return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses)

@@ -10,8 +10,9 @@ from kvcli.kernels.paged import CENTRE_ROWS, PagedKV
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Decoder
 from kvcli.runtime.layout import KVLayout
+from kvcli.runtime.pagelist import paged_record
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sequence import Step, paged_record
+from kvcli.runtime.sequence import Step
 
 UPLOADS = 4  # page tables on the way to the device at once
 

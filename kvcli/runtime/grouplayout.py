@@ -165,6 +165,12 @@ class GroupLayout:
             return 0
         return max(0, position - self.window + 1) // self.page_size
 
+    def held_pages(self, tokens: int) -> list[int]:
+        """Numbers of the pages that a sequence of `tokens` holds between steps: kept ones, and those of the window."""
+        first = self.first_page(tokens)
+        kept = min(first, self.retention.kept_pages) if self.retention else 0
+        return [*range(kept), *range(first, -(-tokens // self.page_size))]
+
     def rows_seen(self, tokens: int) -> int:
         """Rows that the last of `tokens` sees."""
         if self.retention:

@@ -55,7 +55,7 @@ class KVLayout:
         if page_size not in PAGE_SIZES:
             raise UsageError(f"page size {page_size} is not available", f"choose from {_listed(PAGE_SIZES)}")
         k, v = codec(type_k), codec(type_v)
-        if tail not in (0, 1) or sinks < 0 or (tail == 0 and sinks == 0):
+        if tail not in (0, 1) or sinks < 0 or (tail == sinks == 0 and (k.sealed or v.sealed)):
             raise UsageError(
                 f"a 16-bit tail of {tail} pages with {sinks} pages of sinks is not possible",
                 "the tail is one page or none; without one there must be sinks, which fix the scales and means",

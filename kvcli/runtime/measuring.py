@@ -67,7 +67,7 @@ def program() -> dict[str, Any]:
     import torch
 
     from kvcli import kernels
-    from kvcli.runtime.engine import physical_cores
+    from kvcli.runtime.cores import physical_cores
 
     threads = physical_cores()
     torch.set_num_threads(threads)
@@ -80,7 +80,7 @@ def memory_speed() -> dict[str, Any]:
     """GB/s at which main memory is read (sum) and copied (bytes read and written), with the engine's threads."""
     import torch
 
-    from kvcli.runtime.engine import physical_cores
+    from kvcli.runtime.cores import physical_cores
 
     free = main_memory().free
     if free < 3 * BUFFER_BYTES:

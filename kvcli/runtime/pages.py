@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -50,24 +50,35 @@ class PagePool:
         self.budget_bytes = budget_bytes
         self.device = torch.device(device)
         self._arenas = [_Arena(a, self.device) for a in layout.arenas]
+        # Asked to free a page of an arena before more than soft_bytes are committed, and, with True, before refusing.
+        self.reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
+        self.soft_bytes = 0
 
     def take(self, group: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
         arena = self._arenas[group]
-        if not arena.free:
-            pages = arena.per_chunk
-            if self.budget_bytes is not None:
-                pages = min(pages, (self.budget_bytes - self.committed_bytes) // arena.page_bytes)
-            if pages < 1:
+        if not arena.free and self.committed_bytes + arena.page_bytes > self.soft_bytes:
+            self.reclaim(group, False)
+        if not arena.free and not self._grow(arena):
+            self.reclaim(group, True)
+            if not arena.free:
                 raise DoesNotFit(
                     f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",
                     "use a smaller context or a smaller cache type",
                 )
-            arena.grow(pages)
         page = arena.free.pop()
         arena.refs[page] = 1
         arena.peak = max(arena.peak, arena.used)
         return page
+
+    def _grow(self, arena: _Arena) -> bool:
+        """Commit more pages; False if the budget has no room for one."""
+        pages = arena.per_chunk
+        if self.budget_bytes is not None:
+            pages = min(pages, (self.budget_bytes - self.committed_bytes) // arena.page_bytes)
+        if pages > 0:
+            arena.grow(pages)
+        return pages > 0
 
     def retain(self, group: int, page: int) -> None:
         """One more holder of a page that somebody holds."""

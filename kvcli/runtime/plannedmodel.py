@@ -101,7 +101,8 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         weights = footprint.weights_of_tensors(header.tensors, config, kind)
     notices = tuple(header.notices)
     if kind != CPU and header.container == "gguf":
-        notices += tuple(_not_for_gpus(header.tensors))
+        reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
+        notices += (f"this model cannot be computed on a GPU: {reason}",) if reason else ()
     return PlannedModel(
         label if label != source else header.source,
         config,
@@ -114,11 +115,6 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         notices,
         header.alternatives,
     )
-
-
-def _not_for_gpus(tensors: Mapping[str, Tensor]) -> list[str]:
-    types = {t.type for t in tensors.values() if len(t.shape) > 1 and not repacked.can_be_held(t.type)}
-    return [f"weights stored as {', '.join(sorted(types))} cannot be computed with on a GPU"] if types else []
 
 
 def _main_type(tensors: Mapping[str, Tensor]) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import Basis, PagedKV, RecordLayout
-from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.kernels import Basis, PagedKV
+from kvcli.runtime.pagelist import NO_PAGE, PageKey, PageList
 from kvcli.runtime.pages import PagePool
 
 
@@ -31,24 +30,6 @@ class Step:
         return self.groups[slot[0]][slot[1]]
 
 
-NO_PAGE = -1
-
-
-class _PageList:
-    """Pages of one group: `pages[i]` holds positions (first + i) * page_size and on.
-
-    `front`: pages 0, 1, ... that are kept though the window, `pages`, has gone on. In a sealed group a page stands in
-    `open` until it is full, then in `pages` (NO_PAGE before); sinks stay open.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.first = 0
-        self.front: list[int] = []
-        self.pages: list[int] = []
-        self.open: dict[int, int] = {}  # page number -> page of the open arena
-        self.bases = tuple(Basis() for _ in range(layers))
-
-
 class Sequence:
     """Token ids whose rows are in the cache, and one page list per layer group.
 
@@ -60,8 +41,7 @@ class Sequence:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.tokens: list[int] = []
-        self._lists = [_PageList(len(g.layers)) for g in pool.layout.groups]
-        self._views: dict[int, tuple[tuple[int, ...], tuple[Basis, ...], tuple[PagedKV, ...]]] = {}
+        self._lists = [PageList(len(g.layers)) for g in pool.layout.groups]
 
     @property
     def length(self) -> int:
@@ -102,7 +82,7 @@ class Sequence:
         return Step(
             torch.tensor(ids, dtype=torch.int64),
             start,
-            tuple(self._view(g) for g in range(len(self._lists))),
+            self.views(),
             self.pool.layout.slots,
         )
 
@@ -136,7 +116,12 @@ class Sequence:
         """The page itself if nobody else holds it, else a copy in its place."""
         if self.pool.refcount(arena, page) == 1:
             return page
-        copy = self.pool.copy(arena, page)
+        try:
+            copy = self.pool.copy(arena, page)
+        except DoesNotFit:
+            if self.pool.refcount(arena, page) == 1:  # the others let go of it to make room
+                return page
+            raise
         self.pool.release(arena, page)
         return copy
 
@@ -235,8 +220,42 @@ class Sequence:
         """Release every page; the sequence is empty afterwards."""
         for arena, page in self.holds():
             self.pool.release(arena, page)
-        self._lists = [_PageList(len(g.layers)) for g in self.pool.layout.groups]
+        self._lists = [PageList(len(g.layers)) for g in self.pool.layout.groups]
         self.tokens.clear()
+
+    def numbered(self) -> dict[PageKey, int]:
+        """Every page held, by its key."""
+        found: dict[PageKey, int] = {}
+        for g, held in enumerate(self._lists):
+            pages = (*enumerate(held.front), *enumerate(held.pages, held.first))
+            found.update(((g, number), page) for number, page in pages if page != NO_PAGE)
+            found.update(((self._open_arena(g), number), page) for number, page in held.open.items())
+        return found
+
+    @property
+    def bases(self) -> tuple[tuple[Basis, ...], ...]:
+        """Of each group, of each of its layers."""
+        return tuple(held.bases for held in self._lists)
+
+    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: tuple[tuple[Basis, ...], ...]) -> None:
+        """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
+
+        Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
+        """
+        for (arena, _), page in pages.items():
+            self.pool.retain(arena, page)
+        self.close()
+        self.tokens = list(tokens)
+        size = self.pool.layout.page_size
+        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
+            held.first, opened = layout.first_page(self.length), self.pool.layout.open_arena(g)
+            numbers = layout.held_pages(self.length)
+            held.front = [pages.get((g, number), NO_PAGE) for number in numbers if number < held.first]
+            held.pages = [pages.get((g, number), NO_PAGE) for number in numbers if number >= held.first]
+            if opened is not None:
+                held.open = {number: pages[opened, number] for number in numbers if (opened, number) in pages}
+            if self.length >= size:
+                held.bases = bases[g]
 
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
@@ -251,44 +270,6 @@ class Sequence:
         """Pages of the arena that this sequence holds."""
         return sum(a == arena for a, _ in self.holds())
 
-    def _view(self, group: int) -> tuple[PagedKV, ...]:
-        """The group's layers as the kernels see them; made again only when the pages change."""
-        held = self._lists[group]
-        front, pages = len(held.front), [*held.front, *held.pages]
-        numbers = (*range(front), *range(held.first, held.first + len(held.pages)))
-        opened = [held.open.get(number, NO_PAGE) for number in numbers]
-        key = (held.first, front, *pages, *opened)
-        cached = self._views.get(group)
-        if cached and cached[0] == key and cached[1] is held.bases:
-            return cached[2]
-        arena, layout = self.pool.layout.open_arena(group), self.pool.layout.groups[group]
-        views = self._layers(group, held, pages)
-        if arena is not None:
-            sealed = zip(views, self._layers(arena, held, opened), held.bases, strict=True)
-            views = tuple(
-                replace(v, open=o, sinks=layout.sinks, tail=layout.tail, basis=basis) for v, o, basis in sealed
-            )
-        self._views[group] = key, held.bases, views
-        return views
-
-    def _layers(self, arena: int, held: _PageList, pages: list[int]) -> tuple[PagedKV, ...]:
-        """Every layer of an arena over these pages, whose numbers are those of the list."""
-        layout = self.pool.layout.arenas[arena]
-        keep, window = (layout.retention.keep, layout.retention.window) if layout.retention else (0, 0)
-        front = len(held.front)
-        record = paged_record(layout)
-        address = np.array([0 if p == NO_PAGE else self.pool.address(arena, p) for p in pages], dtype=np.int64)
-        memory = tuple(None if p == NO_PAGE else self.pool.page(arena, p) for p in pages)
-        offsets = [i * layout.layer_bytes for i in range(len(layout.layers))]
-        return tuple(
-            PagedKV(record, np.where(address, address + x, 0), memory, x, held.first, None, 0, 0, front, keep, window)
-            for x in offsets
-        )
-
-
-def paged_record(g: GroupLayout) -> RecordLayout:
-    """How the kernels see the records of a group (or of its open class)."""
-    return RecordLayout(
-        g.page_size, g.kv_heads, g.dim_k, g.dim_v, g.codec_k.name, g.codec_v.name,
-        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.scale_offsets,
-    )  # fmt: skip
+    def views(self) -> tuple[tuple[PagedKV, ...], ...]:
+        """The cache as the kernels see it, by group, by layer of the group."""
+        return tuple(self._lists[g].views(self.pool, g) for g in range(len(self._lists)))

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.formats import D_M, PAIR, PLAIN, D, DeviceMatrix
 from kvcli.kernels.gpu.language import half_of
 from kvcli.kernels.gpu.launching import launch
 
 GROUPS = 64  # groups of 32 elements a program expands
+ONE_SCALE, SCALE_AND_MIN, PAIRS = tl.constexpr(D), tl.constexpr(D_M), tl.constexpr(PAIR)
 SLICE_BYTES = 32 << 20  # of float16 weights expanded at a time: they stay in the L2 cache
 
 
@@ -51,16 +52,16 @@ def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G:
             high += ((bits >> 2) & 3) << 4
         low, high = low.to(tl.float32), high.to(tl.float32)
     s = tl.load(SCALES + at, mask=seen, other=0)
-    if KIND == 1:
+    if KIND == ONE_SCALE:
         d = s.to(tl.float32)[:, None]
         low, high = d * (low - OFFSET), d * (high - OFFSET)
-    elif KIND == 2:
+    elif KIND == SCALE_AND_MIN:
         d, m = half_of(s, False)[:, None], half_of(s, True)[:, None]
         low, high = d * low + m, d * high + m
     else:
         both = tl.load(SUPERS + source * (G // 8) + g // 8, mask=seen, other=0)
         c = s.to(tl.int32)
-        if KIND == 3:
+        if KIND == PAIRS:
             d = (half_of(both, False) * (c & 255).to(tl.float32))[:, None]
             m = (half_of(both, True) * ((c >> 8) & 255).to(tl.float32))[:, None]
             low, high = d * low - m, d * high - m

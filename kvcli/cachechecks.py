@@ -1,0 +1,96 @@
+"""Checks of a prompt cache that need the model: why it fits a prompt or not, and whether its rows are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcli.errors import CacheFileError, CheckFailed
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine import Engine
+    from kvcli.runtime.promptcache import Contents, PromptCacheFile
+
+AROUND = 8  # tokens shown before and behind the place where texts part
+
+
+def options_of(identity: dict[str, str]) -> CacheOptions:
+    """The cache options that a file was made with. Raises CacheFileError where it says nothing of the kind."""
+    names = ("cache_type_k", "cache_type_v", "sinks", "tail", "page_size")
+    try:
+        k, v, sinks, tail, size = (_chosen(identity[name].split()) for name in names)
+        sealed = int(sinks) > 0
+        evict = FORGET_NOTHING
+        if identity["eviction"] != "none":
+            _, keep, _, window = identity["eviction"].split()
+            evict = EvictOptions("sink", int(window), int(keep))
+        return CacheOptions(
+            evict=evict, type_k=k, type_v=v, page_size=int(size),
+            tail=int(tail) if sealed else CacheOptions.tail, sinks=int(sinks) if sealed else CacheOptions.sinks,
+        )  # fmt: skip
+    except (KeyError, ValueError, IndexError):
+        raise CacheFileError("its cache options make no sense", "kv cache show prints them") from None
+
+
+def _chosen(per_group: list[str]) -> str:
+    """What the user chose: that of a group with a full cache, which is never the larger type. See `KVLayout`."""
+    ordered = sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))
+    return ordered[0]
+
+
+def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
+    """How far a cache agrees with a prompt's tokens, as lines."""
+    from kvcli.runtime import fingerprint
+    from kvcli.runtime.prefixpages import common_length, longest
+    from kvcli.runtime.promptcache import first_difference
+
+    expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
+    field = first_difference({k: v for k, v in contents.identity.items() if k in expected}, expected)
+    if field:
+        return f"of no use with this model: its {field.replace('_', ' ')} is another\n"
+    asked, held = prompt[contents.start :], contents.tokens
+    shared = common_length(asked, held)
+    size = engine.layout.page_size
+    lines = [
+        f"cache    tokens {contents.start:,} to {contents.end:,}",
+        f"prompt   {len(prompt):,} tokens",
+        f"common   {shared:,} tokens, {shared // size} whole pages of {size}",
+    ]
+    if not contents.start:
+        usable = longest(engine.layout, min(shared, len(prompt) - 1), dict.fromkeys(contents.pages, shared))
+        lines.append(f"reused   {usable:,} tokens, {len(prompt) - usable:,} to prefill")
+    if shared < min(len(asked), len(held)):
+        lines.append(f"they part at token {contents.start + shared:,}")
+        for label, ids in (("cache ", held), ("prompt", asked)):
+            before = engine.tokenizer.decode(ids[max(0, shared - AROUND) : shared])
+            behind = engine.tokenizer.decode(ids[shared : shared + AROUND])
+            lines.append(f"  {label}  {before!r} then {engine.tokenizer.decode([ids[shared]])!r}: {behind!r}")
+    elif len(held) > len(asked):
+        lines.append("the prompt is the beginning of what the cache holds")
+    else:
+        lines.append("the prompt goes on from what the cache holds")
+    return "\n".join(lines) + "\n"
+
+
+def recompute(engine: Engine, file: PromptCacheFile, pages: int, tol: float) -> str:
+    """Rows computed again beside those of a file, told in half a line. Raises CheckFailed, CacheFileError."""
+    from kvcli.runtime import fingerprint
+    from kvcli.runtime.promptcache import differs, first_difference
+    from kvcli.runtime.recompute import compare
+
+    expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
+    found = file.contents.identity
+    if field := first_difference({k: v for k, v in found.items() if k in expected}, expected):
+        raise differs(field, found.get(field, ""), expected.get(field, ""), str(file.path))
+    found_difference = compare(engine, file, pages)
+    text = (
+        f"{found_difference.pages} pages computed again: max error {found_difference.max_error:.3g},"
+        f" KL divergence of the next token {found_difference.divergence:.3g}"
+    )
+    if found_difference.max_error > tol:
+        raise CheckFailed(f"{file.path}: {text}, more than {tol:g}", f"it was computed on {_where(file)}; see --tol")
+    return f"; {text}"
+
+
+def _where(file: PromptCacheFile) -> str:
+    return file.contents.about.get("computed_on", "another machine")

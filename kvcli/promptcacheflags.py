@@ -1,0 +1,111 @@
+"""The flags of prompt caches: the store that `run` and `chat` keep by themselves, and a file that `run` is given."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import paths, render
+from kvcli.errors import UsageError
+from kvcli.invocation import Invocation
+from kvcli.options import PromptCacheOptions
+from kvcli.runtime.memory import parse_size
+
+if TYPE_CHECKING:
+    from kvcli.runtime.keeping import Tell
+
+_option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+CacheDir = Annotated[
+    str | None,
+    _option(
+        "--cache-dir",
+        metavar="FOLDER",
+        envvar="KV_CACHE_DIR",
+        help="Where the rows of long prompts are kept.",
+        show_default="~/.cache/kv/prompts",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class StoreFlags:
+    """The rows of long prompts are kept on disk, unless told otherwise."""
+
+    use_cache: Annotated[
+        bool, _option("--cache/--no-cache", help="Keep the rows of long prompts on disk, and use them.")
+    ] = True
+    cache_dir: CacheDir = None
+    cache_min_tokens: Annotated[int, _option("--cache-min-tokens", metavar="N", help="What a long prompt is.")] = (
+        PromptCacheOptions.min_tokens
+    )
+    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Most bytes of all that is kept.")] = "4GiB"
+    cache_ttl: Annotated[str, _option("--cache-ttl", metavar="TIME", help="How long it is kept unused: 36h, 7d.")] = (
+        "7d"
+    )
+
+    def options(self) -> PromptCacheOptions:
+        """Raises UsageError for a value out of range."""
+        if self.cache_min_tokens < 1:
+            raise UsageError(f"--cache-min-tokens is {self.cache_min_tokens}", "it is 1 or more")
+        size = parse_size(self.cache_size, "--cache-size")
+        ttl = parse_time(self.cache_ttl, "--cache-ttl")
+        folder = store_folder(self.cache_dir) if self.use_cache else None
+        return PromptCacheOptions(store=folder, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl)
+
+
+@dataclass(frozen=True)
+class FileFlags:
+    """A prompt cache in a file that the user names."""
+
+    prompt_cache: Annotated[
+        str | None,
+        _option(
+            "--prompt-cache", metavar="FILE", help="Use the rows in this file; make or extend it after the prompt."
+        ),
+    ] = None
+    prompt_cache_all: Annotated[bool, _option("--prompt-cache-all", help="Keep the answer's rows in it, too.")] = False
+    prompt_cache_ro: Annotated[bool, _option("--prompt-cache-ro", help="Never write it.")] = False
+    prompt_cache_strict: Annotated[
+        bool, _option("--prompt-cache-strict", help="A file that cannot be used ends the run with exit code 6.")
+    ] = False
+
+    def add_to(self, options: PromptCacheOptions) -> PromptCacheOptions:
+        """Raises UsageError for flags that need a file and have none."""
+        flags = {"all": self.prompt_cache_all, "ro": self.prompt_cache_ro, "strict": self.prompt_cache_strict}
+        if not self.prompt_cache:
+            if given := [f"--prompt-cache-{name}" for name, value in flags.items() if value]:
+                raise UsageError(f"{given[0]} needs --prompt-cache FILE")
+            return options
+        if self.prompt_cache_all and self.prompt_cache_ro:
+            raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other")
+        file = Path(self.prompt_cache).absolute()
+        options = replace(options, file=file, save_answer=self.prompt_cache_all)
+        return replace(options, read_only=self.prompt_cache_ro, strict=self.prompt_cache_strict)
+
+
+def store_folder(given: str | None) -> Path:
+    """The folder of the store."""
+    return Path(given).absolute() if given else paths.cache_dir() / "prompts"
+
+
+def parse_time(text: str, flag: str) -> float:
+    """'90s', '30m', '36h' or '7d' -> seconds. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} is '{text}', which is not a time", "write 30m, 36h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def telling(invocation: Invocation) -> Tell:
+    """How prompt caches reach the user of this call."""
+    from kvcli.runtime.keeping import Tell
+
+    how = (functools.partial(tell, invocation=invocation) for tell in (render.warn, render.announce, render.notice))
+    return Tell(*how)

@@ -1,0 +1,378 @@
+"""What a generation takes from caches, on tiny models: the answer is that of a cold run, whatever was found."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
+
+from kvcli.errors import CacheFileError, DoesNotFit
+from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
+from kvcli.runtime import grouplayout
+from kvcli.runtime.engine import Engine
+from kvcli.runtime.events import End
+from kvcli.runtime.promptcache import PromptCacheFile
+from kvcli.runtime.promptstore import entries, folders
+from kvcli.runtime.reuse import Tell
+
+FOUR = replace(DRAWN, max_tokens=4)
+
+
+class Told(Tell):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        super().__init__(*(self.lines.append for _ in range(3)))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def engine_of():
+    """Engines by (variant, K, V, tail), opened once."""
+    return _engine
+
+
+_ENGINES: dict[tuple[str, str, str, int, int], Engine] = {}
+
+
+def _engine(variant: str, k: str = "f16", v: str = "", tail: int = 1, page: int = 16) -> Engine:
+    key = variant, k, v or k, tail, page
+    if key not in _ENGINES:
+        options = CacheOptions(ctx_size=320, type_k=k, type_v=v or k, page_size=page, tail=tail)
+        _ENGINES[key] = open_tiny(variant, "native", options)
+    return _ENGINES[key]
+
+
+def _store(root: Path, **more: object) -> PromptCacheOptions:
+    return PromptCacheOptions(store=root / "prompts", min_tokens=8, **more)  # type: ignore[arg-type]
+
+
+def _ask(engine: Engine, prompt: list[int], options: PromptCacheOptions, told: Told | None = None) -> End:
+    """As a process of its own would: an empty sequence, empty caches, all written at the end."""
+    with closing(engine.use_caches(options, told or Told())):
+        seq = engine.new_sequence()
+        end = run(engine, seq, prompt, FOUR)
+        seq.close()
+    engine.pool.check([])
+    return end
+
+
+def _files(root: Path) -> list[Path]:
+    return [entry.path for folder in folders(root / "prompts") for entry in entries(folder)]
+
+
+NOWHERE = PromptCacheOptions(memory=True)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+@pytest.mark.parametrize("types", [("f16", "f16", 1), ("f32", "bf16", 1), ("int8", "int4", 1), ("fp8", "fp8", 1),
+                                   ("int6", "int6", 0)])  # fmt: skip
+def test_from_disk_it_is_the_cold_run(tmp_path: Path, variant: str, types: tuple[str, str, int]) -> None:
+    """Documents of the window's length and around it, of whole pages and not; another question behind each."""
+    engine = _engine(variant, *types)
+    sealed = engine.layout.groups[-1].sealed or engine.layout.groups[0].sealed
+    window, size = tiny.WINDOW, engine.layout.page_size
+    for n in (window - 1, window, window + 1, 5 * window, 64):
+        root, document = tmp_path / str(n), PROMPT[:n]
+        first, second = [*document, 5, 6, 7], [*document, 8, 9, 10, 11, 12]
+        cold = _ask(engine, second, NOWHERE)
+        assert cold.usage.cache_read_tokens == 0
+        written = _ask(engine, first, _store(root))
+        assert written.usage.cache_write_tokens == len(first) and len(_files(root)) == 1
+        found = _ask(engine, second, _store(root))
+        least = n // size * size if sealed else n
+        assert found.usage.disk_tokens == found.usage.cache_read_tokens >= least
+        assert found.ids == cold.ids
+        assert len(_files(root)) == 2
+        sizes = sorted(p.stat().st_size for p in _files(root))
+        assert n < 100 or 2 * sizes[0] < sizes[1], "only what is new was written"
+        again = _ask(engine, second, _store(root))
+        assert again.ids == cold.ids and again.usage.cache_write_tokens == 0
+        assert len(second) - again.usage.disk_tokens <= (1 if not sealed else size)
+        shorter = second[:-2]
+        assert _ask(engine, shorter, _store(root)).ids == _ask(engine, shorter, NOWHERE).ids
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_sixteen_bit_caches_reuse_to_the_token(tmp_path: Path, disk: bool) -> None:
+    """170 and 165 tokens that share 150: pages alone would give 144."""
+    engine = _engine("llama")
+    other = [*range(20, 28)] * 25
+    first, second = [*PROMPT, *other[:30]], [*PROMPT, *other[:10], *range(60, 75)]
+    assert (len(first), len(second)) == (170, 165)
+    cold = _ask(engine, second, NOWHERE)
+    if disk:
+        _ask(engine, first, _store(tmp_path))
+        found = _ask(engine, second, _store(tmp_path))
+    else:
+        with closing(engine.use_caches(NOWHERE, Told())):
+            seq, twin = engine.new_sequence(), engine.new_sequence()
+            run(engine, seq, first, FOUR)
+            found = run(engine, twin, second, FOUR)
+            seq.close()
+            twin.close()
+    assert found.usage.cache_read_tokens == 150 and found.ids == cold.ids
+    assert found.usage.disk_tokens == (150 if disk else 0)
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int8", "int4")])
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+def test_the_tree_gives_what_a_cold_run_computes(variant: str, types: tuple[str, str]) -> None:
+    """Prompts that share beginnings of all lengths, through one engine; pages are shared, not copied."""
+    engine, generator, reused = _engine(variant, *types), random.Random(1), 0
+    prompts = []
+    for _ in range(12):
+        base = generator.choice(prompts) if prompts else []
+        shared = base[: generator.randrange(len(base) // 2, len(base) + 1)]
+        prompts.append([*shared, *generator.choices(range(3, 300), k=30)][:200])
+    cold = [_ask(engine, prompt, NOWHERE).ids for prompt in prompts]
+    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+        seq = engine.new_sequence()
+        for prompt, ids in zip(prompts, cold, strict=True):
+            end = run(engine, seq, prompt, FOUR)
+            assert end.ids == ids
+            reused += end.usage.cache_read_tokens
+            engine.pool.check([*seq.holds(), *caches.tree.holds()])
+        assert reused > 200
+        seq.close()
+    engine.pool.check([])
+
+
+def test_many_answers_share_the_pages_of_the_prompt() -> None:
+    engine = _engine("llama", "f16")
+    prompt = (PROMPT * 2)[:250]
+    alone = _ask(engine, prompt, NOWHERE)
+    with closing(engine.use_caches(NOWHERE, Told())):
+        seqs = [engine.new_sequence() for _ in range(8)]
+        ends = [run(engine, seq, prompt, FOUR) for seq in seqs]
+        pages = engine.pool.used(0)
+        for seq in seqs:
+            seq.close()
+    assert [end.usage.cache_read_tokens for end in ends] == [0] + [249] * 7
+    assert all(end.ids == alone.ids for end in ends)
+    assert pages < 1.3 * (254 / 16) + 8
+
+
+def test_a_flipped_bit_costs_a_prefill_and_the_file(tmp_path: Path) -> None:
+    engine = _engine("gemma3", "int8")
+    prompt = PROMPT[:100]
+    cold = _ask(engine, prompt, NOWHERE)
+    for trial in range(6):
+        _ask(engine, prompt, _store(tmp_path))
+        (path,) = _files(tmp_path)
+        data = bytearray(path.read_bytes())
+        at = random.Random(trial).randrange(4096, len(data))
+        data[at] ^= 16
+        path.write_bytes(data)
+        told = Told()
+        end = _ask(engine, prompt, _store(tmp_path), told)
+        assert end.ids == cold.ids
+        if end.usage.disk_tokens:  # a byte that nobody reads
+            assert told.lines == [] or "damaged" in told.lines[0]
+            path.unlink()
+            continue
+        assert end.usage.cache_read_tokens == 0
+        assert [line for line in told.lines if "damaged" in line and "removed" in line and "\n" not in line]
+        assert _ask(engine, prompt, _store(tmp_path)).usage.disk_tokens > 80
+        for rest in _files(tmp_path):
+            rest.unlink()
+
+
+def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path) -> None:
+    engine, told = _engine("llama"), Told()
+    (tmp_path / "prompts").write_text("in the way")
+    end = _ask(engine, PROMPT, _store(tmp_path), told)
+    assert end.ids == _ask(engine, PROMPT, NOWHERE).ids
+    assert len(told.lines) == 1 and "was not written" in told.lines[0]
+    small, told = _store(tmp_path / "small", max_bytes=1000), Told()
+    _ask(engine, PROMPT, small, told)
+    assert any("more than the 1,000 of the store" in line for line in told.lines)
+
+
+@pytest.mark.parametrize("policy", ["sink", "window"])
+@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "f16"), ("llama", "int4")])
+def test_what_was_evicted_is_not_missed(tmp_path: Path, variant: str, k: str, policy: str) -> None:
+    """Documents longer than the window; other windows do not share their rows."""
+    evict = EvictOptions(policy, window=32)
+    options = CacheOptions(ctx_size=128, page_size=16, type_k=k, type_v=k, evict=evict)
+    engine = open_tiny(variant, "native", options)
+    document = PROMPT[:100]
+    cold = _ask(engine, [*document, 8, 9, 10], NOWHERE)
+    assert _ask(engine, [*document, 5, 6], _store(tmp_path)).usage.cache_write_tokens == 102
+    found = _ask(engine, [*document, 8, 9, 10], _store(tmp_path))
+    assert found.ids == cold.ids and found.usage.disk_tokens >= 96
+    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+        seq, twin = engine.new_sequence(), engine.new_sequence()
+        run(engine, seq, [*document, 5, 6], FOUR)
+        again = run(engine, twin, [*document, 8, 9, 10], FOUR)
+        assert again.ids == cold.ids and again.usage.cache_read_tokens >= 96
+        engine.pool.check([*seq.holds(), *twin.holds(), *caches.tree.holds()])
+        seq.close()
+        twin.close()
+    other = open_tiny(variant, "native", replace(options, evict=replace(evict, window=48)))
+    assert _ask(other, [*document, 5, 6], _store(tmp_path)).usage.disk_tokens == 0
+
+
+def test_a_miss_says_why(tmp_path: Path) -> None:
+    engine, told = _engine("llama"), Told()
+    first = _ask(engine, PROMPT, _store(tmp_path), told)
+    assert first.usage.cache_miss == "" and len(told.lines) == 1 and "--no-cache" in told.lines[0]
+    other = [*PROMPT[:5], 9, *PROMPT[6:]]
+    assert "differs at token 5 (it has" in _ask(engine, other, _store(tmp_path)).usage.cache_miss
+    miss = _ask(_engine("llama", "int8"), PROMPT, _store(tmp_path)).usage.cache_miss
+    assert "stored with the cache type k 'f16'" in miss
+    assert _ask(engine, PROMPT[:6], _store(tmp_path)).usage.cache_miss == "", "too short to be kept"
+
+
+# --- a file that the user names
+
+
+def _named(path: Path, **more: object) -> PromptCacheOptions:
+    return PromptCacheOptions(file=path, **more)  # type: ignore[arg-type]
+
+
+def _tokens(path: Path) -> list[int]:
+    with PromptCacheFile(path) as file:
+        return file.contents.tokens
+
+
+@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "int4")])
+def test_a_file_is_made_used_extended_and_kept(tmp_path: Path, variant: str, k: str) -> None:
+    engine, path = _engine(variant, k), tmp_path / "x.safetensors"
+    document, longer = PROMPT[:90], [*PROMPT[:90], *range(3, 20)]
+    made = _ask(engine, document, _named(path))
+    assert (made.usage.disk_tokens, made.usage.cache_write_tokens) == (0, 90) and _tokens(path) == document
+    more = _ask(engine, longer, _named(path))
+    assert more.usage.disk_tokens >= 80 and _tokens(path) == longer
+    assert more.ids == _ask(engine, longer, NOWHERE).ids
+    before, told = path.stat().st_mtime_ns, Told()
+    other = [*PROMPT[:90], 7, 7, 7]
+    assert _ask(engine, other, _named(path), told).usage.disk_tokens >= 80
+    assert _ask(engine, document[:60], _named(path)).ids == _ask(engine, document[:60], NOWHERE).ids
+    assert path.stat().st_mtime_ns == before and told.lines == []
+    elsewhere = [4, *PROMPT[:60]]
+    miss = _ask(engine, elsewhere, _named(path, read_only=True)).usage.cache_miss
+    assert "shares the first 0 tokens" in miss and path.stat().st_mtime_ns == before
+    _ask(engine, elsewhere, _named(path))
+    assert _tokens(path) == elsewhere
+    whole = _ask(engine, elsewhere, _named(path, save_answer=True))
+    assert _tokens(path) == [*elsewhere, *whole.ids[:-1]]
+
+
+def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
+    engine, path = _engine("llama"), tmp_path / "x"
+    cold = _ask(engine, PROMPT, NOWHERE)
+    _ask(_engine("gemma3"), PROMPT[:50], _named(path))
+    with pytest.raises(CacheFileError, match="its weights is another") as caught:
+        _ask(engine, PROMPT, _named(path, strict=True))
+    assert caught.value.exit_code == 6
+    engine.caches.close()  # type: ignore[attr-defined]
+    told = Told()
+    assert _ask(engine, PROMPT, _named(path), told).ids == cold.ids
+    assert len(told.lines) == 1 and "it will be replaced" in told.lines[0] and _tokens(path) == PROMPT
+    whole = path.read_bytes()
+    for broken in (whole[:5000], whole[:300] + b"x" + whole[301:], whole[:-1], b""):
+        path.write_bytes(broken)
+        told = Told()
+        assert _ask(engine, PROMPT, _named(path), told).ids == cold.ids
+        assert len(told.lines) == 1 and "\n" not in told.lines[0] and _tokens(path) == PROMPT
+
+
+def test_what_is_no_prompt_cache_is_left_alone(tmp_path: Path) -> None:
+    engine = _engine("llama")
+    cold = _ask(engine, PROMPT[:40], NOWHERE)
+    letter, fifo, folder, loop = (tmp_path / n for n in ("letter", "fifo", "folder", "loop"))
+    letter.write_text("Dear Ann, no cache this is, and none it shall become; it has more than eighty letters, too.")
+    os.mkfifo(fifo)
+    folder.mkdir()
+    loop.symlink_to(loop)
+    for path in (letter, fifo, folder, loop):
+        told, before = Told(), os.lstat(path)
+        assert _ask(engine, PROMPT[:40], _named(path), told).ids == cold.ids
+        after = os.lstat(path)
+        assert (before.st_ino, before.st_mode, before.st_size) == (after.st_ino, after.st_mode, after.st_size)
+        assert len(told.lines) == 1 and "left as it is" in told.lines[0]
+    told = Told()
+    assert _ask(engine, PROMPT[:40], _named(tmp_path / "none" / "x"), told).ids == cold.ids
+    assert len(told.lines) == 1 and "was not written: No such file" in told.lines[0]
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+@pytest.mark.parametrize(("k", "page"), [("int8", 16), ("int4", 32), ("fp8", 16), ("f16", 32)])
+def test_sixteen_bits_become_fewer_and_say_so(tmp_path: Path, variant: str, k: str, page: int) -> None:
+    """Rows are near those of a cold run with that type; the file stays what it is, and nothing gets into the store."""
+    source, engine, path = _engine(variant, "f16"), _engine(variant, k, page=page), tmp_path / "x"
+    _ask(source, PROMPT, _named(path))
+    before, told = path.read_bytes(), Told()
+    options = replace(_store(tmp_path), file=path)
+    with closing(engine.use_caches(options, told)):
+        seq, cold = engine.new_sequence(), engine.new_sequence()
+        end = run(engine, seq, [*PROMPT, 8, 9], FOUR)
+        assert end.usage.disk_tokens >= len(PROMPT) // page * page
+        assert any("converted from f16" in line for line in told.lines)
+        expected = engine.logits(engine.forward(cold, [*seq.tokens, 3])[-1:])
+        logits = engine.logits(engine.forward(seq, [3]))
+        spread = float(expected.std())
+        assert float((logits - expected).abs().max()) < (0.02 if k == "f16" else 0.8) * spread
+        seq.close()
+        cold.close()
+    assert path.read_bytes() == before and _files(tmp_path) == []
+
+
+@pytest.mark.parametrize(("have", "want"), [("int8", "f16"), ("int8", "int4"), ("f16", "f32"), ("int4", "int8")])
+def test_fewer_bits_do_not_become_more(tmp_path: Path, have: str, want: str) -> None:
+    path, told = tmp_path / "x", Told()
+    _ask(_engine("llama", have), PROMPT, _named(path))
+    before = path.read_bytes()
+    engine = _engine("llama", want)
+    end = _ask(engine, PROMPT, _named(path), told)
+    assert end.usage.disk_tokens == 0 and end.ids == _ask(engine, PROMPT, NOWHERE).ids
+    assert len(told.lines) == 1 and f"its cache type {have} cannot become this run's" in told.lines[0]
+    assert path.read_bytes() == before
+
+
+# --- memory
+
+
+def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a budget that is exactly the plan's, prompts that fill the context run one after another."""
+    monkeypatch.setattr(grouplayout, "CHUNK_BYTES", 1)
+    engine = open_tiny("gemma3", "native", CacheOptions(ctx_size=128, page_size=16, type_k="int8", type_v="int8"))
+    planned = engine.plan.kv_bytes
+    engine.pool.budget_bytes = planned
+    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+        seq = engine.new_sequence()
+        for n in range(4):
+            prompt = [n + 3, *PROMPT[:119]]
+            assert run(engine, seq, prompt, replace(GREEDY, max_tokens=20)).finish_reason == "context"
+            engine.pool.check([*seq.holds(), *caches.tree.holds()])
+        assert engine.pool.committed_bytes <= planned
+        more = [engine.new_sequence() for _ in range(6)]
+        with pytest.raises(DoesNotFit):
+            for n, other in enumerate(more):
+                run(engine, other, [60 + n, *PROMPT[:119]], GREEDY)
+        for each in (seq, *more):
+            each.close()
+    engine.pool.check([])
+
+
+def test_pages_that_nobody_uses_do_not_make_the_pool_larger_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouplayout, "CHUNK_BYTES", 1)
+    engine = open_tiny("llama", "native", CacheOptions(ctx_size=160, page_size=16))
+    with closing(engine.use_caches(NOWHERE, Told())):
+        seq = engine.new_sequence()
+        for n in range(12):
+            run(engine, seq, [n + 3, *PROMPT[:90]], GREEDY)
+        assert engine.pool.committed_bytes <= engine.plan.kv_bytes + engine.layout.arenas[0].committed_bytes(1)
+        seq.close()

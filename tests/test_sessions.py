@@ -1,0 +1,154 @@
+"""Saved chats and their branches, with an engine that has no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from calling import Caller
+from fakes import FakeEngine
+
+from kvcli.errors import UsageError
+from kvcli.runtime import sessions
+
+ANSWERS = ["one", "two", "three", "four", "five"]
+
+
+@pytest.fixture
+def kv(monkeypatch, capfdbinary, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(ANSWERS)
+    return caller
+
+
+def chat(kv: Caller, script: str, *args: str):
+    return kv("chat", "--script", *args, stdin=script.encode())
+
+
+def asked(kv: Caller, call: int = -1) -> str:
+    return kv.engine.tokenizer.decode(kv.engine.calls[call][0])
+
+
+def saved(tmp_path: Path, name: str = "ann") -> dict:
+    return json.loads((tmp_path / "kv" / "sessions" / f"{name}.json").read_text("utf-8"))
+
+
+def test_a_chat_goes_on_where_it_was_left(kv, tmp_path):
+    assert chat(kv, "first\n", "--session", "ann").out == "one\n"
+    for flags in (("--session", "ann"), ("--resume", "ann"), ("--continue",)):
+        before = asked(kv)
+        outcome = chat(kv, "next\n", *flags)
+        assert outcome.code == 0 and "session ann: " in outcome.err
+        assert asked(kv).startswith(before + ANSWERS[len(kv.engine.calls) - 2] + "user:next")
+    assert [m["role"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["user", "assistant"] * 4
+    path = tmp_path / "kv" / "sessions" / "ann.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert kv.engine.cache_options.min_tokens == 1, "every turn of a saved chat is kept"
+
+
+def test_the_ids_are_those_that_were_generated(kv, tmp_path):
+    """As the cache has them, not as the text would be tokenized."""
+    kv.engine.answers = ["abab"]
+    chat(kv, "ab\n", "--session", "ann")
+    chunks = saved(tmp_path)["branches"]["main"]["chunks"]
+    assert [i for c in chunks for i in c["ids"]] == kv.engine.calls[0][0] + [5, 5]
+    kv.engine.answers = ["x"]
+    chat(kv, "more\n", "--resume", "ann")
+    assert kv.engine.calls[1][0][: len(kv.engine.calls[0][0]) + 2] == kv.engine.calls[0][0] + [5, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_what_was_answered(kv, tmp_path, number):
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 1 else None
+    assert chat(kv, "first\nsecond\n", "--session", "ann").code == 128 + number
+    assert [m["content"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["first", "on"]
+
+
+def test_an_error_saves_too_and_a_forgotten_message_is_not_there(kv, tmp_path):
+    kv.engine.ctx_size = 40
+    outcome = chat(kv, f"first\n{'x' * 50}\n", "--session", "ann")
+    assert outcome.code == 5
+    assert [m["content"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["first", "one"]
+
+
+def test_branches_begin_where_they_are_made_and_keep_apart(kv, tmp_path):
+    outcome = chat(kv, "a\n/branch b\nb\n/branch main\nc\n/branch b\n/branch\nd\n", "--session", "ann")
+    assert outcome.code == 0 and "in the new branch b" in outcome.err
+    assert outcome.err.splitlines()[-2:] == ["kv: * b", "kv:   main"]
+    texts = [asked(kv, call) for call in range(4)]
+    assert texts[2] == texts[0] + "one" + "user:cassistant:"
+    assert texts[3] == texts[1] + "two" + "user:dassistant:"
+    kv.engine.answers = ["six", "seven"]
+    chat(kv, "e\n/branch main\nf\n", "--continue")
+    assert asked(kv, 4).startswith(texts[3] + "four") and asked(kv, 5).startswith(texts[2] + "three")
+    assert saved(tmp_path)["branch"] == "main"
+
+
+def test_branches_need_no_session(kv, tmp_path):
+    chat(kv, "a\n/branch b\nb\n/branch main\nc\n")
+    assert asked(kv) == asked(kv, 0) + "one" + "user:cassistant:"
+    assert not (tmp_path / "kv").exists()
+
+
+def test_with_another_tokenizer_the_text_is_read_again(kv, tmp_path):
+    kv.engine.answers = ["abab", "x"]
+    chat(kv, "ab\n", "--session", "ann")
+    kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
+    outcome = chat(kv, "more\n", "--resume", "ann")
+    assert "held with another model" in outcome.err
+    assert asked(kv) == "user:abassistant:ababuser:moreassistant:"
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("--resume", "bob"), "no saved chat 'bob'"),
+        (("--session", "../x"), "no name for a session"),
+        (("--session", ".x"), "no name for a session"),
+        (("--session", "a", "--continue"), "exclude each other"),
+    ],
+)
+def test_names_that_make_no_sense(kv, flags, hint):
+    chat(kv, "first\n", "--session", "ann")
+    outcome = chat(kv, "x\n", *flags)
+    assert outcome.code == 2 and hint in outcome.err
+
+
+def test_there_is_nothing_to_continue(kv):
+    outcome = chat(kv, "x\n", "--continue")
+    assert outcome.code == 2 and "no saved chat" in outcome.err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kv_session":1}', '{"kv_session":2}',
+    '{"kv_session":1,"branch":"main","branches":{"main":{"system":1,"messages":[],"chunks":[]}},"hashes":{}}',
+    '{"kv_session":1,"branch":"main","branches":{"main":[]},"hashes":{}}',
+    '{"kv_session":1,"branch":"main","branches":7,"hashes":{}}',
+    '{"kv_session":1,"branch":"main","branches":{"main":{"system":null,"messages":[{"role":"x","content":"y"}],'
+    '"chunks":[]}},"hashes":{}}'])  # fmt: skip
+def test_a_damaged_session_is_one_line_and_stays_as_it_is(kv, tmp_path, content):
+    folder = tmp_path / "kv" / "sessions"
+    folder.mkdir(parents=True)
+    (folder / "ann.json").write_text(content)
+    outcome = chat(kv, "x\n", "--session", "ann")
+    assert outcome.code == 2 and outcome.err.count("\n") <= 2 and "Traceback" not in outcome.err
+    assert (folder / "ann.json").read_text() == content
+
+
+def test_one_process_at_a_time(kv, tmp_path):
+    held = sessions.Session("ann", "m", {})
+    outcome = chat(kv, "x\n", "--session", "ann")
+    assert outcome.code == 2 and "open in another kv chat" in outcome.err
+    held.close()
+    assert chat(kv, "x\n", "--session", "ann").code == 0
+
+
+def test_a_folder_that_cannot_be_used(kv, tmp_path):
+    (tmp_path / "kv").write_text("in the way")
+    outcome = chat(kv, "x\n", "--session", "ann")
+    assert outcome.code == 74 and "cannot use the folder" in outcome.err
+    with pytest.raises(UsageError):
+        sessions.check_name("a" * 65)
