@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
-from kernelcases import one_thread
+from kernelcases import one_thread, record
 
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine, quantize
@@ -16,6 +17,8 @@ from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.runtime import repacked
+from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.sealing import fix_basis
 from kvcli.runtime.sealing import seal_step as reference_seal_step
 
@@ -184,6 +187,12 @@ def test_what_the_kernels_refuse():
         seal(layer.cache.on_device(), 0, 16)
     with pytest.raises(ValueError, match="multiples of 8"):
         check(GpuCache(("f16", "f16"), (68, 64)).append(torch.zeros(1, 1, 68), torch.zeros(1, 1, 64)).record)
+    for dim in (60, 64, 256, 264):  # the plan refuses what the kernels do
+        layers = (LayerConfig(FULL, 1, dim, 64),)
+        unfit = repacked.unfit(ModelConfig("llama", "", 64, 64, 64, 1, 64, 1e-5, layers, 1.0), {})
+        with pytest.raises(ValueError, match="head dims") if unfit else nullcontext():
+            check(record(1, dim, 64))
+        assert bool(unfit) == (dim in (60, 264))
     assert [padded(d) for d in (8, 64, 72, 128, 192, 256)] == [64, 64, 128, 128, 256, 256]
 
 

@@ -294,7 +294,7 @@ def test_memory_of_this_process(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.models
-@pytest.mark.parametrize(("model", "tokens"), [("smollm2", 256), ("smollm2", 2048), ("gemma3", 256), ("gemma3", 1024)])
+@pytest.mark.parametrize(("model", "tokens"), [("smollm2", 1024), ("gemma3", 256), ("gemma3", 1024)])
 def test_the_prediction_holds_for_real_models(
     model: str, tokens: int, smollm2_path: Path, gemma3_path: Path, kv: Kv, tmp_path: Path
 ) -> None:
