@@ -17,7 +17,6 @@ from kvcli.runtime.engine import Engine
 from kvcli.runtime.quality import Protocol, Summary
 
 
-
 def _measured(
     name: str, path: Path, types: list[tuple[str, str]], protocol: Protocol, tail: int = 1
 ) -> dict[str, Summary]:
