@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rangecalls import CONTENT, QUICK, TOKEN, remote
-from rangeserver import RangeSite, serving_ranges
+from rangecalls import CONTENT, QUICK, TOKEN, fixture_other, fixture_private_cache, fixture_site, remote  # noqa: F401
+from rangeserver import RangeSite
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.headercache import Entry, HeaderCache
 from kvcli.runtime.ranges import RemoteFile, read_document
 from kvcli.runtime.websession import Session
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kv" / "headers"
-
-
-@pytest.fixture
-def site() -> Iterator[RangeSite]:
-    with serving_ranges() as site:
-        site.bodies["/f"] = CONTENT
-        yield site
-
-
-@pytest.fixture
-def other() -> Iterator[RangeSite]:
-    with serving_ranges() as site:
-        site.bodies["/f"] = CONTENT
-        yield site
-
 
 # --- the cache ---
 

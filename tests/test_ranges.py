@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from rangecalls import CONTENT, QUICK, RANGE_HEAD, TOKEN, act, failure, remote
-from rangeserver import RangeHandler, RangeSite, serving_ranges
+from rangecalls import (  # noqa: F401
+    CONTENT,
+    QUICK,
+    RANGE_HEAD,
+    TOKEN,
+    act,
+    failure,
+    fixture_other,
+    fixture_private_cache,
+    fixture_site,
+    remote,
+)
+from rangeserver import RangeHandler, RangeSite
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.ranges import RemoteFile, read_document
 from kvcli.runtime.websession import Limits, Session
-
-
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kv" / "headers"
-
-
-@pytest.fixture
-def site() -> Iterator[RangeSite]:
-    with serving_ranges() as site:
-        site.bodies["/f"] = CONTENT
-        yield site
-
-
-@pytest.fixture
-def other() -> Iterator[RangeSite]:
-    with serving_ranges() as site:
-        site.bodies["/f"] = CONTENT
-        yield site
-
 
 # --- honest servers ---
 

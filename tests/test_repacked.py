@@ -97,7 +97,9 @@ def test_what_a_gpu_cannot_compute(dims: tuple[int, int], types: dict[str, str],
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(
+    monkeypatch: pytest.MonkeyPatch, kv_here: KvHere
+) -> None:
     import tiny
 
     from kvcli.errors import ModelError
@@ -112,3 +114,5 @@ def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(monkeypatch: p
     assert opened.device.kind == CPU and "runs on the CPU" in opened.notices[0] and "head dim" in opened.notices[0]
     with pytest.raises(ModelError, match="head dim"):
         engine.Engine.open(path, LoadOptions("llama", device="cuda"), CacheOptions())
+    assert "cannot be computed on a GPU: a head dim" in kv_here("estimate", "-v", str(path), "--vram", "8G")[2]
+    assert "on a GPU" not in kv_here("estimate", "-v", str(path), "--device", "cpu")[2]
