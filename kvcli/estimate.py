@@ -181,7 +181,7 @@ class Setting:
             work += footprint.activation_bytes(config, rows_at_once, queries)
             work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)
         else:
-            work += footprint.gpu_workspace_bytes(config, rows_at_once)
+            work += footprint.gpu_workspace_bytes(config, rows_at_once, queries)
         rows = [Row("weights", weights.packed, weights.source, weights.detail)]
         if weights.copies:
             rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))

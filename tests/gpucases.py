@@ -13,6 +13,7 @@ import pkgutil
 import random
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -47,10 +48,12 @@ from sealedcases import Cache, layout  # noqa: E402
 from kvcli.kernels import Angles, PagedKV  # noqa: E402
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
-from kvcli.kernels.gpu.rows import LOG2_E, Queries  # noqa: E402
+from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
 from kvcli.kernels.reference import ReferenceBackend  # noqa: E402
 from kvcli.kernels.rotation import rotate  # noqa: E402
+from kvcli.runtime.eviction import Retention  # noqa: E402
 from kvcli.runtime.rope import RopeTable  # noqa: E402
+from kvcli.runtime.sequence import Step  # noqa: E402
 
 OPS = ReferenceBackend()
 
@@ -67,9 +70,10 @@ class GpuCache(Cache):
     """A `Cache` written by the reference, whose pages come in random order and go to the device to be read."""
 
     def __init__(
-        self, types: tuple[str, str], dims: tuple[int, int], kv_heads: int = 1, size: int = 16, **more: int
-    ) -> None:
-        super().__init__(OPS, layout(types, dims, kv_heads, size, **more))
+        self, types: tuple[str, str], dims: tuple[int, int], kv_heads: int = 1, size: int = 16,
+        retention: Retention | None = None, **more: int,
+    ) -> None:  # fmt: skip
+        super().__init__(OPS, layout(types, dims, kv_heads, size, **more).evicting(retention))
         self.rope.__class__ = HalfCentres
         for arena in range(len(self.layout.arenas)):
             pages = [self.pool.take(arena) for _ in range(24)]
@@ -103,6 +107,67 @@ class GpuCache(Cache):
             made.qc.copy_(torch.cat((q1 * c1 + q2 * c2, q2 * c1 - q1 * c2), -1) * factor)
             made.qb.copy_((q[..., rope:] * c[:, rope:]).sum(-1) * factor)
         return kept, Queries(made.q.to(DEVICE), made.qc.to(DEVICE), made.qb.to(DEVICE))
+
+
+class Layer:
+    """One attention layer with random projections, by the reference and by the kernels."""
+
+    def __init__(
+        self, types: tuple[str, str], dims: tuple[int, int], kv_heads: int, heads: int, norm: bool = False,
+        rope: bool = True, **more: Any,
+    ) -> None:  # fmt: skip
+        self.cache = GpuCache(types, dims, kv_heads, **more)
+        self.heads, self.kv_heads, self.dims = heads, kv_heads, dims
+        self.generator = torch.manual_seed(heads)
+        self.norms = tuple(self.random(dims[0]) + 1 for _ in range(2)) if norm else (None, None)
+        self.rope = self.cache.rope if rope else None
+        self.scale = dims[0] ** -0.5
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def projections(self, t: int) -> torch.Tensor:
+        return self.random(t, (self.heads + self.kv_heads) * self.dims[0] + self.kv_heads * self.dims[1])
+
+    def sink_queries(self, qkv: torch.Tensor, start: int) -> torch.Tensor:
+        """The second queries, as the facade makes them."""
+        kv, q = self.cache.kv, qkv[:, : self.heads * self.dims[0]].unflatten(1, (-1, self.dims[0])).clone()
+        if self.norms[0] is not None:
+            q = OPS.rms_norm(q, self.norms[0], 1e-6)
+        if self.rope:
+            OPS.rope_(q, *self.rope.inside(start, kv.gaps(start, len(qkv))))
+        if kv.rotated[0]:
+            OPS.rotate_(q)
+        return q
+
+    def rows(self, qkv: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+        """q, k, v as the facade makes them of projections, q before and after it is rotated."""
+        kv, n = self.cache.kv, self.heads * self.dims[0]
+        end = n + self.kv_heads * self.dims[0]
+        q, k = (x.unflatten(1, (-1, self.dims[0])).clone() for x in (qkv[:, :n], qkv[:, n:end]))
+        v = qkv[:, end:].unflatten(1, (-1, self.dims[1])).clone()
+        if self.norms[0] is not None:
+            q, k = (OPS.rms_norm(x, w, 1e-6) for x, w in zip((q, k), self.norms, strict=True))
+        if self.rope:
+            for x in (q, k):
+                OPS.rope_(x, *self.rope.at(start, len(qkv)))
+        turned = q.clone()
+        for x, rotated in zip((q, k, v), (kv.rotated[0], *kv.rotated), strict=True):
+            if rotated:
+                OPS.rotate_(x)
+        return turned, q, k, v
+
+    def step(self, t: int) -> Step:
+        """Pages for t more rows."""
+        step = self.cache.seq.reserve([0] * t)
+        self.cache.kv = step.kv(0)
+        return step
+
+    def prepare(self, qkv: torch.Tensor, start: int, pages: DevicePages | None = None) -> Queries:
+        self.pages = pages or self.cache.on_device()
+        frequencies = torch.from_numpy(self.rope.frequencies).to(DEVICE) if self.rope else None
+        norms = (None if x is None else x.to(DEVICE) for x in self.norms)
+        return prepare(qkv.to(DEVICE), self.heads, self.pages, position(start), frequencies, *norms, 1e-6, self.scale)
 
 
 def moved(kv: PagedKV) -> PagedKV:

@@ -375,6 +375,8 @@ def test_workspace_grows_with_rows() -> None:
     assert footprint.activation_bytes(model, 1) == 4 * (512 + 576 + 3 * 1536)
     one, two, three = (footprint.gpu_workspace_bytes(model, rows) for rows in (512, 1024, 1536))
     assert 0 < two - one == three - two and one > footprint.activation_bytes(model, 512)
+    more = footprint.gpu_workspace_bytes(model, 512, 2) - one  # second queries, and three more parts
+    assert more >= 3 * 512 * 4 * model.n_heads * (model.layers[0].dim_v + 2)
     assert footprint.logit_bytes(model) >= 4 * model.vocab_size
 
 

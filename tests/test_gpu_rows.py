@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gpucases import DEVICE, OPS, GpuCache, error, position
+from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
 from kernelcases import one_thread, record
 
 from kvcli.kernels.gpu.attention import attend
@@ -15,7 +15,7 @@ from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.launching import collecting
 from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.products import Activations
-from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
+from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.runtime import repacked
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
@@ -27,57 +27,6 @@ from kvcli.runtime.sealing import seal_step as reference_seal_step
 def _one_thread():
     with one_thread():
         yield
-
-
-class Layer:
-    """One attention layer with random projections, by the reference and by the kernels."""
-
-    def __init__(self, types, dims, kv_heads: int, heads: int, norm: bool = False, rope: bool = True, **more: int):
-        self.cache, self.heads, self.kv_heads, self.dims = (
-            GpuCache(types, dims, kv_heads, **more),
-            heads,
-            kv_heads,
-            dims,
-        )
-        self.generator = torch.manual_seed(heads)
-        self.norms = tuple(self.random(dims[0]) + 1 for _ in range(2)) if norm else (None, None)
-        self.rope = self.cache.rope if rope else None
-        self.scale = dims[0] ** -0.5
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def projections(self, t: int) -> torch.Tensor:
-        return self.random(t, (self.heads + self.kv_heads) * self.dims[0] + self.kv_heads * self.dims[1])
-
-    def rows(self, qkv: torch.Tensor, start: int):
-        """q, k, v as the facade makes them of projections, q before and after it is rotated."""
-        kv, n = self.cache.kv, self.heads * self.dims[0]
-        end = n + self.kv_heads * self.dims[0]
-        q, k = (x.unflatten(1, (-1, self.dims[0])).clone() for x in (qkv[:, :n], qkv[:, n:end]))
-        v = qkv[:, end:].unflatten(1, (-1, self.dims[1])).clone()
-        if self.norms[0] is not None:
-            q, k = (OPS.rms_norm(x, w, 1e-6) for x, w in zip((q, k), self.norms, strict=True))
-        if self.rope:
-            for x in (q, k):
-                OPS.rope_(x, *self.rope.at(start, len(qkv)))
-        turned = q.clone()
-        for x, rotated in zip((q, k, v), (kv.rotated[0], *kv.rotated), strict=True):
-            if rotated:
-                OPS.rotate_(x)
-        return turned, q, k, v
-
-    def step(self, t: int):
-        """Pages for t more rows."""
-        step = self.cache.seq.reserve([0] * t)
-        self.cache.kv = step.kv(0)
-        return step
-
-    def prepare(self, qkv: torch.Tensor, start: int) -> Queries:
-        self.pages = self.cache.on_device()
-        frequencies = torch.from_numpy(self.rope.frequencies).to(DEVICE) if self.rope else None
-        norms = (None if x is None else x.to(DEVICE) for x in self.norms)
-        return prepare(qkv.to(DEVICE), self.heads, self.pages, position(start), frequencies, *norms, 1e-6, self.scale)
 
 
 @pytest.mark.parametrize(

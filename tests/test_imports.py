@@ -39,7 +39,8 @@ kvcli.runtime.cachewriter kvcli.runtime.missed
 kvcli.runtime.keeping
 kvcli.runtime.reuse
 kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.hub kvcli.runtime.tokengraph
+kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.graphpages kvcli.runtime.hub
+kvcli.runtime.tokengraph
 kvcli.runtime.decoding kvcli.runtime.sessions
 kvcli.runtime.enginecaches kvcli.runtime.generation
 kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
@@ -68,7 +69,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 TORCH_USERS = (
     "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.caches", "kvcli.runtime.cachewriter",
     "kvcli.runtime.conversion", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.enginecaches",
-    "kvcli.runtime.generation", "kvcli.runtime.guard", "kvcli.runtime.held", "kvcli.runtime.keeping",
+    "kvcli.runtime.generation", "kvcli.runtime.graphpages", "kvcli.runtime.guard", "kvcli.runtime.held",
+    "kvcli.runtime.keeping",
     "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pagelist", "kvcli.runtime.pages",
     "kvcli.runtime.prefix",
     "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.recompute", "kvcli.runtime.reuse",

@@ -11,13 +11,13 @@ import pytest
 from conftest import Kv, KvHere
 from synthetics import small_model
 
-from kvcli.errors import DeviceError, DoesNotFit, UsageError
+from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime import engine as engine_module
 from kvcli.runtime import overheads
-from kvcli.runtime.device import Device
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
+from kvcli.runtime.eviction import Retention
 from kvcli.runtime.overheads import Overheads
 from kvcli.runtime.processmemory import mapped_bytes, peak_bytes
 from kvcli.verification import Row, Verification, block, failure
@@ -147,12 +147,15 @@ def test_the_largest_context_that_evicts_is_true(small: Path) -> None:
         open_small(small, None, ctx_size=100, evict=evict)
 
 
-def test_a_gpu_does_not_evict_yet(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before anything is loaded."""
-    monkeypatch.setattr(engine_module, "choose", lambda asked: Device("cuda", 0))
-    monkeypatch.setattr(engine_module.repacked, "unfit", lambda *_: "")
-    with pytest.raises(DeviceError, match="--evict does not work on a GPU"):
-        open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
+def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --keep -1 only when the prompt is known: kernels and tables depend on what is kept."""
+    made: list[Retention | None] = []
+    monkeypatch.setattr(Engine, "_token_graph", lambda self: made.append(self.retention))
+    open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
+    engine = open_small(small, None, ctx_size=512, evict=EvictOptions("sink", keep=-1))
+    assert made == [Retention(4, 384, 64)]
+    engine.keep_prompt(70)
+    assert made[1:] == [Retention(70, 320, 64)]
 
 
 def test_steps_of_sealed_caches_are_short(small: Path) -> None:

@@ -94,6 +94,12 @@ class PagedKV:
         """Where in the list a page stands that is there."""
         return page if page < self.front else page - self.first_page + self.front
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The number of each page in the list: int64 [n_pages]."""
+        n = np.arange(len(self.addresses))
+        return np.where(n < self.front, n, n - self.front + self.first_page)
+
     def oldest(self, position: np.ndarray) -> np.ndarray:
         """The first row, beside the first `keep`, that queries at these positions see; 0 = they see every row.
 

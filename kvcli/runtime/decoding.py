@@ -46,12 +46,13 @@ class DeviceTokens:
 
     @torch.inference_mode()
     def iterate(self, logits: torch.Tensor) -> Iterator[int]:
-        """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full."""
+        """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full: without end where
+        old rows are evicted."""
         position, read = self.seq.length, 0
         self._choose(logits, position)
         full: DoesNotFit | None = None  # told when the tokens that were chosen before are out
         while read < self._chosen:
-            if self.seq.length < self.graph.ctx_size and full is None:
+            if full is None and (self.graph.layout.retention or self.seq.length < self.graph.ctx_size):
                 self.graph.token.copy_(self._token)
                 try:
                     self._choose(self.graph.run(self.seq), self.seq.length)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import kernels
-from kvcli.errors import ContextOverflow, DeviceError, ModelError, UsageError
+from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
@@ -59,8 +59,6 @@ class Engine:
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         eviction.check(cache.evict, cache.page_size)
-        if self.device.kind == CUDA and eviction.policy(cache.evict.policy).evicts:
-            raise DeviceError("--evict does not work on a GPU yet", "use --device cpu")
         threads = load.threads or physical_cores()
         pool_bytes = self._plan(file, load, cache, threads)
         self.layout = self._setting.settled(self.layout, self.ctx_size)
@@ -88,8 +86,8 @@ class Engine:
         self.model = archs.build(self.config, weights, ops)
         self.pool = PagePool(self.layout, pool_bytes, ops.device)
         self.caches: Caches = LiveRows()
-        self.graph = self._token_graph(load.exact) if self.device.kind == CUDA else None
         self.exact = load.exact
+        self.graph = None if self.keeps_prompt else self._token_graph()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
 
@@ -156,21 +154,23 @@ class Engine:
         """Whether `keep_prompt` must be told how long the prompt is (--keep -1)."""
         return self._setting.evict.keep == eviction.WHOLE_PROMPT
 
+    @torch.inference_mode()
     def keep_prompt(self, n_tokens: int) -> None:
         """Settle --keep -1, before there is a sequence: the first `n_tokens` stay. UsageError if no window is left."""
         self._setting = replace(self._setting, evict=replace(self._setting.evict, keep=n_tokens))
         self.layout = self._setting.settled(self.layout, self.ctx_size)
         self.plan = self._setting.whole(self.layout, self.ctx_size)
         self.pool = PagePool(self.layout, self.pool.budget_bytes, self.pool.device)
+        self.graph = self._token_graph()
         if self.retention:
             self.notices.append(self.retention.notice(self.ctx_size))
 
-    def _token_graph(self, exact: bool) -> TokenGraph | None:
-        """The fast way of single tokens on a GPU; None with `exact`, or where the model is not made for it."""
+    def _token_graph(self) -> TokenGraph | None:
+        """The fast way of single tokens on a GPU; None on a CPU, with --exact and for models that it cannot compute."""
+        if self.device.kind != CUDA or self.exact:
+            return None
         from kvcli.runtime import tokengraph
 
-        if exact:
-            return None
         reason = tokengraph.unsupported(self.model)
         if reason:
             self.notices.append(f"slow path (each token as a prompt of one): {reason}")

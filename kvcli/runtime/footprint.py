@@ -26,7 +26,7 @@ _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES = 32 << 20  # GPU: float16 weights expanded at a time for a product with many rows
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into, as tokengraph.py does
-_PREFILL_PARTS = 3  # GPU: parts of a prefilled row: those before its own page, its own page, the sinks
+PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
 _LOGIT_COPIES = 4  # logits, and what the sampler makes of them
 TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
 PAGE_BYTES = 1024  # host: the objects that stand for a page
@@ -122,19 +122,20 @@ def _angle_bytes(config: ModelConfig, rows: int) -> int:
     return rows * (sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0))
 
 
-def gpu_workspace_bytes(config: ModelConfig, rows: int) -> int:
-    """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one."""
+def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
+    """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one.
+    `queries`: see `activation_bytes`."""
     d, f = config.d_model, config.d_ff
     width = partials = 0
     for layer in set(config.layers):
         q, kv, out = _projections(config, layer)
         normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
         # Each product has its input once more, scaled, as float32 and then as float16.
-        attention = 2 * d + q + kv + normed_heads + out + 3 * max(d, out) // 2
+        attention = 2 * d + queries * q + kv + normed_heads + out + 3 * max(d, out) // 2
         mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
         width = max(width, attention, mlp)
         if layer.kind != RECURRENT:
-            parts = max(DECODE_PARTS, rows * _PREFILL_PARTS)
+            parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
             partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
     matrix_rows = max(config.vocab_size, 2 * f)
     slice_rows = min(matrix_rows, _SLICE_BYTES // (2 * max(1, d)))

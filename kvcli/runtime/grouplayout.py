@@ -139,10 +139,13 @@ class GroupLayout:
         of_chunk = -(-chunk // self.page_size)
         if self.retention:
             kept = self.retention.kept_pages - min(self.retention.kept_pages, self.sinks if self.sealed else 0)
-            return min(whole, kept + self.retention.pages_behind + of_chunk)
-        if self.kind != SLIDING:
-            return whole
-        return min(whole, -(-(self.window - 1) // self.page_size) + of_chunk)
+            return min(whole, kept + self.pages_behind + of_chunk)
+        return whole if self.kind != SLIDING else min(whole, self.pages_behind + of_chunk)
+
+    @property
+    def pages_behind(self) -> int:
+        """Most pages, of a sliding window or that of a retention, behind that of a step's first query."""
+        return self.retention.pages_behind if self.retention else -(-(self.window - 1) // self.page_size)
 
     def shared_pages(self, tokens: int) -> tuple[int, int]:
         """Pages that sequences with the same first `tokens` hold in common: of the group, and sinks in 16 bits."""

@@ -57,9 +57,12 @@ class RopeTable:
             if len(self._centres) == TABLES:
                 self._centres.clear()
             rows = np.arange(front), np.arange(first, first + 2 * (end - first))  # few are made as a sequence grows
-            middles = np.concatenate([x[::CENTRE_ROWS] for x in rows]) + (CENTRE_ROWS - 1) / 2
-            found = self._centres[front, first] = self.at_positions(middles)
+            found = self._centres[front, first] = self.at_centres(np.concatenate([x[::CENTRE_ROWS] for x in rows]))
         return found
+
+    def at_centres(self, firsts: np.ndarray) -> Angles:
+        """The same for any: each CENTRE_ROWS rows begin at `firsts`, int64 [n]."""
+        return self.at_positions(firsts + (CENTRE_ROWS - 1) / 2)
 
     def at_positions(self, positions: np.ndarray) -> Angles:
         """The same for any positions, float64 [n]."""

@@ -31,8 +31,7 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     angles = None
     if kv.basis.centre is not None and rope is not None:
-        where = (kv.first_page * size, kv.front * size) if ops.name != "cuda" else ()  # a GPU's tables begin at row 0
-        angles = rope.centres(-(-end // size) * size, *where)
+        angles = rope.centres(-(-end // size) * size, kv.first_page * size, kv.front * size)
     if first < last:
         ops.seal(kv, first, last, angles)
     return angles

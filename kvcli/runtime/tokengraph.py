@@ -13,30 +13,25 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvcli.kernels.gpu import expand
-from kvcli.kernels.gpu.attention import Partials, attend
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.attention import Partials, attend, other_parts
+from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
-from kvcli.kernels.gpu.pages import DevicePages, half_angles
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
-from kvcli.kernels.paged import PagedKV
+from kvcli.runtime.graphpages import GraphPages
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagelist import paged_record
-from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sealing import fix_basis, fixes_basis
 from kvcli.runtime.sequence import Sequence, Step
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
-UPLOADS = 4  # page tables on the way to the device at once
 PROGRAMS = {4: 1008, 6: 1008, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
 OTHER_PROGRAMS = 264
-MOST_SPLITS = 126  # with the parts for open pages these are 128, which are combined in one go
 PAGES_EACH = 4  # for a share to be worth a program
 
 
@@ -50,28 +45,6 @@ def unsupported(model: Decoder) -> str:
         if size > GROUP * MAX_GROUPS:
             return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
     return ""
-
-
-class _Tables:
-    """Page addresses of one group on the device, by page number, for each class of pages (sealed or only; open)."""
-
-    def __init__(self, pages: int, classes: int, device: torch.device) -> None:
-        self.device = torch.zeros(classes, pages, dtype=torch.int64, device=device)
-        self.staging = torch.zeros(UPLOADS, classes, pages, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.turn = 0
-        self.bound: tuple[PagedKV, ...] = ()
-
-    def bind(self, layers: tuple[PagedKV, ...]) -> None:
-        """Upload the pages of a sequence, if they are not those that are there."""
-        if self.bound is layers:
-            return
-        self.bound, self.turn = layers, (self.turn + 1) % UPLOADS
-        staged = self.staging[self.turn]
-        first = layers[0]
-        for row, kv in zip(staged, (first, first.open), strict=False):
-            if kv is not None:
-                row[kv.first_page : kv.first_page + len(kv.addresses)] = torch.from_numpy(kv.addresses)
-        self.device.copy_(staged, non_blocking=True)
 
 
 class TokenGraph:
@@ -90,13 +63,11 @@ class TokenGraph:
         self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps)
         self.qkv = [floats(1, sum(m.rows for m in b.attn.qkv)) for b in w.blocks]
         self.y = floats(c.d_model)
+        self._pages = GraphPages(model, layout, ctx_size)
         self._queries = [
-            Queries.empty(1, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
+            Queries.empty(1 + p.keeps, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device)
+            for x, p in zip(c.layers, self._pages.layers, strict=True)
         ]
-        self._angles: dict[RopeTable, torch.Tensor] = {}
-        pages = -(-ctx_size // layout.page_size) + 1
-        self._tables = [_Tables(pages, 1 + g.sealed, self.device) for g in layout.groups]
-        self._pages = [self._layer_pages(i, pages) for i in range(c.n_layers)]
         self._partials: dict[tuple[int, int], Partials] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
         self._next: tuple[Sequence | None, int] = (None, -1)
@@ -105,32 +76,6 @@ class TokenGraph:
 
     def _floats(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.float32, device=self.device)
-
-    def _layer_pages(self, layer: int, pages: int) -> DevicePages:
-        """The layer's pages over the group's tables, with a mean and scales that `bind` fills in."""
-        slot = self.layout.slots[layer]
-        assert slot is not None
-        group, tables = self.layout.groups[slot[0]], self._tables[slot[0]].device
-        opened = group.open_class()
-        if opened is None:
-            return DevicePages(paged_record(group), tables[0], slot[1] * group.layer_bytes)
-        shape, k, v = self.model.config.layers[layer], group.codec_k, group.codec_v
-        rope = self.model.ropes.table(shape.rope)
-        return DevicePages(
-            paged_record(group), tables[0], slot[1] * group.layer_bytes,
-            open=DevicePages(paged_record(opened), tables[1], slot[1] * opened.layer_bytes),
-            sinks=group.sinks, tail=group.tail,
-            centre=self._floats(group.kv_heads, group.dim_k) if k.centred else None,
-            scale_k=self._floats(group.kv_heads) if k.static_bytes else None,
-            scale_v=self._floats(group.kv_heads) if v.static_bytes else None,
-            angles=self._angles_of(rope, pages * self.layout.page_size) if k.centred and rope is not None else None,
-        )  # fmt: skip
-
-    def _angles_of(self, rope: RopeTable, rows: int) -> torch.Tensor:
-        """The angles of the centres of so many rows, one copy for all layers."""
-        if rope not in self._angles:
-            self._angles[rope] = half_angles(rope.centres(rows), self.device)
-        return self._angles[rope]
 
     def unbind(self) -> None:
         """Forget which sequence comes next: position, means and scales are set again."""
@@ -146,12 +91,11 @@ class TokenGraph:
         step = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        for tables, layers in zip(self._tables, step.groups, strict=True):
-            tables.bind(layers)
+        self._pages.bind(step)
         if self._next != (seq, step.start):
             self.position.fill_(step.start)
-            self._bind_bases(step)
-        logits = self._replay(step.start + 1)
+            self._pages.bind_bases(step)
+        logits = self._replay(max(g.rows_seen(step.start + 1) for g in self.layout.groups))
         self._fix_bases(step)
         self._seal(step.start + 1)
         seq.commit([-1 if token is None else token])
@@ -159,23 +103,13 @@ class TokenGraph:
         self.position.add_(1)
         return logits
 
-    def _bind_bases(self, step: Step) -> None:
-        """The means and scales of the step's sequence, where they are known: else no page is sealed yet."""
-        for i, pages in enumerate(self._pages):
-            basis = step.kv(i).basis
-            for mine, theirs in (
-                (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
-            ):  # fmt: skip
-                if mine is not None and theirs is not None:
-                    mine.copy_(theirs)
-
     def _fix_bases(self, step: Step) -> None:
         """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
         fixed = [i for i in range(self.model.config.n_layers) if fixes_basis(step.kv(i), step.start + 1)]
         for i in fixed:
             fix_basis(self.model.ops, step.kv(i), self.model.ropes.table(self.model.config.layers[i].rope))
         if fixed:
-            self._bind_bases(step)
+            self._pages.bind_bases(step)
 
     def _replay(self, rows: int) -> torch.Tensor:
         """Compute a row that sees `rows` rows, by the graph for that many."""
@@ -206,7 +140,7 @@ class TokenGraph:
         graph.replay()
 
     def _launch_sealing(self) -> None:
-        for pages in self._pages:
+        for pages in self._pages.layers:
             if pages.open is not None and pages.tail:
                 seal_step(pages, self.position)
 
@@ -248,7 +182,7 @@ class TokenGraph:
 
     def _attention(self, layer: int, block: Block, bucket: int, pdl: bool) -> None:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
-        c, pages, qkv = self.model.config, self._pages[layer], self.qkv[layer]
+        c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
         shape, done = c.layers[layer], 0
         for matrix in block.attn.qkv:  # of different formats: they run beside each other
             beside = 2 * pdl if done else pdl
@@ -271,12 +205,12 @@ class TokenGraph:
         slot = self.layout.slots[layer]
         assert slot is not None
         group: GroupLayout = self.layout.groups[slot[0]]
-        seen = min(bucket, group.window) if group.window else bucket
-        most = min(MOST_SPLITS, PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads)
-        splits = max(1, min(most, seen // (PAGES_EACH * group.page_size)))
+        pages, seen = self._pages.layers[layer], min(bucket, group.window) if group.window else bucket
+        most = PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads
+        splits = max(1, min(most, MOST_PARTS - other_parts(pages), seen // (PAGES_EACH * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:
-            self._partials[key] = Partials.empty(1, self.model.config.n_heads, self._pages[layer], splits)
+            self._partials[key] = Partials.empty(1, self.model.config.n_heads, pages, splits)
         return splits, self._partials[key]
 
     def _add(

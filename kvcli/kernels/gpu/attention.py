@@ -6,6 +6,10 @@ last two have programs of their own: those pages are in another format, or not f
 follows from the position, which is read on the device, and from the number of shares: a CUDA graph replays while the
 context grows.
 
+Where old rows are evicted, the pages of the first `keep` rows are scored with the second queries (see `Queries`), which
+are the first ones as long as nothing is gone. Such a page may be seen in part: it has a program of its own, so that
+shares are of pages that are seen whole.
+
 Scores and the running softmax are in base 2; `prepare` (rows.py) has scaled the queries for it.
 """
 
@@ -20,6 +24,7 @@ import triton.language as tl
 from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.places import oldest_row
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.span import NOTHING, span
 from kvcli.kernels.gpu.tiles import PARTS, launch_options
@@ -29,10 +34,34 @@ HEAD_FACTOR = {"fp8": 256.0, "fp8_e5m2": 1.0}  # times the scale of a head
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["rows_end", "splits", "origin", "offset", "open_offset", "window"])
+@triton.jit
+def _share(share, splits, lo_page, hi_page, kept_lo, kept_hi, TILES: tl.constexpr, KEEPS: tl.constexpr):
+    """Tiles [lo, hi) of one of `splits` shares of pages [lo_page, hi_page), of which there may be none. With KEEPS the
+    first ones are of pages [kept_lo, kept_hi); and whether this is one of those."""
+    n = tl.maximum(hi_page - lo_page, 0)
+    kept = share < 0
+    if KEEPS:
+        n_kept = tl.maximum(kept_hi - kept_lo, 0)
+        of_kept = tl.cdiv(splits * n_kept, tl.maximum(n_kept + n, 1))
+        of_kept = tl.minimum(of_kept, splits - (n > 0).to(tl.int32))
+        kept = share < of_kept
+        n = tl.where(kept, n_kept, n)
+        lo_page = tl.where(kept, kept_lo, lo_page)
+        splits = tl.where(kept, of_kept, splits - of_kept)
+        share = tl.where(kept, share, share - of_kept)
+    n *= TILES
+    each = tl.cdiv(n, splits)
+    return lo_page * TILES + share * each, lo_page * TILES + tl.minimum(share * each + each, n), kept
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows_end", "splits", "origin", "front", "wrap", "keep", "retained", "offset", "open_offset", "window",
+    ]
+)  # fmt: skip
 def _attend(
     q, qc, qb, position, table, open_table, angles, scale_k, scale_v, out, tops, totals,
-    rows_end, splits, origin, offset, open_offset, window, softcap,
+    rows_end, splits, origin, front, wrap, keep, retained, offset, open_offset, window, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
     CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
@@ -42,7 +71,7 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, SINKS: tl.constexpr, OWN_OPEN: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr,
-    OPEN_STAGES: tl.constexpr, PDL: tl.constexpr,
+    OPEN_STAGES: tl.constexpr, RING: tl.constexpr, EVICTS: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     parts = tl.num_programs(1)
@@ -58,55 +87,83 @@ def _attend(
     at = tl.minimum(tl.maximum(at, first), newest)
     row = (at - start).to(tl.int64) * HEADS + head * GROUP + r % GROUP
     cell = row * parts + share
+    asks = row  # where the query stands in q
+    some = first <= newest
+    since = at
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(first - window + 1, 0)
+        since = at - window + 1
     own = first // SIZE
     visible = oldest // SIZE  # pages
+    if EVICTS:
+        since = oldest_row(at, keep, retained, SIZE)
+        visible = tl.maximum(oldest_row(first, keep, retained, SIZE) // SIZE, tl.cdiv(keep, SIZE))
     TILES: tl.constexpr = SIZE // BN
     OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
     OPEN_BELOW: tl.constexpr = 0x7FFFFFFF if OWN_OPEN else SINKS
-    if share < splits:
-        lo_page = tl.maximum(visible, SINKS)
-        hi_page = own
-        if not OWN_OPEN:
-            hi_page = own + 1
-        n = tl.maximum(hi_page - lo_page, 0) * TILES
-        each = tl.cdiv(n, splits)
-        lo = lo_page * TILES + share * each
-        hi = lo_page * TILES + tl.minimum(share * each + each, n)
-    else:
-        lo = 0
-        hi = 0
-    if first > newest:
-        lo = 0
-        hi = 0
+    hi_page = own
+    if not OWN_OPEN:
+        hi_page = own + 1
+    lo = 0
+    hi = 0
+    if (share < splits) & some:
+        lo, hi, kept = _share(
+            share, splits, tl.maximum(visible, SINKS), hi_page, SINKS, tl.minimum(keep // SIZE, hi_page), TILES, KEEPS
+        )
+        if KEEPS:
+            asks = row + tl.where(kept, rows_end * HEADS, 0)
     open_lo = 0
     open_hi = 0
-    if (share == splits) & (first <= newest) & (own < OPEN_BELOW):  # the queries' own page
+    if (share == splits) & some & (own < OPEN_BELOW):  # the queries' own page
         open_lo = own * OPEN_TILES
         open_hi = newest // OPEN_BN + 1
-    if (share > splits) & (first <= newest):  # the sinks before it
+    if (share == splits + 1) & some & (SINKS > 0):  # the sinks before it
         open_lo = visible * OPEN_TILES
         open_hi = tl.minimum(own, SINKS) * OPEN_TILES
+    edge_lo = 0
+    edge_hi = 0
+    SEALED: tl.constexpr = OPEN_K != CODEC_K or OPEN_V != CODEC_V
+    if KEEPS:
+        edge = keep // SIZE
+        if (share == splits + 2) & some & (SINKS > 0):  # those of them that are kept
+            open_hi = tl.minimum(tl.minimum(own, SINKS), tl.cdiv(keep, SIZE)) * OPEN_TILES
+            asks = row + rows_end * HEADS
+        if (share == parts - 1) & some & (keep % SIZE > 0) & (edge >= SINKS) & (edge < hi_page):
+            asks = row + rows_end * HEADS
+            if SEALED:
+                edge_lo = edge * OPEN_TILES
+                edge_hi = edge_lo + OPEN_TILES
+            else:
+                open_lo = edge * OPEN_TILES
+                open_hi = open_lo + OPEN_TILES
     wait_for_previous(PDL)
     if lo < hi:
         span(
-            lo, hi, q, qc, qb, ok, row, at, oldest, newest, head, table, origin, offset, angles, scale_k, scale_v,
-            out, tops, totals, cell, window, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V, NK, NV,
-            RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V, CENTRED, ROPE,
-            ROPE_PAD, WINDOWED, CAPPED, WINDOWED or not OWN_OPEN, TILES, BN, STAGES,
+            lo, hi, q, qc, qb, ok, asks, at, since, keep, oldest, newest, head, table, origin, front, wrap, offset,
+            angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K,
+            CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V,
+            CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING,
+            WINDOWED or not OWN_OPEN or (EVICTS and BLOCK > 1), TILES, BN, STAGES,
         )  # fmt: skip
     elif open_lo < open_hi:
         span(
-            open_lo, open_hi, q, qc, qb, ok, row, at, oldest, newest, head, open_table, origin, open_offset, angles,
-            scale_k, scale_v, out, tops, totals, cell, window, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, OPEN_K,
-            OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0, 0.0, 0.0, 0.0, 0.0,
-            False, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES,
+            open_lo, open_hi, q, qc, qb, ok, asks, at, since, keep, oldest, newest, head, open_table, origin, front,
+            wrap, open_offset, angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K,
+            DIM_V, PAD_V, OPEN_K, OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0,
+            0.0, 0.0, 0.0, 0.0, False, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING, True, OPEN_TILES, OPEN_BN,
+            OPEN_STAGES,
         )  # fmt: skip
-    else:
+    elif edge_lo >= edge_hi:
         tl.store(tops + cell, tl.full((M,), NOTHING, tl.float32), mask=ok)
         tl.store(totals + cell, tl.zeros((M,), tl.float32), mask=ok)
+    elif KEEPS and SEALED:
+        span(
+            edge_lo, edge_hi, q, qc, qb, ok, asks, at, since, keep, oldest, newest, head, table, origin, front, wrap,
+            offset, angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V,
+            CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
+            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING, True, OPEN_TILES, OPEN_BN, OPEN_STAGES,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,9 +186,21 @@ class Partials:
         )
 
 
+def share_count(pages: DevicePages, splits: int) -> int:
+    """`splits`, or what is needed of them: kept rows and others have other queries, and so other shares."""
+    return max(splits, 1 + pages.keeps)
+
+
+def other_parts(pages: DevicePages) -> int:
+    """Partial results of a query beside those of the shares: its own page, and the sinks; of the sinks that are kept,
+    and of the page of which only some rows are, apart."""
+    sinks = pages.open is not None and pages.sinks > 0
+    return 1 + sinks * (1 + pages.keeps) + pages.keeps
+
+
 def part_count(pages: DevicePages, splits: int) -> int:
-    """Partial results of a query: `splits` shares of the pages before its own, its own page, and the sinks."""
-    return splits + 1 + (pages.open is not None and pages.sinks > 0)
+    """Partial results of a query: `splits` shares of the pages before its own, and the other parts."""
+    return share_count(pages, splits) + other_parts(pages)
 
 
 @dataclass(frozen=True)
@@ -178,10 +247,11 @@ def attend(
 ) -> Partials:
     """Causal attention of T queries, the first at `position` (int64 [1] on the device), over pages: partial results.
 
-    A query at position p sees rows (p - window, p], all of [0, p] when window is 0. `softcap`: see
-    `kernels.attention`. `splits`: shares that the pages before the queries' own are cut into.
+    A query at position p sees rows (p - window, p], all of [0, p] when window is 0, or what `PagedKV.oldest` says.
+    `softcap`: see `kernels.attention`. `splits`: shares that the pages before the queries' own are cut into (see
+    `share_count`).
     """
-    r, rows, heads = pages.record, queries.q.shape[0], queries.q.shape[1]
+    r, rows, heads = pages.record, queries.q.shape[0] // (1 + pages.keeps), queries.q.shape[1]
     opened = pages.where_rows_go
     o, group = opened.record, heads // r.kv_heads
     if out is None:
@@ -200,7 +270,8 @@ def attend(
         queries.q, queries.qc, queries.qb, position, pages.table, opened.table,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
         some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
-        rows, splits, pages.first_page, pages.offset, opened.offset, window, softcap * LOG2_E,
+        rows, share_count(pages, splits), *pages.places, pages.keep, pages.retained, pages.offset, opened.offset,
+        window, softcap * LOG2_E,
         heads, group, block, m, r.page_size, r.dim_k, pad_k, r.dim_v, pad_v,
         r.codec_k, r.codec_v, PARTS[r.codec_k], PARTS[r.codec_v], r.record_bytes, r.k_row_bytes, r.v_row_bytes,
         r.v_offset, r.k_scales, r.v_scales, CODE_CENTRE.get(r.codec_k, 0.0), CODE_CENTRE.get(r.codec_v, 0.0),
@@ -208,6 +279,7 @@ def attend(
         o.codec_k, o.codec_v, PARTS[o.codec_k], PARTS[o.codec_v], o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, centred, rope, max(16, triton.next_power_of_2(rope)), pages.sinks if pages.open else 0,
         pages.open is None or pages.tail > 0, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, pdl, **launch_options(pdl, tiles.warps),
+        min(tiles.open_rows, r.page_size), tiles.open_stages, pages.ring > 0, pages.evicts, pages.keeps, pdl,
+        **launch_options(pdl, tiles.warps),
     )  # fmt: skip
     return out

@@ -121,7 +121,7 @@ class GpuBackend:
         """float32 [T, heads * dim_v], out of the rotated basis."""
         pages = self.pages(kv, angles)
         position = torch.tensor([start], device=self.device)
-        one = queries.q.shape[0] == 1
+        one = queries.q.shape[0] == 1 + pages.keeps
         out = combine(attend(queries, pages, position, window, softcap, SPLITS if one else 1), pages)
         assert out is not None
         return out

@@ -13,11 +13,12 @@ from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
 class DevicePages:
     """One layer's rows as pages by address; the twin of `PagedKV`, with everything on one device.
 
-    `table`: int64 [n], the address of each page of the group, `first_page` first; 0 = there is none. `offset`: bytes
-    from a page's address to this layer's records. `centre`: float32 [kv_heads, dim_k], as in `Basis`. `scale_k`,
-    `scale_v`: float32 [kv_heads], for codecs with one scale a head. `angles`: float16 [n, rope_dim], cosines then
-    sines at the middle of each CENTRE_ROWS rows of the sequence; None without RoPE. `open`, `sinks` and `tail` are
-    those of `PagedKV`.
+    `table`: int64 [n], the address of each page of the group; 0 = there is none. Slots: the first `front` pages of the
+    sequence, then the others from `first_page` on; where `ring`, a power of two, is not 0, only so many of them, and
+    page p stands where page p - ring stood. `offset`: bytes from a page's address to this layer's records. `centre`:
+    float32 [kv_heads, dim_k], as in `Basis`. `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a
+    head. `angles`: float16 [n, rope_dim], cosines then sines at the middle of each CENTRE_ROWS rows of the pages, slot
+    after slot; None without RoPE. `open`, `sinks`, `tail`, `keep` and `retained` are those of `PagedKV`.
     """
 
     record: RecordLayout
@@ -31,6 +32,25 @@ class DevicePages:
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     angles: torch.Tensor | None = None
+    front: int = 0
+    ring: int = 0
+    keep: int = 0
+    retained: int = 0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether old rows are evicted."""
+        return self.retained > 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether first rows stay when others are evicted: a second query of each token and head asks for them."""
+        return self.evicts and self.keep > 0
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """`origin`, `front` and `wrap` of `places.slot`."""
+        return self.first_page, self.front, max(0, self.ring - 1)
 
     @property
     def rotated(self) -> tuple[bool, bool]:
@@ -43,6 +63,9 @@ class DevicePages:
     def where_rows_go(self) -> DevicePages:
         """The pages that new rows are written to: the open ones where there are some."""
         return self.open or self
+
+
+NO_WRAP = 1 << 30  # a ring longer than any list of pages
 
 
 def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
@@ -74,6 +97,10 @@ def device_pages(kv: PagedKV, device: torch.device | str, angles: torch.Tensor |
         scale_k,
         scale_v,
         None if centre is None else angles,
+        kv.front,
+        NO_WRAP if kv.retained else 0,
+        kv.keep,
+        kv.retained,
     )
 
 

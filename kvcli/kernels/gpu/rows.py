@@ -15,6 +15,7 @@ import triton.language as tl
 from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.places import oldest_row, slot
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.rotation import block
 
@@ -29,6 +30,9 @@ class Queries:
     `q` float16 [T, heads, dim_k], in the basis of the cached keys. Where keys are centred: `qc` float16
     [T, heads, rope_dim] and `qb` float32 [T, heads], such that qc . (cos | sin) + qb is the score of the mean under
     the rotation by those angles.
+
+    Where first rows stay when others are evicted (`DevicePages.keeps`), T more rows follow: the same queries turned to
+    where they stand inside the cache, for the rows that are kept.
     """
 
     q: torch.Tensor
@@ -106,25 +110,37 @@ def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + i, x, mask=i < DIM)
 
 
-@triton.jit(do_not_specialize=["origin", "offset"])
+@triton.jit(do_not_specialize=["origin", "front", "wrap", "keep", "retained", "offset"])
 def _prepare(
-    qkv, position, table, frequencies, q_norm, k_norm, centre, q, qc, qb, origin, offset, eps, factor,
+    qkv, position, table, frequencies, q_norm, k_norm, centre, q, qc, qb, origin, front, wrap, keep, retained, offset,
+    eps, factor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
-    TURN_V: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+    TURN_V: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr, RING: tl.constexpr,
+    KEEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and head. TURN_K, TURN_V: blocks of the Hadamard rotation; 0 = none."""
+    """One program a row and head, and with KEEPS one more for each second query. TURN_K, TURN_V: blocks of the
+    Hadamard rotation; 0 = none."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
     i = tl.arange(0, PAD_K)
     at = tl.load(position) + t  # no kernel of this token writes it
-    page = tl.load(table + (at // SIZE - origin)) + offset
-    slot = at % SIZE
+    page = tl.load(table + slot(at // SIZE, origin, front, wrap, RING)) + offset
+    place = at % SIZE
+    inside = at
+    to = t
+    if KEEPS:
+        FIRST: tl.constexpr = HEADS + 2 * KV_HEADS
+        if head >= FIRST:
+            first = oldest_row(at, keep, retained, SIZE)
+            inside = at - tl.where(first > 0, first - keep, 0)
+            to = t + tl.num_programs(0)
+            head -= FIRST
     c, s = 0.0, 0.0
     if ROPE > 0:
-        c, s = turning(at, frequencies, ROPE, PAD_K)
+        c, s = turning(inside, frequencies, ROPE, PAD_K)
     half: tl.constexpr = ROPE // 2
     own, other = 0.0, 0.0
     if CENTRED:
@@ -139,25 +155,25 @@ def _prepare(
             if ROPE > 0:
                 term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
                 half_c = tl.clamp(term, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
-                tl.store(qc + (t * HEADS + head) * ROPE + i, half_c, mask=i < ROPE)
-            tl.store(qb + t * HEADS + head, tl.sum(tl.where(i < ROPE, 0.0, x * own), 0) * factor)
+                tl.store(qc + (to * HEADS + head) * ROPE + i, half_c, mask=i < ROPE)
+            tl.store(qb + to * HEADS + head, tl.sum(tl.where(i < ROPE, 0.0, x * own), 0) * factor)
         if TURN_K > 0:
             x = hadamard(x, PAD_K, TURN_K)
         half_x = tl.clamp(x * factor, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
-        tl.store(q + (t * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
+        tl.store(q + (to * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
     else:
         if head < HEADS + KV_HEADS:
             key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, K_NORMED)
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
-            store_row(page + (head - HEADS) * RECORD + slot * K_ROW, key, DIM_K, PAD_K, CODEC_K)
+            store_row(page + (head - HEADS) * RECORD + place * K_ROW, key, DIM_K, PAD_K, CODEC_K)
         else:
             h = head - HEADS - KV_HEADS
             j = tl.arange(0, PAD_V)
             value = tl.load(qkv + t * WIDTH + (HEADS + KV_HEADS) * DIM_K + h * DIM_V + j, mask=j < DIM_V, other=0.0)
             if TURN_V > 0:
                 value = hadamard(value, PAD_V, TURN_V)
-            store_row(page + h * RECORD + V_OFFSET + slot * V_ROW, value, DIM_V, PAD_V, CODEC_V)
+            store_row(page + h * RECORD + V_OFFSET + place * V_ROW, value, DIM_V, PAD_V, CODEC_V)
 
 
 def prepare(
@@ -181,16 +197,16 @@ def prepare(
     r, target, rows = pages.record, pages.where_rows_go, qkv.shape[0]
     rope = 0 if frequencies is None else 2 * frequencies.shape[0]
     if out is None:
-        out = Queries.empty(rows, heads, r.dim_k, rope, qkv.device)
+        out = Queries.empty(rows * (1 + pages.keeps), heads, r.dim_k, rope, qkv.device)
     o, (rotated_k, rotated_v) = target.record, pages.rotated
     some = qkv  # stands for what is not there
-    launch(_prepare, (rows, heads + 2 * r.kv_heads))(
+    launch(_prepare, (rows, heads * (1 + pages.keeps) + 2 * r.kv_heads))(
         qkv, position, target.table, some if frequencies is None else frequencies,
         some if q_norm is None else q_norm, some if k_norm is None else k_norm,
-        some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, pages.first_page, target.offset, eps,
-        scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size,
-        o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k, o.codec_v,
-        block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, q_norm is not None,
-        k_norm is not None, pages.centre is not None, pdl, **launch_options(pdl, 1),
+        some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, *pages.places, pages.keep,
+        pages.retained, target.offset, eps, scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v,
+        padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k,
+        o.codec_v, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, q_norm is not None,
+        k_norm is not None, pages.centre is not None, pages.ring > 0, pages.keeps, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out

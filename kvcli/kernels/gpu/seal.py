@@ -15,6 +15,7 @@ import triton.language as tl
 from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.places import slot
 from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options
 from kvcli.kernels.rotation import block
@@ -195,13 +196,13 @@ def seal_rows(
 
 @triton.jit
 def seal_program(
-    group, side, head, position, first, end, table, open_table, centre, angles, scale_k, scale_v, origin, offset,
-    open_offset, IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
+    group, side, head, position, first, end, table, open_table, centre, angles, scale_k, scale_v, origin, front, wrap,
+    offset, open_offset, IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr,
+    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """One group of rows, one head, keys (side 0) or values (side 1).
 
@@ -222,36 +223,38 @@ def seal_program(
         places = row + tl.arange(0, ROWS)
         keep = (places >= first) & (places < end)
         slots = places % SIZE
-        source = tl.load(open_table + (page - origin)) + (open_offset + head * OPEN_RECORD)
-        target = tl.load(table + (page - origin)) + (offset + head * RECORD)
+        at_page = slot(page, origin, front, wrap, RING)
+        source = tl.load(open_table + at_page) + (open_offset + head * OPEN_RECORD)
+        target = tl.load(table + at_page) + (offset + head * RECORD)
+        centred = at_page * (SIZE // ROWS) + row % SIZE // ROWS  # the row of `angles`
         if side == 0:
             seal_rows(
-                source, target, target + K_SCALES, slots, keep, row // ROWS, head, centre, angles, scale_k, DIM_K,
+                source, target, target + K_SCALES, slots, keep, centred, head, centre, angles, scale_k, DIM_K,
                 PAD_K, OPEN_K, OPEN_K_ROW, CODEC_K, K_ROW, CENTRED, ROPE, TURN_K,
             )  # fmt: skip
         else:
             seal_rows(
-                source + OPEN_V_OFFSET, target + V_OFFSET, target + V_SCALES, slots, keep, row // ROWS, head, centre,
+                source + OPEN_V_OFFSET, target + V_OFFSET, target + V_SCALES, slots, keep, centred, head, centre,
                 angles, scale_v, DIM_V, PAD_V, OPEN_V, OPEN_V_ROW, CODEC_V, V_ROW, False, 0, 0,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "end", "origin", "offset", "open_offset"])
+@triton.jit(do_not_specialize=["first", "end", "origin", "front", "wrap", "offset", "open_offset"])
 def _seal(
-    position, table, open_table, centre, angles, scale_k, scale_v, first, end, origin, offset, open_offset,
+    position, table, open_table, centre, angles, scale_k, scale_v, first, end, origin, front, wrap, offset, open_offset,
     IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, PDL: tl.constexpr,
+    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     seal_program(
         tl.program_id(0), tl.program_id(2), tl.program_id(1), position, first, end, table, open_table, centre, angles,
-        scale_k, scale_v, origin, offset, open_offset, IN_STEP, SIZE, SINKS, TAIL, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K,
-        CODEC_V, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OPEN_K, OPEN_V, OPEN_RECORD, OPEN_K_ROW,
-        OPEN_V_ROW, OPEN_V_OFFSET, CENTRED, ROPE, TURN_K,
+        scale_k, scale_v, origin, front, wrap, offset, open_offset, IN_STEP, SIZE, SINKS, TAIL, DIM_K, PAD_K, DIM_V,
+        PAD_V, CODEC_K, CODEC_V, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OPEN_K, OPEN_V, OPEN_RECORD,
+        OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, CENTRED, ROPE, TURN_K, RING,
     )  # fmt: skip
 
 
@@ -266,6 +269,7 @@ def seal_arguments(pages: DevicePages) -> tuple[tuple[Any, ...], tuple[Any, ...]
         r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, o.codec_k, o.codec_v,
         o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None,
         0 if pages.angles is None else pages.angles.shape[1], block(r.dim_k) if pages.rotated[0] else 0,
+        pages.ring > 0,
     )  # fmt: skip
     return (pages.table, opened.table, *present), constants
 
@@ -277,7 +281,7 @@ def seal(pages: DevicePages, first: int, end: int) -> None:
     tensors, constants = seal_arguments(pages)
     groups = (end - 1) // 16 - first // 16 + 1
     launch(_seal, (groups, pages.record.kv_heads, 2))(
-        pages.table, *tensors, first, end, pages.first_page, pages.offset, pages.open.offset, False, *constants, False,
+        pages.table, *tensors, first, end, *pages.places, pages.offset, pages.open.offset, False, *constants, False,
         **launch_options(False, 2),
     )  # fmt: skip
 
@@ -289,6 +293,6 @@ def seal_step(pages: DevicePages, position: torch.Tensor, pdl: bool = False) -> 
     tensors, constants = seal_arguments(pages)
     groups = pages.record.page_size // 16 if pages.tail else 1
     launch(_seal, (groups, pages.record.kv_heads, 2))(
-        position, *tensors, 0, 0, pages.first_page, pages.offset, pages.open.offset, True, *constants, pdl,
+        position, *tensors, 0, 0, *pages.places, pages.offset, pages.open.offset, True, *constants, pdl,
         **launch_options(pdl, 2),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.places import slot
 from kvcli.kernels.gpu.tiles import add_values, bound, dot_keys, elements
 
 NOTHING = tl.constexpr(-1.0e30)  # the maximum where nothing is seen; finite, so that differences are numbers
@@ -23,16 +24,17 @@ def _load_queries(q, ok, row, PITCH: tl.constexpr, i: tl.constexpr, N: tl.conste
 
 
 @triton.jit
-def _page(table, page, origin, offset, head, RECORD: tl.constexpr):
-    """int64: the address of the record of a page and a head."""
-    return tl.load(table + (page - origin)) + (offset + head * RECORD)
+def _page(table, at, offset, head, RECORD: tl.constexpr):
+    """int64: the address of the record of a head in the page of a slot."""
+    return tl.load(table + at) + (offset + head * RECORD)
 
 
 @triton.jit
-def _scales(table, t, origin, offset, head, seen, RECORD: tl.constexpr, AT: tl.constexpr, TILES: tl.constexpr,
-            BN: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _scales(table, t, origin, front, wrap, offset, head, seen, RECORD: tl.constexpr, AT: tl.constexpr,
+            TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, RING: tl.constexpr):  # fmt: skip
     """The float16 scales of the rows of tile t, [BN]."""
-    at = (_page(table, t // TILES, origin, offset, head, RECORD) + AT).to(tl.pointer_type(tl.float16))
+    page = _page(table, slot(t // TILES, origin, front, wrap, RING), offset, head, RECORD)
+    at = (page + AT).to(tl.pointer_type(tl.float16))
     p = tl.multiple_of(at, 16) + ((t % TILES) * BN + tl.arange(0, BN))
     if MASKED:
         return tl.load(p, mask=seen, other=0.0)
@@ -49,7 +51,8 @@ def _seen(t, oldest, newest, BN: tl.constexpr):
 
 @triton.jit
 def _centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BN: tl.constexpr):
-    """s [M, BN] plus the scores of the mean that the keys of tile t lack: one for every CENTRE_ROWS = 16 rows.
+    """s [M, BN] plus the scores of the mean that the keys of tile t of the slots lack: one for every CENTRE_ROWS = 16
+    rows.
 
     They are found for 16 groups, of which BN / 16 are there, and spread over the rows by a product with ones
     and zeros, in two halves so that nothing is lost.
@@ -70,19 +73,21 @@ def _centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.conste
 
 @triton.jit
 def span(
-    lo, hi, q, qc, qb, ok, row, position, oldest, newest, head, table, origin, offset, angles, scale_k, scale_v,
-    out, tops, totals, cell, window, softcap,
+    lo, hi, q, qc, qb, ok, row, position, since, keep, oldest, newest, head, table, origin, front, wrap, offset, angles,
+    scale_k, scale_v, out, tops, totals, cell, softcap,
     M: tl.constexpr, Q_PITCH: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    EVICTS: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Queries over the rows of tiles [lo, hi), lo < hi: writes one partial result.
 
     A tile is BN rows; TILES make a page. `ok`, `row`, `position`, `cell` [M]: whether there is such a query, where it
-    stands in q, its position, and where its result goes. With MASKED not every query sees every row.
+    stands in q, its position, and where its result goes. With MASKED not every query sees every row: none those behind
+    it, with WINDOWED or EVICTS none before `since` [M], but with EVICTS the first `keep`.
     """
     SCALES: tl.constexpr = K_SCALES > 0 or V_SCALES > 0
     q0 = _load_queries(q, ok, row, Q_PITCH, 0, NK, DIM_K, PAD_K)
@@ -123,11 +128,12 @@ def span(
     vd = kd
     seen = _seen(lo, oldest, newest, BN)
     if K_SCALES > 0:
-        kd = _scales(table, lo, origin, offset, head, seen, RECORD, K_SCALES, TILES, BN, MASKED)
+        kd = _scales(table, lo, origin, front, wrap, offset, head, seen, RECORD, K_SCALES, TILES, BN, MASKED, RING)
     if V_SCALES > 0:
-        vd = _scales(table, lo, origin, offset, head, seen, RECORD, V_SCALES, TILES, BN, MASKED)
+        vd = _scales(table, lo, origin, front, wrap, offset, head, seen, RECORD, V_SCALES, TILES, BN, MASKED, RING)
     for t in tl.range(bound(lo), bound(hi), num_stages=STAGES):
-        at = _page(table, t // TILES, origin, offset, head, RECORD)
+        there = slot(t // TILES, origin, front, wrap, RING)
+        at = _page(table, there, offset, head, RECORD)
         rows = (t % TILES) * BN + tl.arange(0, BN)
         seen = _seen(t, oldest, newest, BN)
         if SCALES:  # loaded one tile ahead by hand: they are too small for the compiler to do it
@@ -137,12 +143,14 @@ def span(
             vd_next = vd
             if K_SCALES > 0:
                 kd_next = _scales(
-                    table, following, origin, offset, head, seen_next, RECORD, K_SCALES, TILES, BN, MASKED
-                )
+                    table, following, origin, front, wrap, offset, head, seen_next, RECORD, K_SCALES, TILES, BN,
+                    MASKED, RING,
+                )  # fmt: skip
             if V_SCALES > 0:
                 vd_next = _scales(
-                    table, following, origin, offset, head, seen_next, RECORD, V_SCALES, TILES, BN, MASKED
-                )
+                    table, following, origin, front, wrap, offset, head, seen_next, RECORD, V_SCALES, TILES, BN,
+                    MASKED, RING,
+                )  # fmt: skip
         s = dot_keys(q0, q1, q2, q3, at, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, NK, MASKED)
         if OFF_K != 0:
             s = s - off[:, None]
@@ -151,14 +159,16 @@ def span(
         if FACTOR_K != 0:
             s = s * factor_k
         if CENTRED:
-            s = _centre_scores(s, qc_tile, qb_row, angles, t, ROPE, ROPE_PAD, BN)
+            s = _centre_scores(s, qc_tile, qb_row, angles, there * TILES + t % TILES, ROPE, ROPE_PAD, BN)
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         if MASKED:
             place = t * BN + tl.arange(0, BN)
             visible = place[None, :] <= position[:, None]
-            if WINDOWED:
-                visible = visible & (place[None, :] > position[:, None] - window)
+            if EVICTS:
+                visible = visible & ((place < keep)[None, :] | (place[None, :] >= since[:, None]))
+            elif WINDOWED:
+                visible = visible & (place[None, :] >= since[:, None])
             s = tl.where(visible, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2(top - higher)
