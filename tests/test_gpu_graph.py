@@ -17,12 +17,12 @@ from kernelcases import one_thread
 
 from kvcli.errors import KVError
 from kvcli.kernels import Backend
-from kvcli.kernels.gpu import products
+from kvcli.kernels.gpu import combine, products
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import RESIDUAL
 from kvcli.options import SampleOptions
-from kvcli.runtime import archs, footprint, graphpages, tokengraph
+from kvcli.runtime import archs, footprint, tokengraph
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.engine import Engine
@@ -204,7 +204,7 @@ def test_tokens_are_those_of_the_host(options):
 
 
 def test_the_plan_counts_the_parts_of_a_decoded_token():
-    assert footprint.DECODE_PARTS == graphpages.MOST_SPLITS + 2  # open pages and sinks
+    assert footprint.DECODE_PARTS == combine.MOST_PARTS
 
 
 def test_the_end_of_the_context():
