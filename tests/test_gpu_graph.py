@@ -6,6 +6,7 @@ same pages; with one they are captured and replayed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 
@@ -110,6 +111,17 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum())
 
 
+def alike(ours: Model, theirs: Model, text: Iterator[int], prompts: Iterable[tuple[int, int]], limit: float) -> None:
+    """Prompts of so many tokens, each with so many tokens behind it, one by one: the logits of both differ little."""
+    for prompt, count in prompts:
+        chunk = [next(text) for _ in range(prompt)]
+        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < limit
+        for _ in range(count):
+            token = next(text)
+            found = ours.token(token)
+            assert divergence(theirs.token(token), found) < limit, ours.seq.length
+
+
 @pytest.mark.parametrize(
     ("arch", "types", "quantized"),
     [
@@ -125,14 +137,7 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
     assert ours.graph is not None and tokengraph.unsupported(ours.decoder) == ""
     sealed = [g for g in ours.layout.groups if g.sealed]
     assert bool(sealed) == (types != "f16")
-    text = iter(ids(60))
-    for prompt, count in ((31, 2), (14, 3)) if sealed else ((31, 3),):
-        chunk = [next(text) for _ in range(prompt)]
-        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < LIMITS[types]
-        for _ in range(count):
-            token = next(text)
-            found = ours.token(token)
-            assert divergence(theirs.token(token), found) < LIMITS[types], ours.seq.length
+    alike(ours, theirs, iter(ids(60)), ((31, 2), (14, 3)) if sealed else ((31, 3),), LIMITS[types])
     assert ours.seq.length == (50 if sealed else 34) and ours.seq.tokens == theirs.seq.tokens
 
 
@@ -156,16 +161,10 @@ def test_tokens_go_on_where_old_ones_are_evicted(arch, types, keep, prompts, gra
     monkeypatch.setattr(tokengraph, "PAGES_EACH", 1)
     retention = Retention(keep, 32, PAGE)
     ours, theirs = (Model(arch, types, False, reference, retention) for reference in (False, True))
-    text, used = iter(ids(250)), set()
+    used: set[int] = set()
     launch = ours.graph.launch
     monkeypatch.setattr(ours.graph, "launch", lambda bucket: (used.add(bucket), launch(bucket)))
-    for prompt, count in prompts:
-        chunk = [next(text) for _ in range(prompt)]
-        assert divergence(theirs.feed(chunk), ours.feed(chunk)) < LIMITS[types]
-        for _ in range(count):
-            token = next(text)
-            found = ours.token(token)
-            assert divergence(theirs.token(token), found) < LIMITS[types], ours.seq.length
+    alike(ours, theirs, iter(ids(250)), prompts, LIMITS[types])
     assert ours.seq.evicted == retention.gap(ours.seq.length - 1) > 100 and ours.seq.length > CONTEXT
     assert ours.seq.tokens == theirs.seq.tokens and used == graphs
 

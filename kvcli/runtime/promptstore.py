@@ -12,9 +12,8 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,10 +231,3 @@ def _remove_parts(folder: Path, now: float) -> None:
                     path.unlink(missing_ok=True)
         except (FileNotFoundError, BlockingIOError):
             continue
-
-
-def remove_all(root: Path, each: Callable[[Path], None]) -> None:
-    """Remove every folder of the store; `each` is told of one that is gone. Raises OSError."""
-    for folder in folders(root):
-        shutil.rmtree(folder)
-        each(folder)

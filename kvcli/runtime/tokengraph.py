@@ -105,11 +105,12 @@ class TokenGraph:
 
     def _fix_bases(self, step: Step) -> None:
         """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
-        fixed = [i for i in range(self.model.config.n_layers) if fixes_basis(step.kv(i), step.start + 1)]
-        for i in fixed:
-            fix_basis(self.model.ops, step.kv(i), self.model.ropes.table(self.model.config.layers[i].rope))
-        if fixed:
-            self._pages.bind_bases(step)
+        if not any(fixes_basis(layers[0], step.start + 1) for layers in step.groups):  # in a group all or none do
+            return
+        for i, layer in enumerate(self.model.config.layers):
+            if fixes_basis(step.kv(i), step.start + 1):
+                fix_basis(self.model.ops, step.kv(i), self.model.ropes.table(layer.rope))
+        self._pages.bind_bases(step)
 
     def _replay(self, rows: int) -> torch.Tensor:
         """Compute a row that sees `rows` rows, by the graph for that many."""
