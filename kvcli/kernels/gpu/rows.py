@@ -144,10 +144,10 @@ def _prepare(
     half: tl.constexpr = ROPE // 2
     own, other = 0.0, 0.0
     if CENTRED:
-        mean = centre + (head // (HEADS // KV_HEADS)) * DIM_K
-        own = tl.load(mean + i, mask=(i < DIM_K) & (head < HEADS), other=0.0)
+        mean = centre + (tl.minimum(head, HEADS - 1) // (HEADS // KV_HEADS)) * DIM_K  # keys and values do without
+        own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
         if ROPE > 0:
-            other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=(i < ROPE) & (head < HEADS), other=0.0)
+            other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
     wait_for_previous(PDL)
     if head < HEADS:
         x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
