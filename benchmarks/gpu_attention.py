@@ -61,7 +61,7 @@ def on_gpu(kv: PagedKV) -> PagedKV:
     pages = tuple(None if p is None else p.cuda() for p in kv.pages)
     addresses = kv.addresses.copy()
     for i, page in enumerate(pages):
-        addresses[i] = 0 if page is None else page.data_ptr() + kv.offset
+        addresses[i] = 0 if page is None else page[kv.layer].data_ptr()
     return replace(kv, addresses=addresses, pages=pages, open=on_gpu(kv.open) if kv.open else None, descriptors={})
 
 
@@ -104,8 +104,8 @@ def dense(kv: PagedKV, q: torch.Tensor, start: int, angles: tuple[torch.Tensor, 
 class HalfCentres(RopeTable):
     """Angles of the mean as the kernels have them."""
 
-    def centres(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = super().centres(rows)
+    def centres(self, end: int, first: int = 0, front: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = super().centres(end, first, front)
         return cos.half().float(), sin.half().float()
 
 

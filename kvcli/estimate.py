@@ -147,8 +147,10 @@ class Setting:
     evict: EvictOptions = FORGET_NOTHING
 
     def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
-        """The layout with what `evict` keeps in a context of that size. Raises UsageError where that cannot be."""
-        return layout.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
+        """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
+        UsageError where that cannot be."""
+        there = layout.by_layer(self.kind != CPU)
+        return there.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
 
     def whole(self, layout: KVLayout, ctx_size: int) -> Plan:
         """What a run needs that fills its context, and where rows are evicted goes on for as long as it likes (token

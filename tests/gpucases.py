@@ -177,7 +177,7 @@ def moved(kv: PagedKV) -> PagedKV:
     pages = tuple(None if p is None else p.to(DEVICE) for p in kv.pages)
     addresses = kv.addresses.copy()
     for i, page in enumerate(pages):
-        addresses[i] = 0 if page is None else page.data_ptr() + kv.offset
+        addresses[i] = 0 if page is None else page[kv.layer].data_ptr()
     opened = None if kv.open is None else moved(kv.open)
     return replace(kv, addresses=addresses, pages=pages, open=opened, descriptors={})
 

@@ -108,9 +108,9 @@ def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
     """Pages for rows [first_row, end_row) of the second of two layers; every byte is set, so every number NaN."""
     first, end = first_row // r.page_size, -(-end_row // r.page_size)
     layer_bytes = r.kv_heads * r.record_bytes
-    pages = tuple(torch.full((2 * layer_bytes,), 0xFF, dtype=torch.uint8) for _ in range(first, end))
-    addresses = np.array([p.data_ptr() + layer_bytes for p in pages], dtype=np.int64)
-    return PagedKV(r, addresses, pages, layer_bytes, first)
+    pages = tuple(torch.full((2, layer_bytes), 0xFF, dtype=torch.uint8) for _ in range(first, end))
+    addresses = np.array([p[1].data_ptr() for p in pages], dtype=np.int64)
+    return PagedKV(r, addresses, pages, 1, first)
 
 
 def stored(x: torch.Tensor, codec: str) -> torch.Tensor:

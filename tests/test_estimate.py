@@ -342,7 +342,7 @@ def test_the_budget_of_a_gpu(gpu: None) -> None:
 def test_an_engine_on_a_gpu_is_planned_as_kv_estimate_plans(gpu: None) -> None:
     model, budget = CONFIGS["llama"], engine_budget(None, CUDA, 1)
     size, plan, notice = plan_for_engine(model, WEIGHTS, CacheOptions(), budget)
-    layout = layout_of("llama")
+    layout = layout_of("llama").by_layer(True)
     assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 512)
     assert plan == Setting(model, WEIGHTS, CUDA).plan(layout, 32768)
     assert [row.name for row in plan.rows][-3:] == ["CUDA context + libraries", "KV pool", "tables and token ids"]

@@ -72,7 +72,7 @@ class Model:
         file = GGUFFile.open(tiny.make_even(arch, quantized))
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         assert config.vocab_size == VOCAB
-        self.layout = KVLayout.build(config, types, types, PAGE).evicting(retention)
+        self.layout = KVLayout.build(config, types, types, PAGE).by_layer(not reference).evicting(retention)
         ops: Backend = OPS if reference else GpuBackend(torch.device(DEVICE))
         self.decoder: Decoder = archs.build(config, Weights(file), ops)
         self.prompts = self.decoder if DEVICE == "cuda" else archs.build(config, Weights(file), OPS)

@@ -11,7 +11,7 @@ from cachecases import append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
 from kvcli.runtime import grouplayout as layouts
-from kvcli.runtime.pages import PagePool
+from kvcli.runtime.pages import NO_PAGE, PagePool
 from kvcli.runtime.sequence import Sequence
 
 
@@ -118,13 +118,37 @@ def test_windows_slide_and_come_back_only_as_far_as_their_pages_do(small_steps: 
     check_rows(seq, [1, 2, 3])
 
 
+def test_chunks_by_layer():
+    """Each layer's records of a chunk stand together, and a chunk comes whole or not at all."""
+    with mock.patch.object(layouts, "RUN_BYTES", 600):
+        layout = tiny_layout().by_layer(True)
+        group = layout.groups[1]
+        per_chunk = -(-600 // group.layer_bytes)
+        assert group.pages_per_chunk == per_chunk > 1 and group.layer_stride == per_chunk * group.layer_bytes
+        pool = PagePool(layout, sum(g.committed_bytes(1) for g in layout.groups) + group.page_bytes)
+        pages = [pool.take(1) for _ in range(per_chunk)]
+        for page, address in zip(pages, pool.addresses(1, pages).tolist(), strict=True):
+            found = [layer.data_ptr() for layer in pool.page(1, page)]
+            assert found == [address + i * group.layer_stride for i in range(len(group.layers))]
+        pool.take(0)
+        with pytest.raises(DoesNotFit):  # there is room for a page more, and not for a chunk
+            pool.take(1)
+        assert pool.committed_bytes == pool.budget_bytes - group.page_bytes
+        for page in pages:
+            pool.release(1, page)
+        seq = Sequence(pool)
+        append(seq, list(range(20)))
+        check_rows(seq, list(range(20)))
+
+
 def test_the_pool_counts():
     layout = tiny_layout()
     pool = PagePool(layout, 1 << 30)
     assert pool.committed_bytes == pool.used_bytes == 0
     page = pool.take(1)
     assert pool.committed_bytes == layout.groups[1].committed_bytes(1) == layouts.CHUNK_BYTES
-    assert pool.address(1, page) == pool.page(1, page).data_ptr() and pool.page(1, page).numel() == 256
+    assert pool.addresses(1, [page, NO_PAGE]).tolist() == [pool.page(1, page).data_ptr(), 0]
+    assert pool.page(1, page).numel() == 256
     pool.page(1, page).fill_(7)
     pool.retain(1, page)
     twin = pool.copy(1, page)

@@ -327,7 +327,7 @@ def test_a_row_is_encoded_once(tail: int):
     original = engine.model.ops.seal
 
     def counted(kv: PagedKV, first: int, end: int, *more: object) -> None:
-        encoded.extend((int(kv.offset), row) for row in range(first, end))
+        encoded.extend((kv.layer, row) for row in range(first, end))
         original(kv, first, end, *more)
 
     with mock.patch.object(engine.model.ops, "seal", counted):

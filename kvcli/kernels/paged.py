@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,8 +57,8 @@ class PagedKV:
     """One layer's rows as pages by address.
 
     `addresses`: int64 [n_pages], the layer's first record in each page. `pages`: the same memory as uint8 tensors
-    (whole pages of the group; this layer's records start at `offset`). The first `front` of the list hold the first
-    positions of the sequence, the others those from `first_page * page_size` on.
+    [layers, layer_bytes] (whole pages of the group, of which this is layer `layer`). The first `front` of the list hold
+    the first positions of the sequence, the others those from `first_page * page_size` on.
 
     Where the cache type is below 16 bits these are the *sealed* pages, and `open` has pages in 16 bits: the first
     `sinks` of the sequence, and the last `tail` up to the one being filled. A page that is not there has the address
@@ -69,8 +70,8 @@ class PagedKV:
 
     record: RecordLayout
     addresses: np.ndarray
-    pages: tuple[torch.Tensor | None, ...]
-    offset: int
+    pages: Sequence[torch.Tensor | None]
+    layer: int
     first_page: int
     open: PagedKV | None = None
     sinks: int = 0
@@ -85,10 +86,10 @@ class PagedKV:
         """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""
         r = self.record
         at = self.index(page)
-        flat = self.pages[at] if at >= self.front or page < self.front else None
-        if flat is None:
+        found = self.pages[at] if at >= self.front or page < self.front else None
+        if found is None:
             raise ValueError(f"page {page} is not in this class of pages")
-        return flat[self.offset : self.offset + r.kv_heads * r.record_bytes].view(r.kv_heads, r.record_bytes)
+        return found[self.layer].view(r.kv_heads, r.record_bytes)
 
     def index(self, page: int) -> int:
         """Where in the list a page stands that is there."""

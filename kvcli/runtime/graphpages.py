@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from kvcli.kernels.gpu.pages import DevicePages, half_angles
-from kvcli.kernels.paged import CENTRE_ROWS, PagedKV
+from kvcli.kernels.paged import CENTRE_ROWS
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Decoder
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagelist import paged_record
+from kvcli.runtime.pagelist import Layers, paged_record
 from kvcli.runtime.rope import RopeTable
 from kvcli.runtime.sequence import Step
 
@@ -59,9 +59,9 @@ class GroupTables:
         self.staging = torch.zeros(UPLOADS, *shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.page_size, self._angles = group.page_size, dict[RopeTable, _SlotAngles]()
         self.turn = 0
-        self.bound: tuple[PagedKV, ...] = ()
+        self.bound: Layers | None = None
 
-    def bind(self, layers: tuple[PagedKV, ...]) -> None:
+    def bind(self, layers: Layers) -> None:
         """Upload the pages of a sequence, if they are not those that are there."""
         if self.bound is layers:
             return
@@ -106,8 +106,8 @@ class GraphPages:
         rope = self.model.ropes.table(shape.rope)
         centred = k.centred and opened is not None
         return DevicePages(
-            paged_record(group), tables.device[0], slot[1] * group.layer_bytes, tables.front,
-            DevicePages(paged_record(opened), tables.device[1], slot[1] * opened.layer_bytes) if opened else None,
+            paged_record(group), tables.device[0], slot[1] * group.layer_stride, tables.front,
+            DevicePages(paged_record(opened), tables.device[1], slot[1] * opened.layer_stride) if opened else None,
             group.sinks if opened else 0, group.tail if opened else 0,
             centre=self._floats(group.kv_heads, group.dim_k) if centred else None,
             scale_k=self._floats(group.kv_heads) if k.static_bytes else None,

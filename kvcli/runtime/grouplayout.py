@@ -10,6 +10,7 @@ from kvcli.runtime.eviction import Retention
 
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
+RUN_BYTES = 1 << 20  # where chunks are by layer: in steps of at least this of each layer
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 
 
@@ -29,6 +30,7 @@ class GroupLayout:
     sinks: int = 1  # in a sealed group: pages at the start of a sequence that stay in 16 bits
     tail: int = 1  # in a sealed group: 1 = a query's own page is read in 16 bits, 0 = rows are sealed one by one
     retention: Retention | None = None  # what stays where old rows are evicted; None = they are not
+    by_layer: bool = False  # a chunk of the pool has its pages' records of one layer, then those of the next
 
     @property
     def k_row_bytes(self) -> int:
@@ -77,7 +79,12 @@ class GroupLayout:
     @property
     def pages_per_chunk(self) -> int:
         """Pages that the pool commits at a time."""
-        return max(1, CHUNK_BYTES // self.page_bytes)
+        return -(-RUN_BYTES // self.layer_bytes) if self.by_layer else max(1, CHUNK_BYTES // self.page_bytes)
+
+    @property
+    def layer_stride(self) -> int:
+        """Bytes from a page's records of one layer to those of the next."""
+        return self.layer_bytes * self.pages_per_chunk if self.by_layer else self.layer_bytes
 
     @property
     def scale_offsets(self) -> tuple[int, int]:

@@ -95,6 +95,11 @@ class KVLayout:
         groups = (g if g.kind == SLIDING else replace(g, retention=retention) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
+    def by_layer(self, by_layer: bool) -> KVLayout:
+        """The same with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
+        where memory is by stretches of 2 MiB; on a CPU a page in one piece is read and written as it is."""
+        return replace(self, groups=tuple(replace(g, by_layer=by_layer) for g in self.groups))
+
     @property
     def retention(self) -> Retention | None:
         """What stays of a sequence; None = everything, sliding windows aside."""

@@ -23,7 +23,7 @@ _FIELDS = ("centre", "scale_k", "scale_v")
 
 def host_bytes(page: torch.Tensor) -> memoryview:
     """The bytes of a page: its own memory on a CPU, a copy from a GPU."""
-    return memoryview(page.cpu().numpy().data)
+    return memoryview(page.cpu().flatten().numpy().data)
 
 
 def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dict[PageKey, int]:
@@ -48,11 +48,11 @@ def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dic
 
 def _load(file: PromptCacheFile, key: PageKey, page: torch.Tensor) -> None:
     if page.device.type == "cpu":
-        file.read(key, memoryview(page.numpy().data))
+        file.read(key, host_bytes(page))
         return
     with torch.inference_mode():  # of this thread
         staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=True)
-        file.read(key, memoryview(staging.numpy().data))
+        file.read(key, host_bytes(staging))
         page.copy_(staging)
 
 

@@ -5,33 +5,43 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layout import KVLayout
 
+NO_PAGE = -1
+
 
 class _Arena:
     """The pages of one group: chunks of equal pages that never move, a free list and reference counts."""
 
     def __init__(self, layout: GroupLayout, device: torch.device) -> None:
+        self.layout = layout
         self.page_bytes = layout.page_bytes
-        self.per_chunk = layout.pages_per_chunk
         self.device = device
-        self.pages: list[torch.Tensor] = []  # uint8 [page_bytes], by page id
-        self.addresses: list[int] = []
+        self.pages: list[torch.Tensor] = []  # uint8 [layers, layer_bytes], by page id
+        self.addresses = np.zeros(0, dtype=np.int64)
         self.free: list[int] = []
         self.refs: list[int] = []
         self.peak = 0
 
+    def pages_within(self, budget_bytes: int) -> int:
+        """Pages of the next chunk with so much room: as many as it has, or, where it is by page, as fit."""
+        full, room = self.layout.pages_per_chunk, budget_bytes // self.page_bytes
+        return full if room >= full else 0 if self.layout.by_layer else max(0, room)
+
     def grow(self, pages: int) -> None:
-        chunk = torch.empty(pages, self.page_bytes, dtype=torch.uint8, device=self.device)
-        first = len(self.pages)
-        for page in chunk:
-            self.pages.append(page)
-            self.addresses.append(page.data_ptr())
-            self.refs.append(0)
+        layers, size, first = len(self.layout.layers), self.layout.layer_bytes, len(self.pages)
+        if self.layout.by_layer:
+            chunk = torch.empty(layers, pages, size, dtype=torch.uint8, device=self.device).transpose(0, 1)
+        else:
+            chunk = torch.empty(pages, layers, size, dtype=torch.uint8, device=self.device)
+        self.pages.extend(chunk)
+        self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
+        self.refs.extend([0] * pages)
         self.free.extend(range(len(self.pages) - 1, first - 1, -1))
 
     @property
@@ -73,9 +83,9 @@ class PagePool:
 
     def _grow(self, arena: _Arena) -> bool:
         """Commit more pages; False if the budget has no room for one."""
-        pages = arena.per_chunk
+        pages = arena.layout.pages_per_chunk
         if self.budget_bytes is not None:
-            pages = min(pages, (self.budget_bytes - self.committed_bytes) // arena.page_bytes)
+            pages = arena.pages_within(self.budget_bytes - self.committed_bytes)
         if pages > 0:
             arena.grow(pages)
         return pages > 0
@@ -107,11 +117,13 @@ class PagePool:
         return self._arenas[group].refs[page]
 
     def page(self, group: int, page: int) -> torch.Tensor:
-        """The page's memory: uint8 [page_bytes], writable."""
+        """The page's memory: uint8 [layers, layer_bytes], writable; in one piece unless chunks are by layer."""
         return self._arenas[group].pages[page]
 
-    def address(self, group: int, page: int) -> int:
-        return self._arenas[group].addresses[page]
+    def addresses(self, group: int, pages: list[int]) -> np.ndarray:
+        """Where the first layer of each page is, 0 for NO_PAGE: int64 [n]. See `GroupLayout.layer_stride`."""
+        wanted, known = np.array(pages, dtype=np.int64), self._arenas[group].addresses
+        return np.where(wanted == NO_PAGE, 0, known[wanted] if len(known) else 0)
 
     def used(self, group: int) -> int:
         """Pages of the group that somebody holds."""

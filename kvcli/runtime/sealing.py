@@ -9,6 +9,7 @@ mean costs nothing but precision.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from kvcli.kernels import Angles, Backend, PagedKV
 from kvcli.runtime.cachetypes import CODEC_SPECS
@@ -27,7 +28,7 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
         return None
     size = kv.record.page_size
     if fixes_basis(kv, end):
-        fix_basis(ops, kv, rope)
+        fix_bases(ops, [kv], rope)
     first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
     angles = None
     if kv.basis.centre is not None and rope is not None:
@@ -45,21 +46,28 @@ def fixes_basis(kv: PagedKV, end: int) -> bool:
     return kv.open is not None and not kv.basis.known and end >= kv.record.page_size
 
 
-def fix_basis(ops: Backend, kv: PagedKV, rope: RopeTable | None) -> None:
-    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits."""
-    assert kv.open is not None
-    size, basis = kv.record.page_size, kv.basis
-    keys, values = kv.open.rows(0, 0, size)  # [kv_heads, page_size, dim]
-    if CODEC_SPECS[kv.record.codec_k].centred:
-        rows = keys.transpose(0, 1).contiguous()
+def fix_bases(ops: Backend, layers: list[PagedKV], rope: RopeTable | None) -> None:
+    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits.
+
+    `layers`: some of one group that share `rope`; what is computed for all of them at once saves a GPU waiting.
+    """
+    record, n = layers[0].record, len(layers)
+    pages = [kv.open.rows(0, 0, record.page_size) for kv in layers if kv.open is not None]
+    keys, values = (torch.cat(x) for x in zip(*pages, strict=True))  # [n * kv_heads, page_size, dim]
+    codec_k, codec_v = layers[0].codecs
+    found: dict[str, torch.Tensor] = {}
+    if CODEC_SPECS[record.codec_k].centred:
+        rows = keys.view(n, record.kv_heads, *keys.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
         ops.rotate_(rows)  # back to the basis in which RoPE turns
         if rope is not None:
-            cos, sin = rope.at_positions(-np.arange(size, dtype=np.float64))
-            ops.rope_(rows, cos.to(rows.device), sin.to(rows.device))
-        basis.centre = rows[UNLIKE_THE_REST:].mean(0)
-    codec_k, codec_v = kv.codecs
+            cos, sin = rope.at_positions(-np.arange(record.page_size, dtype=np.float64))
+            ops.rope_(rows, *(x.to(rows.device).repeat(n, 1) for x in (cos, sin)))
+        found["centre"] = rows.unflatten(0, (n, record.page_size))[:, UNLIKE_THE_REST:].mean(1)
     if codec_k.per_head:
-        basis.scale_k = codec_k.static_scale(keys)
+        found["scale_k"] = codec_k.static_scale(keys).view(n, -1)
     if codec_v.per_head:
-        basis.scale_v = codec_v.static_scale(values)
-    basis.known = True
+        found["scale_v"] = codec_v.static_scale(values).view(n, -1)
+    for i, kv in enumerate(layers):
+        for name, of_layers in found.items():
+            setattr(kv.basis, name, of_layers[i])
+        kv.basis.known = True

@@ -9,7 +9,7 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV
-from kvcli.runtime.pagelist import NO_PAGE, PageKey, PageList
+from kvcli.runtime.pagelist import NO_PAGE, Layers, PageKey, PageList
 from kvcli.runtime.pages import PagePool
 
 
@@ -19,7 +19,7 @@ class Step:
 
     ids: torch.Tensor
     start: int
-    groups: tuple[tuple[PagedKV, ...], ...]  # by group, by layer of the group
+    groups: tuple[Layers, ...]  # by group
     slots: tuple[tuple[int, int] | None, ...]
 
     def kv(self, layer: int) -> PagedKV:
@@ -270,6 +270,6 @@ class Sequence:
         """Pages of the arena that this sequence holds."""
         return sum(a == arena for a, _ in self.holds())
 
-    def views(self) -> tuple[tuple[PagedKV, ...], ...]:
-        """The cache as the kernels see it, by group, by layer of the group."""
+    def views(self) -> tuple[Layers, ...]:
+        """The cache as the kernels see it, by group."""
         return tuple(self._lists[g].views(self.pool, g) for g in range(len(self._lists)))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend, other_parts
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
@@ -21,11 +22,12 @@ from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
+from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.graphpages import GraphPages
 from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Block, Decoder
 from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.sealing import fix_basis, fixes_basis
+from kvcli.runtime.sealing import fix_bases, fixes_basis
 from kvcli.runtime.sequence import Sequence, Step
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
@@ -105,12 +107,18 @@ class TokenGraph:
 
     def _fix_bases(self, step: Step) -> None:
         """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
-        if not any(fixes_basis(layers[0], step.start + 1) for layers in step.groups):  # in a group all or none do
-            return
-        for i, layer in enumerate(self.model.config.layers):
-            if fixes_basis(step.kv(i), step.start + 1):
-                fix_basis(self.model.ops, step.kv(i), self.model.ropes.table(layer.rope))
-        self._pages.bind_bases(step)
+        fixed = False
+        for layers, group in zip(step.groups, self.layout.groups, strict=True):
+            if not fixes_basis(layers[0], step.start + 1):  # in a group all or none do
+                continue
+            alike: dict[RopeConfig | None, list[PagedKV]] = {}
+            for kv, layer in zip(layers, group.layers, strict=True):
+                alike.setdefault(self.model.config.layers[layer].rope, []).append(kv)
+            for rope, some in alike.items():
+                fix_bases(self.model.ops, some, self.model.ropes.table(rope))
+            fixed = True
+        if fixed:
+            self._pages.bind_bases(step)
 
     def _replay(self, rows: int) -> torch.Tensor:
         """Compute a row that sees `rows` rows, by the graph for that many."""

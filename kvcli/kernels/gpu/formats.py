@@ -26,7 +26,7 @@ from kvcli.kernels.matmul import QuantTensor
 
 GROUP = 32  # elements
 SUPER = 8  # groups that share an entry of `supers`
-REPACK_BYTES = 64 << 20  # packed bytes on the device beside their repacked form
+REPACK_BYTES = 16 << 20  # packed bytes on the device at a time; on the way they take about ten times that
 
 # How scales are kept; constants of the kernels.
 PLAIN, D, D_M, PAIR, HALVES = 0, 1, 2, 3, 4

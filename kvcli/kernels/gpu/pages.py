@@ -79,16 +79,14 @@ def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
 def device_pages(kv: PagedKV, device: torch.device | str, angles: torch.Tensor | None = None) -> DevicePages:
     """The pages of the runtime as the kernels want them. `angles`: see `DevicePages`; used where keys are centred."""
     check(kv.record)
-    absolute = torch.from_numpy(kv.addresses)
-    table = torch.where(absolute == 0, 0, absolute - kv.offset).to(device)
     basis = kv.basis
     centre, scale_k, scale_v = (
         None if x is None else x.to(device, copy=True) for x in (basis.centre, basis.scale_k, basis.scale_v)
     )
     return DevicePages(
         kv.record,
-        table,
-        kv.offset,
+        torch.from_numpy(kv.addresses).to(device),
+        0,
         kv.first_page,
         None if kv.open is None else device_pages(kv.open, device),
         kv.sinks,
