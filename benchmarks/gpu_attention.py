@@ -43,7 +43,7 @@ from kvcli.runtime.sequence import Sequence
 
 TYPES = (
     ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),
-    ("int6", "int6"), ("int4", "int4"), ("int8", "int4"), ("f16", "int4"),
+    ("int6", "int6"), ("int4", "int4"), ("int8", "int4"), ("int4", "int8"), ("f16", "int4"), ("fp8", "int6"),
 )  # fmt: skip
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
 TIMED = ("f16", "bf16", "fp8", "int8", "int6", "int4")

@@ -121,6 +121,7 @@ def test_softcap(types):
         (("int8", "int4"), 35, 12, 8, 7, {"size": 32}),
         (("int8", "fp8"), 40, 9, 1, 0, {"tail": 0}),
         (("int4", "f16"), 50, 2, 2, 0, {"sinks": 2}),
+        (("int8", "int4"), 300, 40, 4, 0, {"size": 64}),
     ],
 )
 def test_blocks_of_queries(types, rows, t, heads, window, more):

@@ -180,15 +180,15 @@ class Engine:
         return graph
 
     def _dry_run(self) -> None:
-        """A prompt long enough to need every kernel that prompts need."""
+        """Prompts that need every kernel that prompts need: long ones, and short ones, whose keys have no mean yet."""
         from kvcli.kernels.gpu.sample import DeviceSampler
 
-        seq, device = self.new_sequence(), self.pool.device
-        rows = max(1, min(self.ctx_size - 1, 2 * self.layout.page_size + 1))
-        logits = self.logits(self.forward(seq, [0] * rows)[-1:])[0]
-        if rows < self.ctx_size:
-            self.forward(seq, [0])
-        seq.close()
+        device, room = self.pool.device, max(1, self.ctx_size - 1)
+        for steps in ((2 * self.layout.page_size + 1, 1), (2, 1)):
+            seq = self.new_sequence()
+            for rows in steps:
+                logits = self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])[0]
+            seq.close()
         for options in (SampleOptions(), SampleOptions(temperature=0.0)):
             effective = Sampler(options, self.sampling_defaults, self.config.vocab_size).effective
             if not DeviceSampler.supports(effective):

@@ -18,7 +18,7 @@ class RopeTable:
         """`factors` float32 [dim / 2] divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
         half = rope.dim // 2
         self._last: tuple[tuple[int, int], Angles]
-        self._on_device: torch.Tensor | None = None
+        self._on_device: dict[torch.device, torch.Tensor] = {}
         self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim)
         if rope.scaling == "linear":
             self.frequencies /= rope.factor
@@ -30,9 +30,9 @@ class RopeTable:
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """The frequencies, float64 [dim / 2], on a device; copied once."""
-        if self._on_device is None or self._on_device.device != device:
-            self._on_device = torch.from_numpy(self.frequencies).to(device)
-        return self._on_device
+        if device not in self._on_device:
+            self._on_device[device] = torch.from_numpy(self.frequencies).to(device)
+        return self._on_device[device]
 
     def at(self, start: int, n: int) -> Angles:
         """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; kept for the other layers of a step."""

@@ -257,7 +257,10 @@ def attend(
     if out is None:
         out = Partials.empty(rows, heads, pages, splits)
     pad_k, pad_v = padded(r.dim_k), padded(r.dim_v)
-    least = 16 if rows == 1 else (32 if max(pad_k, pad_v) > 128 else 64)  # queries of a program, of all heads
+    # Queries of a program, of all heads. With 64 the products go by warp groups, whose numbers are wrong (Triton 3.6)
+    # where keys come in two parts and values in four.
+    few = max(pad_k, pad_v) > 128 or PARTS[r.codec_k] != PARTS[r.codec_v]
+    least = 16 if rows == 1 else 32 if few else 64
     m = max(least, triton.next_power_of_2(group))
     block = 1 if rows == 1 else min(r.page_size, 1 << ((m // group).bit_length() - 1))
     blocks = 1 if rows == 1 else (rows - 1) // block + 2
