@@ -166,7 +166,7 @@ def test_a_full_pool_leaves_a_usable_sequence():
     expected = run(engine, seq, PROMPT[:40]).ids
     seq.close()
     engine.pool.budget_bytes = engine.pool.committed_bytes
-    hogs = [(g, engine.pool.take(g)) for g in (0, 1) for _ in range(engine.pool._arenas[g].per_chunk - 5)]
+    hogs = [(g, engine.pool.take(g)) for g in (0, 1) for _ in range(engine.layout.groups[g].pages_per_chunk - 5)]
     with pytest.raises(DoesNotFit):
         run(engine, seq, PROMPT)
     assert 0 < seq.length < 100 and seq.tokens == PROMPT[: seq.length]

@@ -23,6 +23,7 @@ class Runner(Protocol):
 
     tokenizer: Tokenizer
     ctx_size: int
+    ubatch: int
     load_s: float
     caches: Caches
 
@@ -113,6 +114,7 @@ class Generation:
         reused = self.reuse.tokens
         total = self.n_prompt - reused
         yield Prefill(0, total, reused)
+        seq.expect(self.n_prompt, engine.ubatch)
         for start, end in engine.chunks(reused, self.n_prompt):
             if self.cancelled():
                 return
