@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcli.runtime import hub, quality
+from kvcli.runtime import quality
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import from_gguf
+from kvcli.runtime.download import hub
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.layout import KVLayout
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
-from kvcli.runtime import hub, recall
+from kvcli.runtime import recall
+from kvcli.runtime.download import hub
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import Token
-from kvcli.runtime.memory import process_bytes
+from kvcli.runtime.host.memory import process_bytes
 
 PAGE, KEEP, SLICE = 64, 4, 64  # SLICE: rows of logits at a time
 

@@ -32,14 +32,14 @@ from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.kernels.rotation import rotate
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pagelist import paged_record
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sealing import seal_step
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.grouplayout import GroupLayout
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagelist import paged_record
-from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Sequence
 
 TYPES = (
     ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),

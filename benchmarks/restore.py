@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagefiles import host_bytes, load_pages
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.prefixpages import needed
-from kvcli.runtime.promptcache import Contents, PromptCacheFile
-from kvcli.runtime.promptwriting import write
+from kvcli.runtime.promptcaches.pagefiles import host_bytes, load_pages
+from kvcli.runtime.promptcaches.prefixpages import needed
+from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
+from kvcli.runtime.promptcaches.promptwriting import write
 
 IDENTITY = {"shape": "8B"}
 BLOCK = 8 << 20

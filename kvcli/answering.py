@@ -15,8 +15,8 @@ from kvcli.sinks import Sink
 from kvcli.verification import verify
 
 if TYPE_CHECKING:
+    from kvcli.runtime.cache.sequence import Sequence
     from kvcli.runtime.engine import Engine
-    from kvcli.runtime.sequence import Sequence
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
-    from kvcli.runtime.promptcache import Contents, PromptCacheFile
+    from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
 
 AROUND = 8  # tokens shown before and behind the place where texts part
 
@@ -40,9 +40,9 @@ def _chosen(per_group: list[str]) -> str:
 
 def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
     """How far a cache agrees with a prompt's tokens, as lines."""
-    from kvcli.runtime import fingerprint
-    from kvcli.runtime.prefixpages import common_length, longest
-    from kvcli.runtime.promptcache import first_difference
+    from kvcli.runtime.promptcaches import fingerprint
+    from kvcli.runtime.promptcaches.prefixpages import common_length, longest
+    from kvcli.runtime.promptcaches.promptcache import first_difference
 
     expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
     field = first_difference({k: v for k, v in contents.identity.items() if k in expected}, expected)
@@ -74,9 +74,9 @@ def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
 
 def recompute(engine: Engine, file: PromptCacheFile, pages: int, tol: float) -> str:
     """Rows computed again beside those of a file, told in half a line. Raises CheckFailed, CacheFileError."""
-    from kvcli.runtime import fingerprint
-    from kvcli.runtime.promptcache import differs, first_difference
-    from kvcli.runtime.recompute import compare
+    from kvcli.runtime.promptcaches import fingerprint
+    from kvcli.runtime.promptcaches.promptcache import differs, first_difference
+    from kvcli.runtime.promptcaches.recompute import compare
 
     expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
     found = file.contents.identity

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.render import human_bytes
-from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.promptstore import SUFFIX, entries, folders
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.promptstore import SUFFIX, entries, folders
 
 ID_LENGTH = 10
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcli.errors import UsageError
-from kvcli.runtime.cachetypes import ALIASES, CODEC_SPECS, canonical
+from kvcli.runtime.cache.cachetypes import ALIASES, CODEC_SPECS, canonical
 
 Types = tuple[str, str]  # of keys and of values
 

@@ -15,13 +15,13 @@ from kvcli.overflow import common_length
 from kvcli.render import human_bytes
 from kvcli.report import Result, context_full, stats_line
 from kvcli.runtime.events import Usage
-from kvcli.runtime.sessions import Branches
+from kvcli.runtime.promptcaches.sessions import Branches
 from kvcli.sinks import Sink
 from kvcli.streams import say
 
 if TYPE_CHECKING:
-    from kvcli.runtime.conversation import Conversation
     from kvcli.runtime.engine import Engine
+    from kvcli.runtime.text.conversation import Conversation
 
 COMMANDS = {
     "/help": "this list (also /?)",

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime import overheads
-from kvcli.runtime.device import AUTO, check_there, parse_device
-from kvcli.runtime.footprint import WeightBytes
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
-from kvcli.runtime.plannedmodel import PlannedModel
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.host.device import AUTO, check_there, parse_device
+from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.footprint import WeightBytes
+from kvcli.runtime.planning.plannedmodel import PlannedModel
 
 Pair = tuple[str, str]  # cache types of keys and values
 ALL_PAIRS: tuple[Pair, ...] = (
@@ -112,7 +112,7 @@ def find_target(
 
 def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Memory, float | None, str]:
     """The memory, and its bandwidth with the source of that."""
-    from kvcli.runtime.cards import bandwidth_of, find_card
+    from kvcli.runtime.planning.cards import bandwidth_of, find_card
 
     if card is not None:
         if device is not None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvcli import paths
 from kvcli.errors import KVError
-from kvcli.runtime import machine, overheads
-from kvcli.runtime.diskspeed import disk_speed
-from kvcli.runtime.machine import ProbeFailed
-from kvcli.runtime.measuring import measure
-from kvcli.runtime.memory import CPU, main_memory
-from kvcli.runtime.overheads import Overheads
+from kvcli.runtime.host import machine
+from kvcli.runtime.host.diskspeed import disk_speed
+from kvcli.runtime.host.machine import ProbeFailed
+from kvcli.runtime.host.measuring import measure
+from kvcli.runtime.host.memory import CPU, main_memory
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.overheads import Overheads
 
 SCHEMA = 1
 

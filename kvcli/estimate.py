@@ -12,12 +12,13 @@ from fractions import Fraction
 
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime import eviction, footprint, overheads
+from kvcli.runtime import eviction
+from kvcli.runtime.cache.layout import ADDRESS_BYTES, KVLayout
 from kvcli.runtime.config import LATENT, ModelConfig
-from kvcli.runtime.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
-from kvcli.runtime.layout import ADDRESS_BYTES, KVLayout
-from kvcli.runtime.memory import CPU, process_bytes
-from kvcli.runtime.overheads import ASSUMED_BYTES
+from kvcli.runtime.host.memory import CPU, process_bytes
+from kvcli.runtime.planning import footprint, overheads
+from kvcli.runtime.planning.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
+from kvcli.runtime.planning.overheads import ASSUMED_BYTES
 
 DEFAULT_MARGIN = 512 << 20
 SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
@@ -296,7 +297,7 @@ def plan_for_engine(
 def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
     """What an engine may use of the CPU's memory, or of GPU `index`: `limit` (--vram-limit) as it is, else what is
     free and, on a CPU, ours already. To be asked before a CUDA context is made, which the plan counts. UsageError."""
-    from kvcli.runtime import memory as memories
+    from kvcli.runtime.host import memory as memories
 
     if kind == CPU:
         memory, ours = memories.main_memory(), process_bytes()

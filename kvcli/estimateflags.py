@@ -13,12 +13,12 @@ from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.cachetypes import canonical
+from kvcli.runtime.cache.cachetypes import canonical
 
 if TYPE_CHECKING:
     from kvcli.comparison import Pair, Wish
-    from kvcli.runtime.plannedmodel import PlannedModel
-    from kvcli.runtime.shapes import Given
+    from kvcli.runtime.planning.plannedmodel import PlannedModel
+    from kvcli.runtime.planning.shapes import Given
 
 _UNITS = ("GiB", "GB", "B")
 
@@ -151,7 +151,7 @@ class ShapeFlags:
 
     def given(self) -> Given:
         """Raises UsageError for a size that is not positive."""
-        from kvcli.runtime.shapes import Given
+        from kvcli.runtime.planning.shapes import Given
 
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "head_dim"}
         for dim in ("dim_k", "dim_v"):

@@ -12,10 +12,10 @@ from typing import Any
 from kvcli.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.estimate import per_rank
 from kvcli.render import human_count, one_line
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
-from kvcli.runtime.grouplayout import GroupLayout
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.plannedmodel import PlannedModel
+from kvcli.runtime.planning.plannedmodel import PlannedModel
 
 MIB, GIB = 1 << 20, 1 << 30
 SCHEMA = 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from kvcli.comparison import Outcome, Wish
 from kvcli.estimateview import Report
+from kvcli.runtime.cache.grouplayout import ALIGN, GroupLayout
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.grouplayout import ALIGN, GroupLayout
 
 
 def explain(report: Report) -> str:

@@ -19,7 +19,7 @@ from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages, one_pair
 from kvcli.errors import UsageError
 from kvcli.inputs import check_argument, read_file
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
-from kvcli.runtime.memory import main_memory, parse_size
+from kvcli.runtime.host.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
 MAX_CTX = 1 << 31
@@ -107,7 +107,7 @@ class ModelFlags:
 
     def options(self, offline: bool = False) -> LoadOptions:
         """Raises UsageError for a value out of range."""
-        from kvcli.runtime.device import parse_device
+        from kvcli.runtime.host.device import parse_device
 
         if not self.model.strip():
             raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")

@@ -12,7 +12,7 @@ from kvcli.invocation import Invocation
 
 def locate_model(name: str, invocation: Invocation) -> Path:
     """The .gguf file meant by `name`, downloaded first if need be. Raises ModelError, DownloadError."""
-    from kvcli.runtime import hub
+    from kvcli.runtime.download import hub
 
     with showing_download(invocation) as (progress, notice):
         return hub.find_model(name, invocation.offline, progress, notice)

@@ -13,7 +13,7 @@ from kvcli.flags import ModelFlags
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.cachetypes import canonical
+from kvcli.runtime.cache.cachetypes import canonical
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

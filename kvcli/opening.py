@@ -10,7 +10,7 @@ from kvcli.cacheflags import Types
 from kvcli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
-from kvcli.runtime.cachetypes import alias_note
+from kvcli.runtime.cache.cachetypes import alias_note
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

@@ -14,10 +14,10 @@ from kvcli import paths, render
 from kvcli.errors import UsageError
 from kvcli.invocation import Invocation
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.memory import parse_size
+from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvcli.runtime.keeping import Tell
+    from kvcli.runtime.promptcaches.keeping import Tell
 
 _option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -105,7 +105,7 @@ def parse_time(text: str, flag: str) -> float:
 
 def telling(invocation: Invocation) -> Tell:
     """How prompt caches reach the user of this call."""
-    from kvcli.runtime.keeping import Tell
+    from kvcli.runtime.promptcaches.keeping import Tell
 
     how = (functools.partial(tell, invocation=invocation) for tell in (render.warn, render.announce, render.notice))
     return Tell(*how)

@@ -14,7 +14,7 @@ from kvcli.overflow import Cut
 from kvcli.render import human_bytes, is_terminal
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
-from kvcli.runtime.processmemory import peak_bytes
+from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.verification import Verification, as_json
 
 SCHEMA = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcli.runtime.memory import CUDA
-from kvcli.runtime.processmemory import mapped_bytes, peak_bytes
+from kvcli.runtime.host.memory import CUDA, peak_on_card
+from kvcli.runtime.host.processmemory import mapped_bytes, peak_bytes
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -53,7 +53,7 @@ def verify(engine: Engine, tokens: int) -> Verification:
     known: dict[str, int | None] = {"KV pool": engine.pool.committed_bytes}
     if engine.device.kind == CUDA:
         index = engine.device.index
-        peak = max(1, engine.peak_on_card(engine.cards_before_open[index].free))
+        peak = max(1, peak_on_card(index, engine.cards_before_open[index].free))
     else:
         peak = peak_bytes()
         known |= {"weights": mapped_bytes(engine.path), _RUNTIME: engine.bytes_before_open}

@@ -9,10 +9,10 @@ import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.store import store
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.sequence import Sequence, Step
 
 SIZE, WINDOW = 16, 21
 KINDS = (SLIDING, FULL, SLIDING)  # groups are numbered as they appear: 0 slides, 1 is full

@@ -98,7 +98,7 @@ def _real_model(name: str, short: str) -> Path:
         path = Path(given) / f"{short}.gguf"
         assert path.is_file(), f"KV_TEST_MODELS names {given}, which lacks {path.name}"
         return path
-    from kvcli.runtime.hub import find_model
+    from kvcli.runtime.download.hub import find_model
 
     return find_model(name)
 

@@ -9,9 +9,9 @@ import torch
 from kernelcases import need_native
 
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End, Prefill, Token
-from kvcli.runtime.sequence import Sequence
 
 GREEDY = SampleOptions(temperature=0.0, ignore_eos=True, max_tokens=8)
 DRAWN = SampleOptions(4.0, 0, 1.0, 0.0, seed=8, ignore_eos=True, max_tokens=12)  # varied text, the same each time

@@ -51,9 +51,9 @@ from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
 from kvcli.kernels.reference import ReferenceBackend  # noqa: E402
 from kvcli.kernels.rotation import rotate  # noqa: E402
+from kvcli.runtime.cache.sequence import Step  # noqa: E402
 from kvcli.runtime.eviction import Retention  # noqa: E402
 from kvcli.runtime.rope import RopeTable  # noqa: E402
-from kvcli.runtime.sequence import Step  # noqa: E402
 
 OPS = ReferenceBackend()
 

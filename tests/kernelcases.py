@@ -16,7 +16,7 @@ from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout, codecs
 from kvcli.kernels.ggml import DECODERS
 from kvcli.kernels.native import NativeBackend, library
 from kvcli.kernels.reference import ReferenceBackend
-from kvcli.runtime.cores import physical_cores
+from kvcli.runtime.host.cores import physical_cores
 
 FORMATS = tuple(DECODERS)
 ISAS = ("avx512", "avx2", "base")

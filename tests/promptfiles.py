@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcli.runtime.promptcache import Contents
-from kvcli.runtime.promptwriting import nothing, write
+from kvcli.runtime.promptcaches.promptcache import Contents
+from kvcli.runtime.promptcaches.promptwriting import nothing, write
 
 SIZE = 16
 IDENTITY = {"weights": "ab" * 32, "tokenizer": "cd", "model_config": "{}", "cache_type_k": "f16", "page_size": "16"}

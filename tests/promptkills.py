@@ -14,8 +14,8 @@ if __name__ == "__main__":
 
 from promptfiles import IDENTITY, SIZE, blocks, contents
 
-from kvcli.runtime.promptcache import Contents
-from kvcli.runtime.promptstore import Limits, PromptStore
+from kvcli.runtime.promptcaches.promptcache import Contents
+from kvcli.runtime.promptcaches.promptstore import Limits, PromptStore
 
 LIMITS = Limits(1 << 30, 3600)
 

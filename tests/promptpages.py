@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvcli.kernels import Basis
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.prefixpages import Bases
-from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcaches.prefixpages import Bases
 
 
 def known_bases(layout: KVLayout, seed: int) -> Bases:

@@ -15,8 +15,8 @@ import pytest
 from rangeserver import RangeHandler, RangeSite, serving_ranges
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.ranges import RemoteFile
-from kvcli.runtime.websession import Limits, Session
+from kvcli.runtime.download.ranges import RemoteFile
+from kvcli.runtime.download.websession import Limits, Session
 
 CONTENT = random.Random(5).randbytes(200_000)
 TOKEN = "hf_secretsecret"

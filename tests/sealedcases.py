@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from kvcli.kernels import Angles, Backend, PagedKV
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sealing import seal_step
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Sequence
 
 SEALED = ("fp8", "fp8_e5m2", "int8", "int6", "int4")
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (72, 40))

@@ -13,12 +13,12 @@ from kvcli.errors import ModelError
 from kvcli.kernels import ggml
 from kvcli.kernels.pointwise import rope_
 from kvcli.runtime import archs
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, from_gguf
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.weights import Weights, half_split_rows
 
 LENGTH = 90  # pages of 16, several windows of 20

@@ -17,13 +17,14 @@ from synthetics import small_model
 
 from kvcli import render
 from kvcli.options import CacheOptions, LoadOptions
-from kvcli.runtime import benching, overheads
+from kvcli.runtime import benching
 from kvcli.runtime.benching import Case, Speed
-from kvcli.runtime.device import Device
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.machine import ProbeFailed
-from kvcli.runtime.memory import CUDA, Memory
-from kvcli.runtime.overheads import Overheads
+from kvcli.runtime.host.device import Device
+from kvcli.runtime.host.machine import ProbeFailed
+from kvcli.runtime.host.memory import CUDA, Memory
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.overheads import Overheads
 from kvcli.runtime.quality import layout_of
 
 Bench = Callable[..., tuple[int, str, str]]
@@ -211,8 +212,8 @@ def test_memory_on_a_gpu_is_counted_from_before_the_first_engine(monkeypatch: py
     monkeypatch.setattr(benching, "gpus", lambda: [Memory(CUDA, "a card", 80, each, "nvml") for each in free])
     meter = benching.Meter()
     free[:] = 75, 20
-    engine = SimpleNamespace(device=Device(CUDA, 1), peak_on_card=lambda before: before - 8)
-    assert meter.used(engine) == 42
+    monkeypatch.setattr(benching, "peak_on_card", lambda index, before: (index, before - 8))
+    assert meter.used(SimpleNamespace(device=Device(CUDA, 1))) == (1, 42)
 
 
 def test_evicting(bench: Bench) -> None:

@@ -10,8 +10,8 @@ from tinyvocab import tiny
 from tokenizers import Tokenizer as Oracle
 
 from kvcli.errors import ModelError
-from kvcli.runtime.pretokenizers import PRETOKENIZERS
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.pretokenizers import PRETOKENIZERS
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 spelled = st.text(st.sampled_from("the pages' 12\n\t<>|_éñ漢😀") | st.characters(exclude_categories=["Cs"]))
 

@@ -13,8 +13,8 @@ import tiny
 from conftest import KvHere
 
 from kvcli.cachefiles import check_pages
-from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.promptwriting import PART
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.promptwriting import PART
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 RUN = ("--raw", "--no-stdin", "--temp", "0", "-n", "4", "--ignore-eos", "--page-size", "16", "-t", "1")

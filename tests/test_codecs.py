@@ -19,7 +19,7 @@ from kvcli.kernels import Backend, codecs
 from kvcli.kernels.codecs.int4 import SHRINK, pack_nibbles, unpack_nibbles
 from kvcli.kernels.codecs.int8 import Int8
 from kvcli.kernels.rotation import rotate
-from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.cache.cachetypes import CODEC_SPECS
 
 BACKENDS = (*ISAS, "reference")
 # Root mean square error of Gaussian rows, relative; the grids' is larger for more elements a scale.

@@ -9,10 +9,10 @@ import pytest
 from fakes import END, FIRST_CHARACTER, PAIR, FakeTemplate, FakeTokenizer
 
 from kvcli.errors import ModelError, UsageError
-from kvcli.runtime.conversation import Conversation
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.template import ChatTemplate
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.conversation import Conversation
+from kvcli.runtime.text.template import ChatTemplate
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 A, B = FIRST_CHARACTER + ord("a"), FIRST_CHARACTER + ord("b")
 

@@ -12,9 +12,9 @@ import torch
 from conftest import KvHere
 
 from kvcli.errors import DeviceError, UsageError
-from kvcli.runtime import device, machine
-from kvcli.runtime.device import Device, choose, parse_device
-from kvcli.runtime.memory import CPU, CUDA, Memory
+from kvcli.runtime.host import device, machine
+from kvcli.runtime.host.device import Device, choose, parse_device
+from kvcli.runtime.host.memory import CPU, CUDA, Memory
 
 NAMES = ("NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA A100")
 FACTS = {NAMES[0]: ("580.1", (9, 0)), NAMES[1]: ("580.1", (7, 5))}

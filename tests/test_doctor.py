@@ -13,11 +13,12 @@ import pytest
 from conftest import Kv, KvHere
 
 from kvcli import doctor
-from kvcli.runtime import diskspeed, machine, measuring, overheads
-from kvcli.runtime.diskspeed import disk_speed
-from kvcli.runtime.machine import ProbeFailed
-from kvcli.runtime.memory import CUDA, Memory
-from kvcli.runtime.overheads import Overheads
+from kvcli.runtime.host import diskspeed, machine, measuring
+from kvcli.runtime.host.diskspeed import disk_speed
+from kvcli.runtime.host.machine import ProbeFailed
+from kvcli.runtime.host.memory import CUDA, Memory
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.overheads import Overheads
 
 MIB, GIB = 1 << 20, 1 << 30
 PROGRAM = {"threads": 2, "isa": "avx2", "reason": "", "runtime_bytes": 230 * MIB}

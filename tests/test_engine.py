@@ -13,8 +13,8 @@ from kernelcases import same_bits
 
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime.cores import physical_cores
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.host.cores import physical_cores
 
 CHUNKS = (1, 2, 7, 16, 63, 64, 65, 100, len(PROMPT))
 

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Budget, Setting, engine_budget, per_rank, plan_for_engine
 from kvcli.options import CacheOptions
-from kvcli.runtime import footprint, memory, overheads
-from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.cache.cachetypes import CODEC_SPECS
+from kvcli.runtime.cache.grouplayout import CHUNK_BYTES
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.footprint import WeightBytes
-from kvcli.runtime.grouplayout import CHUNK_BYTES
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.memory import CPU, CUDA, Memory
-from kvcli.runtime.overheads import Overheads
+from kvcli.runtime.host import memory
+from kvcli.runtime.host.memory import CPU, CUDA, Memory
+from kvcli.runtime.planning import footprint, overheads
+from kvcli.runtime.planning.footprint import WeightBytes
+from kvcli.runtime.planning.overheads import Overheads
 
 WEIGHTS = WeightBytes(100_000_000, 5_000_000, 90_000_000, "exact")
 
@@ -74,8 +75,8 @@ def steps(layout: KVLayout, tokens: int, chunk: int) -> Iterator[int]:
 
 def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> int:
     """Bytes that a real pool commits for sequences of `tokens`, with the open pages of sealed groups."""
-    from kvcli.runtime.pages import PagePool
-    from kvcli.runtime.sequence import Sequence
+    from kvcli.runtime.cache.pages import PagePool
+    from kvcli.runtime.cache.sequence import Sequence
 
     pool = PagePool(layout)
     made = []
@@ -129,8 +130,8 @@ def test_predicted_bytes_of_several_sequences(name: str) -> None:
 @pytest.mark.parametrize("kind", ("f32", "int4"))
 @pytest.mark.parametrize(("tail", "sinks"), ((1, 1), (1, 0), (1, 4), (0, 1), (0, 4), (1, 20), (0, 20)))
 def test_a_shared_prefix_is_allocated_once(kind: str, tail: int, sinks: int) -> None:
-    from kvcli.runtime.pages import PagePool
-    from kvcli.runtime.sequence import Sequence
+    from kvcli.runtime.cache.pages import PagePool
+    from kvcli.runtime.cache.sequence import Sequence
 
     layout = layout_of("llama", kind, page_size=16, tail=tail, sinks=sinks)
     pool = PagePool(layout)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from conftest import PACKAGE_ROOT, Kv, KvHere
 
-from kvcli.runtime import overheads
-from kvcli.runtime.cachetypes import CODEC_SPECS
-from kvcli.runtime.memory import gpus
+from kvcli.runtime.cache.cachetypes import CODEC_SPECS
+from kvcli.runtime.host.memory import gpus
+from kvcli.runtime.planning import overheads
 
 MIB = 1 << 20
 CARD = ("llama-3.1-8b", "-c", "65536", "--gpu", "rtx3060-12g")

@@ -17,9 +17,9 @@ from kvcli.estimate import (
     ideal_token_bytes,
     token_slots,
 )
-from kvcli.runtime.cachetypes import CODEC_SPECS
+from kvcli.runtime.cache.cachetypes import CODEC_SPECS
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig
-from kvcli.runtime.layout import KVLayout
 
 GOLDENS = Path(__file__).parent / "data" / "estimate_goldens.csv"
 ROWS = list(csv.DictReader(GOLDENS.open(encoding="utf-8")))

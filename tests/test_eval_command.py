@@ -16,7 +16,7 @@ from engines import open_tiny
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime import quality, recall
-from kvcli.runtime.pages import PagePool
+from kvcli.runtime.cache.pages import PagePool
 
 Recall = Callable[..., tuple[int, str, str]]
 

@@ -20,9 +20,9 @@ from kvcli.kernels import PagedKV
 from kvcli.kernels.rotation import rotate
 from kvcli.options import EvictOptions
 from kvcli.runtime import eviction
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sequence import Sequence
 
 SIZE, DIM = 16, 32
 TYPES = [(t, t) for t in ("f32", "f16", "bf16", *SEALED)] + list(PAIRS)

@@ -18,12 +18,12 @@ from kvcli.chatsession import ChatOptions, ChatSession
 from kvcli.errors import ContextOverflow, UsageError
 from kvcli.interrupt import Interrupts
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.conversation import Conversation
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
-from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.sessions import Branches
+from kvcli.runtime.promptcaches.sessions import Branches
+from kvcli.runtime.text.conversation import Conversation
 
 CTX, SIZE = 80, 16
 TEXT = torch.randint(3, 370, (180,), generator=torch.manual_seed(9)).tolist()

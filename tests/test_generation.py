@@ -12,9 +12,9 @@ from kernelcases import same_bits
 
 from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
 from kvcli.options import CacheOptions, SampleOptions
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import Prefill
-from kvcli.runtime.sequence import Sequence
 
 
 @pytest.fixture(scope="module")

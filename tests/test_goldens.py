@@ -15,8 +15,8 @@ import torch
 from kernelcases import need_native
 
 from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.sequence import Sequence
 
 pytestmark = pytest.mark.models
 DATA = Path(__file__).parent / "data"

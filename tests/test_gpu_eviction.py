@@ -15,9 +15,9 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import DevicePages
 from kvcli.kernels.gpu.rows import LOG2_E
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.runtime import footprint
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.graphpages import GroupTables
+from kvcli.runtime.planning import footprint
 
 SIZE, FAR = 16, 10_000_000
 F16, INT8, INT4 = (("f16", "f16"), ("int8", "int8"), ("int4", "int4"))

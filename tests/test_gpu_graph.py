@@ -23,17 +23,18 @@ from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import RESIDUAL
 from kvcli.options import SampleOptions
-from kvcli.runtime import archs, footprint, tokengraph
+from kvcli.runtime import archs, tokengraph
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.layers import Decoder
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
+from kvcli.runtime.planning import footprint
 from kvcli.runtime.sampler import Sampler
-from kvcli.runtime.sequence import Sequence
 from kvcli.runtime.tokengraph import TokenGraph
 from kvcli.runtime.weights import Weights
 

@@ -17,10 +17,10 @@ from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.runtime import repacked
+from kvcli.runtime.cache.sealing import fix_basis
+from kvcli.runtime.cache.sealing import seal_step as reference_seal_step
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
-from kvcli.runtime.sealing import fix_basis
-from kvcli.runtime.sealing import seal_step as reference_seal_step
+from kvcli.runtime.planning import repacked
 
 
 @pytest.fixture(autouse=True)

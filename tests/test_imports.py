@@ -13,40 +13,47 @@ import pytest
 import tiny
 from conftest import PACKAGE_ROOT, ROOT
 
+
+def whole(name: str) -> str:
+    """The name with what a leading dot stands for."""
+    return f"kvcli.runtime{name}" if name.startswith(".") else name
+
+
 # The house, from the cellar (first line) up. A name is a module, or a package and all that is in it. A module
-# may import from lower floors and, if it is part of a package named here, from that package.
+# may import from lower floors and, if it is part of a package named here, from that package. A leading dot stands for
+# kvcli.runtime.
 LAYERS = """
 kvcli
 kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
-kvcli.runtime
-kvcli.runtime.cachetypes kvcli.runtime.config kvcli.runtime.events kvcli.runtime.eviction kvcli.runtime.growth
-kvcli.runtime.grouplayout kvcli.runtime.headercache kvcli.runtime.memory
-kvcli.runtime.processmemory kvcli.runtime.provenance kvcli.runtime.repacked kvcli.runtime.stops kvcli.runtime.wire
-kvcli.runtime.cores
-kvcli.runtime.cards kvcli.runtime.footprint kvcli.runtime.formats kvcli.runtime.layout kvcli.runtime.overheads
-kvcli.runtime.pretokenizers kvcli.runtime.recipes kvcli.runtime.rope kvcli.runtime.sandbox kvcli.runtime.shapes
-kvcli.runtime.vocabulary kvcli.runtime.websession
-kvcli.runtime.anygguf kvcli.runtime.bytebpe kvcli.runtime.pages kvcli.runtime.ranges kvcli.runtime.sampler
-kvcli.runtime.sentencepiece kvcli.runtime.store kvcli.runtime.template kvcli.runtime.weights
-kvcli.runtime.facts kvcli.runtime.hfconfig kvcli.runtime.hubrepo kvcli.runtime.pagelist
-kvcli.runtime.sequence
-kvcli.runtime.fingerprint kvcli.runtime.guard kvcli.runtime.prefixpages kvcli.runtime.sealing kvcli.runtime.tokenizer
-kvcli.runtime.caches kvcli.runtime.promptcache
-kvcli.runtime.pagefiles kvcli.runtime.prefix kvcli.runtime.promptwriting
-kvcli.runtime.conversion kvcli.runtime.held kvcli.runtime.promptstore kvcli.runtime.userfile
-kvcli.runtime.cachewriter kvcli.runtime.missed
-kvcli.runtime.keeping
-kvcli.runtime.reuse
-kvcli.estimate kvcli.runtime.conversation kvcli.runtime.layers kvcli.runtime.machine kvcli.runtime.sources
-kvcli.runtime.archs kvcli.runtime.device kvcli.runtime.diskspeed kvcli.runtime.graphpages kvcli.runtime.hub
-kvcli.runtime.tokengraph
-kvcli.runtime.decoding kvcli.runtime.sessions
-kvcli.runtime.enginecaches kvcli.runtime.generation
-kvcli.runtime.engine kvcli.runtime.headers kvcli.runtime.inventory
-kvcli.runtime.hublisting kvcli.runtime.measuring kvcli.runtime.quality kvcli.runtime.recall
-kvcli.runtime.remoteheaders
-kvcli.runtime.benching kvcli.runtime.plannedmodel kvcli.runtime.recompute
+kvcli.runtime .cache .download .host .planning .promptcaches .text
+.cache.cachetypes .config .events .eviction .download.growth
+.cache.grouplayout .download.headercache .host.memory
+.host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
+.host.cores
+.planning.cards .planning.footprint .formats .cache.layout .planning.overheads
+.text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
+.text.vocabulary .download.websession
+.planning.anygguf .text.bytebpe .cache.pages .download.ranges .sampler
+.text.sentencepiece .download.store .text.template .weights
+.planning.facts .planning.hfconfig .download.hubrepo .cache.pagelist
+.cache.sequence
+.promptcaches.fingerprint .guard .promptcaches.prefixpages .cache.sealing .text.tokenizer
+.promptcaches.caches .promptcaches.promptcache
+.promptcaches.pagefiles .promptcaches.prefix .promptcaches.promptwriting
+.promptcaches.conversion .promptcaches.held .promptcaches.promptstore .promptcaches.userfile
+.promptcaches.cachewriter .promptcaches.missed
+.promptcaches.keeping
+.promptcaches.reuse
+kvcli.estimate .text.conversation .layers .host.machine .download.sources
+.archs .host.device .host.diskspeed .graphpages .download.hub
+.tokengraph
+.decoding .promptcaches.sessions
+.promptcaches.enginecaches .generation
+.engine .planning.headers .download.inventory
+.download.hublisting .host.measuring .quality .recall
+.download.remoteheaders
+.benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
 kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
 kvcli.flags kvcli.globaloptions kvcli.render
@@ -59,24 +66,23 @@ kvcli.cli
 kvcli.__main__
 """
 # The one way up, taken inside a function: a local file needs nothing of HTTP and TLS.
-UPWARD = {("kvcli.runtime.headers", "kvcli.runtime.remoteheaders")}
-RANKS = {name: rank for rank, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+UPWARD = {("kvcli.runtime.planning.headers", "kvcli.runtime.download.remoteheaders")}
+RANKS = {whole(name): rank for rank, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+
+FOLDERS = {name for name in RANKS if any(other.startswith(f"{name}.") for other in RANKS)}
 
 # The kernels know nothing of ours but the errors: they could be lifted out.
 KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
-TORCH_USERS = (
-    "kvcli.kernels", "kvcli.runtime.archs", "kvcli.runtime.caches", "kvcli.runtime.cachewriter",
-    "kvcli.runtime.conversion", "kvcli.runtime.decoding", "kvcli.runtime.engine", "kvcli.runtime.enginecaches",
-    "kvcli.runtime.generation", "kvcli.runtime.graphpages", "kvcli.runtime.guard", "kvcli.runtime.held",
-    "kvcli.runtime.keeping",
-    "kvcli.runtime.layers", "kvcli.runtime.pagefiles", "kvcli.runtime.pagelist", "kvcli.runtime.pages",
-    "kvcli.runtime.prefix",
-    "kvcli.runtime.quality", "kvcli.runtime.recall", "kvcli.runtime.recompute", "kvcli.runtime.reuse",
-    "kvcli.runtime.rope", "kvcli.runtime.sampler", "kvcli.runtime.sealing", "kvcli.runtime.sequence",
-    "kvcli.runtime.prefixpages", "kvcli.runtime.tokengraph", "kvcli.runtime.userfile", "kvcli.runtime.weights",
-)  # fmt: skip
+TORCH = """
+kvcli.kernels .archs .promptcaches.caches .promptcaches.cachewriter .promptcaches.conversion .decoding
+.engine .promptcaches.enginecaches .generation .graphpages .guard .promptcaches.held .promptcaches.keeping
+.layers .promptcaches.pagefiles .cache.pagelist .cache.pages .promptcaches.prefix .quality .recall
+.promptcaches.recompute .promptcaches.reuse .rope .sampler .cache.sealing .cache.sequence
+.promptcaches.prefixpages .tokengraph .promptcaches.userfile .weights
+"""
+TORCH_USERS = tuple(map(whole, TORCH.split()))
 
 
 def _modules() -> dict[str, Path]:
@@ -104,11 +110,11 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _entry(module: str) -> str:
-    """The longest name in LAYERS that covers a module."""
+    """The longest name in LAYERS that covers a module; what is in a folder whose files are named there must be, too."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])
-        if name in RANKS and (end == len(parts) or name not in ("kvcli", "kvcli.runtime")):
+        if name in RANKS and (end == len(parts) or name not in FOLDERS):
             return name
     raise AssertionError(f"{module} has no place in LAYERS: give it one")
 

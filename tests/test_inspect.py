@@ -11,7 +11,7 @@ import pytest
 from conftest import KvHere
 
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig
-from kvcli.runtime.facts import f16_row_bytes
+from kvcli.runtime.planning.facts import f16_row_bytes
 
 
 def _write(path: Path, arch: str, tensors: bool = True, **keys: object) -> Path:

@@ -9,10 +9,10 @@ import pytest
 from cachecases import chunks, tiny_layout
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cache.layout import PAGE_SIZES, KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.layout import PAGE_SIZES, KVLayout
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import Sequence
 
 
 def model(layers: tuple[LayerConfig, ...]) -> ModelConfig:

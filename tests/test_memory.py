@@ -9,10 +9,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvcli.errors import UsageError
-from kvcli.runtime import memory, overheads
-from kvcli.runtime.cards import CARDS, bandwidth_of, find_card
-from kvcli.runtime.memory import main_memory, parse_size, process_bytes
-from kvcli.runtime.overheads import Overheads
+from kvcli.runtime.host import memory
+from kvcli.runtime.host.memory import main_memory, parse_size, process_bytes
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.cards import CARDS, bandwidth_of, find_card
+from kvcli.runtime.planning.overheads import Overheads
 
 MIB, GIB = 1 << 20, 1 << 30
 

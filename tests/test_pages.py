@@ -10,9 +10,9 @@ import torch
 from cachecases import append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import grouplayout as layouts
-from kvcli.runtime.pages import NO_PAGE, PagePool
-from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.cache import grouplayout as layouts
+from kvcli.runtime.cache.pages import NO_PAGE, PagePool
+from kvcli.runtime.cache.sequence import Sequence
 
 
 @pytest.fixture

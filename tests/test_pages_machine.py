@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import grouplayout as layouts
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.cache import grouplayout as layouts
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 
 
 class PagesMachine(RuleBasedStateMachine):

@@ -18,11 +18,11 @@ from engines import open_tiny
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime import quality
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
 from kvcli.runtime.quality import Protocol
-from kvcli.runtime.sequence import Sequence
 
 TEXT = "The cache of a transformer holds 1234 keys. It's read page by page; isn't it?\n" * 20
 Ppl = Callable[..., tuple[int, str, str]]

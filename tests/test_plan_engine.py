@@ -14,12 +14,12 @@ from synthetics import small_model
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime import engine as engine_module
-from kvcli.runtime import overheads
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
-from kvcli.runtime.overheads import Overheads
-from kvcli.runtime.processmemory import mapped_bytes, peak_bytes
+from kvcli.runtime.host.processmemory import mapped_bytes, peak_bytes
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.planning.overheads import Overheads
 from kvcli.verification import Row, Verification, block, failure
 
 MIB = 1 << 20

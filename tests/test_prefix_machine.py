@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime import grouplayout as layouts
-from kvcli.runtime.held import Held
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.prefix import PrefixTree
-from kvcli.runtime.prefixpages import common_length
-from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.cache import grouplayout as layouts
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcaches.held import Held
+from kvcli.runtime.promptcaches.prefix import PrefixTree
+from kvcli.runtime.promptcaches.prefixpages import common_length
 
 
 class PrefixMachine(RuleBasedStateMachine):

@@ -23,16 +23,16 @@ from promptfiles import IDENTITY, SIZE, blocks, make
 from promptpages import fill
 
 from kvcli.errors import CacheFileError
-from kvcli.runtime import layout as layouts
-from kvcli.runtime import pagefiles
+from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.held import Held, Trail
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.prefixpages import longest, needed
-from kvcli.runtime.promptcache import ALIGN, Contents, PromptCacheFile, first_difference, is_prompt_cache
-from kvcli.runtime.promptwriting import write
-from kvcli.runtime.sequence import Sequence
+from kvcli.runtime.promptcaches import pagefiles
+from kvcli.runtime.promptcaches.held import Held, Trail
+from kvcli.runtime.promptcaches.prefixpages import longest, needed
+from kvcli.runtime.promptcaches.promptcache import ALIGN, Contents, PromptCacheFile, first_difference, is_prompt_cache
+from kvcli.runtime.promptcaches.promptwriting import write
 
 TYPES = st.sampled_from(("f32", "f16", "bf16", "fp8", "int8", "int6", "int4"))
 LAYERS = st.lists(
@@ -235,7 +235,7 @@ def test_pages_of_another_size_are_not_taken_for_ours(tmp_path: Path) -> None:
 def test_names_and_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path[:0] = sys.argv[1].split(':'); from pathlib import Path; import promptfiles\n"
-        "from kvcli.runtime.promptstore import Limits, PromptStore; import hashlib\n"
+        "from kvcli.runtime.promptcaches.promptstore import Limits, PromptStore; import hashlib\n"
         "path = Path(sys.argv[2]) / 'x'; c = promptfiles.make(path, list(range(100)))\n"
         "store = PromptStore(path.parent, promptfiles.IDENTITY, 16, Limits(1, 1))\n"
         "print(store.name_of(c), store.chain(c.tokens)[-1], hashlib.sha256(path.read_bytes()).hexdigest())"

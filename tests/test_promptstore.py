@@ -15,9 +15,9 @@ from promptkills import LIMITS, segment, store_at
 
 import kvcli
 from kvcli.errors import CacheFileError
-from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.promptstore import Limits, PromptStore, entries, prune
-from kvcli.runtime.promptwriting import PART
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.promptstore import Limits, PromptStore, entries, prune
+from kvcli.runtime.promptcaches.promptwriting import PART
 
 
 def _add(store: PromptStore, tokens: list[int], start: int = 0) -> Path:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.runtime.provenance import Marked, concat, from_parts, parts_of, trust
+from kvcli.runtime.text.provenance import Marked, concat, from_parts, parts_of, trust
 
 parts = st.lists(st.tuples(st.text("ab \n", max_size=4), st.booleans()), max_size=5)
 

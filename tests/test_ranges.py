@@ -22,8 +22,8 @@ from rangecalls import (  # noqa: F401
 from rangeserver import RangeHandler, RangeSite
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.ranges import RemoteFile, read_document
-from kvcli.runtime.websession import Limits, Session
+from kvcli.runtime.download.ranges import RemoteFile, read_document
+from kvcli.runtime.download.websession import Limits, Session
 
 # --- honest servers ---
 
@@ -260,7 +260,7 @@ def test_documents(site: RangeSite) -> None:
 
 
 def test_documents_are_limited(site: RangeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcli.runtime.ranges.MAX_DOCUMENT_BYTES", 100_000)
+    monkeypatch.setattr("kvcli.runtime.download.ranges.MAX_DOCUMENT_BYTES", 100_000)
     session = Session(site.url, None, QUICK)
     with pytest.raises(DownloadError, match="larger than"):
         read_document(session, f"{site.url}/f", "the list")

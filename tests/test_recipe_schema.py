@@ -8,7 +8,7 @@ import pytest
 from toyworld import CONTENT, REPO, recipe_text
 
 from kvcli.flags import DEFAULT_MODEL
-from kvcli.runtime import recipes
+from kvcli.runtime.download import recipes
 
 
 def test_every_recipe_is_valid() -> None:

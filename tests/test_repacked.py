@@ -12,10 +12,10 @@ from synthetics import module
 
 from kvcli.kernels import QuantTensor, ggml
 from kvcli.kernels.gpu import formats
-from kvcli.runtime import footprint, repacked
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.formats.gguf import TensorInfo
-from kvcli.runtime.memory import CPU, CUDA
+from kvcli.runtime.host.memory import CPU, CUDA
+from kvcli.runtime.planning import footprint, repacked
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(
     from kvcli.errors import ModelError
     from kvcli.options import CacheOptions, LoadOptions
     from kvcli.runtime import engine
-    from kvcli.runtime.device import Device
+    from kvcli.runtime.host.device import Device
 
     monkeypatch.setattr(engine, "choose", lambda name: Device(CUDA, 0, "a card"))
     monkeypatch.setattr(repacked, "MOST_HEAD_DIM", 4)

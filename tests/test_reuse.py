@@ -14,12 +14,12 @@ from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
 
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
-from kvcli.runtime import grouplayout
+from kvcli.runtime.cache import grouplayout
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
-from kvcli.runtime.promptcache import PromptCacheFile
-from kvcli.runtime.promptstore import entries, folders
-from kvcli.runtime.reuse import Tell
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.promptstore import entries, folders
+from kvcli.runtime.promptcaches.reuse import Tell
 
 FOUR = replace(DRAWN, max_tokens=4)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.models
 

@@ -19,13 +19,13 @@ from sealedcases import SEALED, PoisonedPool
 from kvcli.kernels import PagedKV
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.options import CacheOptions
-from kvcli.runtime import layout as layouts
+from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sealing import seal_step
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Sequence, Step
 
 OPS = ReferenceBackend()
 SIZE, WINDOW, DIM = 16, 37, 4

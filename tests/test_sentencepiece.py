@@ -11,7 +11,7 @@ from tinyvocab import tiny_sp
 from tokenizers import Tokenizer as Oracle
 from tokenizers import models
 
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 

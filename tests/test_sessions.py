@@ -12,7 +12,7 @@ from calling import Caller
 from fakes import FakeEngine
 
 from kvcli.errors import UsageError
-from kvcli.runtime import sessions
+from kvcli.runtime.promptcaches import sessions
 
 ANSWERS = ["one", "two", "three", "four", "five"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvcli.errors import ModelError, UsageError
-from kvcli.runtime.anygguf import config_from_gguf_any
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.hfconfig import config_from_hf
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.recipes import load_recipes
-from kvcli.runtime.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
+from kvcli.runtime.download.recipes import load_recipes
+from kvcli.runtime.planning.anygguf import config_from_gguf_any
+from kvcli.runtime.planning.hfconfig import config_from_hf
+from kvcli.runtime.planning.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 
 
 def gguf(arch: str, given: Given | None = None, drop: str = "", **keys: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcli.runtime.stops import StopMatcher
+from kvcli.runtime.text.stops import StopMatcher
 
 WORDS = st.text("ab", min_size=1, max_size=4)
 

@@ -14,7 +14,7 @@ from kvcli.kernels import ggml
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -333,5 +333,5 @@ def test_the_sandbox_shows_nothing(attempt):
 
 
 def test_importing_the_module_does_not_import_jinja():
-    code = "import sys, kvcli.runtime.template as _; assert not {'jinja2', 'torch'} & set(sys.modules)"
+    code = "import sys, kvcli.runtime.text.template as _; assert not {'jinja2', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tinyvocab
 
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent / "data"
 

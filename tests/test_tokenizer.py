@@ -14,7 +14,7 @@ from tinyvocab import tiny, tiny_sp
 
 from kvcli.errors import InputBytesError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 DATA = Path(__file__).parent / "data"
 GOLDENS = {name: json.loads((DATA / f"goldens_{name}.json").read_text()) for name in ("smollm2", "gemma3")}

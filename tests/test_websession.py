@@ -26,9 +26,9 @@ from rangecalls import (  # noqa: F401
 from rangeserver import RangeHandler, RangeSite, serving_ranges
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.ranges import RemoteFile
-from kvcli.runtime.websession import Session
-from kvcli.runtime.wire import Origin, split_url
+from kvcli.runtime.download.ranges import RemoteFile
+from kvcli.runtime.download.websession import Session
+from kvcli.runtime.download.wire import Origin, split_url
 
 # --- slow servers ---
 

@@ -11,7 +11,7 @@ import gguf
 from tokenizers import Tokenizer as Oracle
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 TEXT = (
     "The key-value cache of a transformer stores what it has read. It's 2024, isn't it? "

@@ -14,7 +14,7 @@ import pytest
 import servers
 
 import kvcli
-from kvcli.runtime import recipes, store
+from kvcli.runtime.download import recipes, store
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -96,7 +96,7 @@ def start(world: dict[str, str], tmp_path: Path) -> Start:
     root = str(Path(kvcli.__file__).resolve().parents[1])
     code = (
         f"import os, sys; from pathlib import Path; sys.path.insert(0, {root!r})\n"
-        "from kvcli.runtime import recipes\n"
+        "from kvcli.runtime.download import recipes\n"
         "recipes.recipe_folder = lambda: Path(os.environ['TOY_RECIPES'])\n"
         "from kvcli.cli import main; main()"
     )

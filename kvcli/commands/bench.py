@@ -23,8 +23,8 @@ from kvcli.options import CacheOptions, EvictOptions
 if TYPE_CHECKING:
     from kvcli.options import LoadOptions
     from kvcli.runtime.benching import Case, Meter, Speed
-    from kvcli.runtime.device import Device
     from kvcli.runtime.engine import Engine
+    from kvcli.runtime.host.device import Device
 
 SCHEMA, MIB = 1, 1 << 20
 SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit")
@@ -158,7 +158,7 @@ def _setting(
     engine: Engine, load: LoadOptions, bandwidth: float | None, evict: EvictOptions, invocation: Invocation
 ) -> _Setting:
     from kvcli.runtime import benching
-    from kvcli.runtime.cores import physical_cores
+    from kvcli.runtime.host.cores import physical_cores
 
     source = "--bandwidth"
     if bandwidth is None:

@@ -21,8 +21,8 @@ from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.options import PromptCacheOptions, SampleOptions
 from kvcli.promptcacheflags import CacheDir, parse_time, store_folder, telling
-from kvcli.runtime.memory import parse_size
-from kvcli.runtime.promptcache import PromptCacheFile
+from kvcli.runtime.host.memory import parse_size
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.sinks import NoSink
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def show(
 def _text(model: str, ids: list[int], invocation: Invocation) -> str:
     from kvcli import locate
     from kvcli.runtime.formats.gguf import GGUFFile
-    from kvcli.runtime.tokenizer import Tokenizer
+    from kvcli.runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(locate.locate_model(model, invocation)).metadata)
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size]) + "\n"
@@ -242,7 +242,7 @@ def prune(
     cache_dir: CacheDir = None,
 ) -> None:
     """Remove what was used longest ago, and what killed processes left."""
-    from kvcli.runtime import promptstore
+    from kvcli.runtime.promptcaches import promptstore
 
     root = store_folder(cache_dir)
     limits = promptstore.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))

@@ -21,13 +21,13 @@ from kvcli.inputs import decode_utf8
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import StoreFlags, telling
-from kvcli.runtime import sessions
+from kvcli.runtime.promptcaches import sessions
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, say
 
 if TYPE_CHECKING:
-    from kvcli.runtime.conversation import Conversation
     from kvcli.runtime.engine import Engine
+    from kvcli.runtime.text.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _branches(
 
 
 def _conversation(engine: Engine, system: str | None) -> Conversation:
-    from kvcli.runtime.conversation import Conversation
+    from kvcli.runtime.text.conversation import Conversation
 
     if engine.template is None:
         raise ModelError("this model has no chat template", "kv run --raw continues plain text")

@@ -76,7 +76,7 @@ def _report(
 ) -> Report:
     from kvcli.comparison import compare, find_target, recommend
     from kvcli.estimateview import Report
-    from kvcli.runtime.plannedmodel import planned_model
+    from kvcli.runtime.planning.plannedmodel import planned_model
 
     given = shape.given()
     if name is None and not given.shapes:
@@ -143,16 +143,16 @@ def _print_args(report: Report, name: str | None) -> None:
 
 def _list(output: OutputFlags, invocation: Invocation) -> None:
     if output.list_gpus:
-        from kvcli.runtime.cards import CARDS
+        from kvcli.runtime.planning.cards import CARDS
 
         cards = [
             [c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"] for c in CARDS.values()
         ]
         render.print_table(["name", "card", "MiB", "usable MiB", "GB/s"], cards, invocation, right={2, 3, 4})
         return
-    from kvcli.runtime.layout import KVLayout
-    from kvcli.runtime.recipes import load_recipes
-    from kvcli.runtime.shapes import config_from_recipe
+    from kvcli.runtime.cache.layout import KVLayout
+    from kvcli.runtime.download.recipes import load_recipes
+    from kvcli.runtime.planning.shapes import config_from_recipe
 
     rows = []
     for recipe in load_recipes().values():

@@ -133,7 +133,7 @@ def _ask(
     engine: Engine, asked: dict[tuple[int, float], list[Question]], types: list[Types], progress: render.Progress
 ) -> list[_Cell]:
     from kvcli.runtime import quality, recall
-    from kvcli.runtime.pages import PagePool
+    from kvcli.runtime.cache.pages import PagePool
 
     total = sum(len(q.context) for each in asked.values() for q in each) * len(types)
     done, cells = 0, []

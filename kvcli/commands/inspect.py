@@ -12,9 +12,9 @@ from kvcli.invocation import Invocation, JsonFlag
 from kvcli.locate import locate_model
 
 if TYPE_CHECKING:
-    from kvcli.runtime.facts import LayerGroup, ModelFacts, TokenizerFacts
     from kvcli.runtime.formats.gguf import TensorInfo
-    from kvcli.runtime.template import ChatTemplate
+    from kvcli.runtime.planning.facts import LayerGroup, ModelFacts, TokenizerFacts
+    from kvcli.runtime.text.template import ChatTemplate
 
 
 def register(app: typer.Typer) -> None:
@@ -31,8 +31,8 @@ def inspect(
 ) -> None:
     """Show sizes, attention, layers, quantization, tokenizer and template of a model."""
     from kvcli.errors import ModelError, UsageError
-    from kvcli.runtime.facts import read_facts
     from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.planning.facts import read_facts
 
     invocation: Invocation = ctx.obj
     if template and (tensors or json):

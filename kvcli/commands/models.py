@@ -13,7 +13,7 @@ from kvcli.globaloptions import require_command
 from kvcli.invocation import Invocation, JsonFlag
 
 if TYPE_CHECKING:
-    from kvcli.runtime.inventory import Entry
+    from kvcli.runtime.download.inventory import Entry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv models ls.")]
 
@@ -41,7 +41,7 @@ def ls(
     json: JsonFlag = False,
 ) -> None:
     """The models known by name and those downloaded from the hub. The default one has a star."""
-    from kvcli.runtime import inventory
+    from kvcli.runtime.download import inventory
 
     found = inventory.entries(shapes=all)
     if json:
@@ -76,7 +76,7 @@ def _as_json(entry: Entry) -> dict[str, object]:
 
 def path(name: Name) -> None:
     """Print the path of a downloaded model's file."""
-    from kvcli.runtime import inventory
+    from kvcli.runtime.download import inventory
 
     render.write_out(f"{inventory.downloaded(name).path}\n")
 
@@ -86,7 +86,7 @@ def verify(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; without it all.")] = "",
 ) -> None:
     """Check downloaded models against their checksums; exit code 8 if one is damaged."""
-    from kvcli.runtime import inventory
+    from kvcli.runtime.download import inventory
 
     present = [entry for entry in inventory.entries() if entry.path]
     damaged: list[CheckFailed] = []
@@ -109,7 +109,7 @@ def rm(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the file of a downloaded model."""
-    from kvcli.runtime import inventory
+    from kvcli.runtime.download import inventory
 
     invocation: Invocation = ctx.obj
     entry = inventory.downloaded(name)

@@ -22,7 +22,7 @@ def pull(
     json: JsonFlag = False,
 ) -> None:
     """Download a model, check it, and print the path of its file."""
-    from kvcli.runtime import hub
+    from kvcli.runtime.download import hub
 
     invocation: Invocation = ctx.obj
     with showing_download(invocation) as (progress, notice):

@@ -16,7 +16,7 @@ from kvcli.invocation import JsonFlag
 from kvcli.locate import locate_model
 
 if TYPE_CHECKING:
-    from kvcli.runtime.tokenizer import Tokenizer
+    from kvcli.runtime.text.tokenizer import Tokenizer
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +48,7 @@ def tokenize(
     Files and stdin are taken exactly as they are, a newline at the end included.
     """
     from kvcli.runtime.formats.gguf import GGUFFile
-    from kvcli.runtime.tokenizer import Tokenizer
+    from kvcli.runtime.text.tokenizer import Tokenizer
 
     if json and ids:
         raise UsageError("--json and --ids exclude each other", "--json has the ids too")

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.options import SampleOptions
-from kvcli.runtime import overheads
-from kvcli.runtime.device import Device
 from kvcli.runtime.events import End, Token
-from kvcli.runtime.machine import ProbeFailed
-from kvcli.runtime.measuring import measure
-from kvcli.runtime.memory import CPU, gpus
-from kvcli.runtime.processmemory import peak_bytes, reset_peak
+from kvcli.runtime.host.device import Device
+from kvcli.runtime.host.machine import ProbeFailed
+from kvcli.runtime.host.measuring import measure
+from kvcli.runtime.host.memory import CPU, gpus, peak_on_card
+from kvcli.runtime.host.processmemory import peak_bytes, reset_peak
+from kvcli.runtime.planning import overheads
 
 if TYPE_CHECKING:
+    from kvcli.runtime.cache.sequence import Sequence
     from kvcli.runtime.engine import Engine
-    from kvcli.runtime.sequence import Sequence
 
 PROMPT, GENERATION = "pp", "tg"
 _WARMUP_TOKENS = 8  # of a generation: kernels, pages and graphs are there afterwards
@@ -177,7 +177,7 @@ class Meter:
         """Bytes at the peak: of the process, or of the engine's GPU, where other programs count too."""
         if engine.device.kind == CPU:
             return peak_bytes()
-        return engine.peak_on_card(self._free[engine.device.index])
+        return peak_on_card(engine.device.index, self._free[engine.device.index])
 
 
 def release() -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.errors import DoesNotFit, KVError
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.sampler import Sampler, uniform
-from kvcli.runtime.sequence import Sequence
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.sample import DeviceSampler

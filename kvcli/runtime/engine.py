@@ -14,27 +14,29 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
-from kvcli.runtime import archs, eviction, fingerprint, guard, repacked
-from kvcli.runtime.caches import Caches, LiveRows
-from kvcli.runtime.cachetypes import canonical
+from kvcli.runtime import archs, eviction, guard
+from kvcli.runtime.cache.cachetypes import canonical
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import from_gguf
-from kvcli.runtime.cores import physical_cores
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
-from kvcli.runtime.device import AUTO, Device, choose
 from kvcli.runtime.events import Event
 from kvcli.runtime.eviction import Retention
-from kvcli.runtime.footprint import weights_of_tensors
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
-from kvcli.runtime.keeping import Tell
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.memory import CPU, CUDA, Memory, gpus, process_bytes
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.reuse import PromptCaches
+from kvcli.runtime.host.cores import physical_cores
+from kvcli.runtime.host.device import AUTO, Device, choose
+from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, process_bytes
+from kvcli.runtime.planning import repacked
+from kvcli.runtime.planning.footprint import weights_of_tensors
+from kvcli.runtime.promptcaches import fingerprint
+from kvcli.runtime.promptcaches.caches import Caches, LiveRows
+from kvcli.runtime.promptcaches.keeping import Tell
+from kvcli.runtime.promptcaches.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
-from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.template import ChatTemplate
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.template import ChatTemplate
+from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -195,12 +197,6 @@ class Engine:
                 chooser = DeviceSampler(effective, self.config.vocab_size, device)
                 chooser.launch(logits, torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
 
-    def peak_on_card(self, free_before: int) -> int:
-        """Most bytes of the GPU that were taken since `free_before` were free; other programs count too."""
-        index = self.device.index
-        given_back = torch.cuda.max_memory_reserved(index) - torch.cuda.memory_reserved(index)
-        return max(0, free_before - gpus()[index].free) + given_back
-
     def synchronize(self) -> None:
         """Wait for what was asked of a GPU."""
         if self.device.kind == CUDA:
@@ -220,7 +216,7 @@ class Engine:
 
     def use_caches(self, options: PromptCacheOptions, tell: Tell) -> PromptCaches:
         """From now on look for the rows of prompts in these caches too, and keep them there. The caller closes them."""
-        from kvcli.runtime import enginecaches
+        from kvcli.runtime.promptcaches import enginecaches
 
         self.caches = caches = PromptCaches(enginecaches.setting(self), options, tell)
         return caches

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 
 from kvcli.options import SampleOptions
-from kvcli.runtime.caches import Caches, Reuse
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.eviction import Retention
+from kvcli.runtime.promptcaches.caches import Caches, Reuse
 from kvcli.runtime.sampler import Sampler
-from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.stops import StopMatcher
-from kvcli.runtime.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.text.stops import StopMatcher
+from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 
 class Runner(Protocol):

@@ -7,12 +7,12 @@ import torch
 
 from kvcli.kernels.gpu.pages import DevicePages, half_angles
 from kvcli.kernels.paged import CENTRE_ROWS
-from kvcli.runtime.grouplayout import GroupLayout
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pagelist import Layers, paged_record
+from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.layers import Decoder
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pagelist import Layers, paged_record
 from kvcli.runtime.rope import RopeTable
-from kvcli.runtime.sequence import Step
 
 UPLOADS = 4  # page tables on the way to the device at once
 

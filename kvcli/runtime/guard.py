@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.layout import KVLayout
 
 RELATIVE_ERROR = {"int8": 0.0065, "int6": 0.026, "fp8": 0.026, "fp8_e5m2": 0.053, "int4": 0.1}
 LIMIT_NATS = 2.0  # gemma3 270M, which int4 suits, has 1.0; a bias of norm 605 over 512 elements has 2.7

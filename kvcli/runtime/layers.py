@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.kernels import Backend, PagedKV
+from kvcli.runtime.cache.sealing import seal_step
+from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LayerConfig, ModelConfig
 from kvcli.runtime.rope import RopeTable, RopeTables
-from kvcli.runtime.sealing import seal_step
-from kvcli.runtime.sequence import Step
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.grouplayout import GroupLayout
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import Sequence
 
 BASE = ("f16", "f16")
 SLICE_ELEMENTS = 8 << 20  # logits of a slice: 32 MiB, a few times over

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.errors import UsageError
+from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.pages import PagePool
-from kvcli.runtime.sequence import Sequence
-from kvcli.runtime.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 KEY_DIGITS = 5
 OPENING = "One sentence below names a pass key. Remember it."

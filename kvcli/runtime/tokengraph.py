@@ -22,13 +22,13 @@ from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sealing import fix_bases, fixes_basis
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.graphpages import GraphPages
-from kvcli.runtime.grouplayout import GroupLayout
 from kvcli.runtime.layers import Block, Decoder
-from kvcli.runtime.layout import KVLayout
-from kvcli.runtime.sealing import fix_bases, fixes_basis
-from kvcli.runtime.sequence import Sequence, Step
 
 SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0

@@ -1,0 +1,167 @@
+"""`PagePool`: all KV memory. Knows pages and who counts on them; knows nothing of tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from kvcli.errors import DoesNotFit
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+
+NO_PAGE = -1
+
+
+class _Arena:
+    """The pages of one group: chunks of equal pages that never move, a free list and reference counts."""
+
+    def __init__(self, layout: GroupLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.page_bytes = layout.page_bytes
+        self.device = device
+        self.pages: list[torch.Tensor] = []  # uint8 [layers, layer_bytes], by page id
+        self.addresses = np.zeros(0, dtype=np.int64)
+        self.free: list[int] = []
+        self.refs: list[int] = []
+        self.peak = 0
+
+    def pages_within(self, budget_bytes: int) -> int:
+        """Pages of the next chunk with so much room: as many as it has, or, where it is by page, as fit."""
+        full, room = self.layout.pages_per_chunk, budget_bytes // self.page_bytes
+        return full if room >= full else 0 if self.layout.by_layer else max(0, room)
+
+    def grow(self, pages: int) -> None:
+        layers, size, first = len(self.layout.layers), self.layout.layer_bytes, len(self.pages)
+        if self.layout.by_layer:
+            chunk = torch.empty(layers, pages, size, dtype=torch.uint8, device=self.device).transpose(0, 1)
+        else:
+            chunk = torch.empty(pages, layers, size, dtype=torch.uint8, device=self.device)
+        self.pages.extend(chunk)
+        self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
+        self.refs.extend([0] * pages)
+        self.free.extend(range(len(self.pages) - 1, first - 1, -1))
+
+    @property
+    def used(self) -> int:
+        return len(self.pages) - len(self.free)
+
+
+class PagePool:
+    """Pages of every arena of a layout (its groups, then the 16-bit classes), committed on demand under one budget.
+
+    Ids are per group and stay valid until the last `release`. Memory of a released page is kept for the next `take`.
+    """
+
+    def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
+        self.layout = layout
+        self.budget_bytes = budget_bytes
+        self.device = torch.device(device)
+        self._arenas = [_Arena(a, self.device) for a in layout.arenas]
+        # Asked to free a page of an arena before more than soft_bytes are committed, and, with True, before refusing.
+        self.reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
+        self.soft_bytes = 0
+
+    def take(self, group: int) -> int:
+        """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
+        arena = self._arenas[group]
+        if not arena.free and self.committed_bytes + arena.page_bytes > self.soft_bytes:
+            self.reclaim(group, False)
+        if not arena.free and not self._grow(arena):
+            self.reclaim(group, True)
+            if not arena.free:
+                raise DoesNotFit(
+                    f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",
+                    "use a smaller context or a smaller cache type",
+                )
+        page = arena.free.pop()
+        arena.refs[page] = 1
+        arena.peak = max(arena.peak, arena.used)
+        return page
+
+    def _grow(self, arena: _Arena) -> bool:
+        """Commit more pages; False if the budget has no room for one."""
+        pages = arena.layout.pages_per_chunk
+        if self.budget_bytes is not None:
+            pages = arena.pages_within(self.budget_bytes - self.committed_bytes)
+        if pages > 0:
+            arena.grow(pages)
+        return pages > 0
+
+    def commit(self, lacking: list[int]) -> None:
+        """Where chunks are by layer: memory for so many more pages of each arena, as far as it goes without reclaiming.
+
+        On a GPU it comes from nothing else: a chunk cut from what a step used would leave a rest of no use to the next.
+        """
+        growing = [(a, n) for a, n in zip(self._arenas, lacking, strict=True) if a.layout.by_layer and n > len(a.free)]
+        if growing and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for arena, pages in growing:
+            while len(arena.free) < pages and not 0 < self.soft_bytes <= self.committed_bytes and self._grow(arena):
+                pass
+
+    def retain(self, group: int, page: int) -> None:
+        """One more holder of a page that somebody holds."""
+        refs = self._arenas[group].refs
+        if refs[page] < 1:
+            raise ValueError(f"page {page} of group {group} is free and cannot be retained")
+        refs[page] += 1
+
+    def release(self, group: int, page: int) -> None:
+        """One holder less; the last one returns the page to the pool."""
+        arena = self._arenas[group]
+        if arena.refs[page] < 1:
+            raise ValueError(f"page {page} of group {group} is free and cannot be released")
+        arena.refs[page] -= 1
+        if arena.refs[page] == 0:
+            arena.free.append(page)
+
+    def copy(self, group: int, page: int) -> int:
+        """A new page with the same bytes and one reference."""
+        new = self.take(group)
+        arena = self._arenas[group]
+        arena.pages[new].copy_(arena.pages[page])
+        return new
+
+    def refcount(self, group: int, page: int) -> int:
+        return self._arenas[group].refs[page]
+
+    def page(self, group: int, page: int) -> torch.Tensor:
+        """The page's memory: uint8 [layers, layer_bytes], writable; in one piece unless chunks are by layer."""
+        return self._arenas[group].pages[page]
+
+    def addresses(self, group: int, pages: list[int]) -> np.ndarray:
+        """Where the first layer of each page is, 0 for NO_PAGE: int64 [n]. See `GroupLayout.layer_stride`."""
+        wanted, known = np.array(pages, dtype=np.int64), self._arenas[group].addresses
+        return np.where(wanted == NO_PAGE, 0, known[wanted] if len(known) else 0)
+
+    def used(self, group: int) -> int:
+        """Pages of the group that somebody holds."""
+        return self._arenas[group].used
+
+    def peak(self, group: int) -> int:
+        """Most pages of the group that were held at once."""
+        return self._arenas[group].peak
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(a.used * a.page_bytes for a in self._arenas)
+
+    @property
+    def committed_bytes(self) -> int:
+        return sum(len(a.pages) * a.page_bytes for a in self._arenas)
+
+    def check(self, holders: Iterable[tuple[int, int]]) -> None:
+        """Compare the counts with the (group, page) pairs that holders report. Raises ValueError on a difference."""
+        held = Counter(holders)
+        for group, arena in enumerate(self._arenas):
+            free = set(arena.free)
+            if len(free) != len(arena.free):
+                raise ValueError(f"group {group}: a page is on the free list twice")
+            for page, refs in enumerate(arena.refs):
+                if refs != held[group, page]:
+                    raise ValueError(f"group {group} page {page}: {refs} references, {held[group, page]} holders")
+                if (page in free) != (refs == 0):
+                    raise ValueError(f"group {group} page {page}: {refs} references, on the free list: {page in free}")

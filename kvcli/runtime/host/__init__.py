@@ -1,0 +1,1 @@
+"""The machine: its processors, GPUs, memory and disks, and what is measured of them."""

@@ -1,0 +1,94 @@
+"""Graphics cards that one can plan for without having them: `kv estimate --gpu NAME`.
+
+Total memory is what nvidia-smi shows, bandwidth the published figure. What a fresh card leaves to programs
+is not published: RESERVED_MIB stands for the driver's part and is an assumption.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from kvcli.errors import UsageError
+from kvcli.runtime.host.memory import CUDA, Memory
+
+RESERVED_MIB = 412
+_VARIANTS = {"ti", "super", "laptop", "pcie"}  # another card, with another bandwidth
+
+
+@dataclass(frozen=True)
+class Card:
+    """`total_mib` of memory, read at up to `bandwidth` GB/s (10^9 bytes)."""
+
+    name: str
+    title: str
+    total_mib: int
+    bandwidth: float
+
+    @property
+    def usable_mib(self) -> int:
+        return self.total_mib - RESERVED_MIB
+
+    def memory(self) -> Memory:
+        return Memory(CUDA, self.title, self.total_mib << 20, self.usable_mib << 20, "table")
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("gtx1080ti-11g", "NVIDIA GTX 1080 Ti 11 GB", 11264, 484),
+        Card("rtx2080ti-11g", "NVIDIA RTX 2080 Ti 11 GB", 11264, 616),
+        Card("rtx3060-12g", "NVIDIA RTX 3060 12 GB", 12288, 360),
+        Card("rtx3070-8g", "NVIDIA RTX 3070 8 GB", 8192, 448),
+        Card("rtx3080-10g", "NVIDIA RTX 3080 10 GB", 10240, 760),
+        Card("rtx3090-24g", "NVIDIA RTX 3090 24 GB", 24576, 936),
+        Card("rtx4060-8g", "NVIDIA RTX 4060 8 GB", 8188, 272),
+        Card("rtx4060ti-16g", "NVIDIA RTX 4060 Ti 16 GB", 16380, 288),
+        Card("rtx4070-12g", "NVIDIA RTX 4070 12 GB", 12282, 504),
+        Card("rtx4080-16g", "NVIDIA RTX 4080 16 GB", 16376, 717),
+        Card("rtx4090-24g", "NVIDIA RTX 4090 24 GB", 24564, 1008),
+        Card("rtx5070-12g", "NVIDIA RTX 5070 12 GB", 12227, 672),
+        Card("rtx5070ti-16g", "NVIDIA RTX 5070 Ti 16 GB", 16303, 896),
+        Card("rtx5080-16g", "NVIDIA RTX 5080 16 GB", 16303, 960),
+        Card("rtx5090-32g", "NVIDIA RTX 5090 32 GB", 32607, 1792),
+        Card("a6000-48g", "NVIDIA RTX A6000 48 GB", 49140, 768),
+        Card("rtx6000ada-48g", "NVIDIA RTX 6000 Ada 48 GB", 49140, 960),
+        Card("t4-16g", "NVIDIA T4 16 GB", 15360, 320),
+        Card("v100-16g", "NVIDIA V100 16 GB", 16384, 900),
+        Card("v100-32g", "NVIDIA V100 32 GB", 32768, 900),
+        Card("l4-24g", "NVIDIA L4 24 GB", 23034, 300),
+        Card("a10-24g", "NVIDIA A10 24 GB", 23028, 600),
+        Card("l40s-48g", "NVIDIA L40S 48 GB", 46068, 864),
+        Card("a100-40g", "NVIDIA A100 SXM 40 GB", 40960, 1555),
+        Card("a100-80g", "NVIDIA A100 SXM 80 GB", 81920, 2039),
+        Card("h100-80g", "NVIDIA H100 SXM 80 GB", 81559, 3350),
+        Card("h100pcie-80g", "NVIDIA H100 PCIe 80 GB", 81559, 2000),
+        Card("h200-141g", "NVIDIA H200 SXM 141 GB", 143771, 4800),
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    """The card of that name; the size may be left out where a model has only one. Raises UsageError."""
+    wanted = re.sub(r"[\s_-]|nvidia", "", name.lower())
+    found = [c for c in CARDS.values() if wanted in (c.name.replace("-", ""), c.name.partition("-")[0])]
+    if len(found) == 1:
+        return found[0]
+    close = [c.name for c in found] or difflib.get_close_matches(name.lower(), CARDS, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else "kv estimate --list-gpus names them;"
+    raise UsageError(f"--gpu: no card named '{name}' in the table", f"{hint} --vram SIZE needs no name")
+
+
+def bandwidth_of(title: str, total_bytes: int) -> float | None:
+    """GB/s of the card that a driver calls `title` ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB")."""
+    words = set(re.split(r"[\s-]+", title.lower()))
+    found = [c for c in CARDS.values() if _words(c) <= words and not words & _VARIANTS - _words(c)]
+    if not found:
+        return None
+    return max(found, key=lambda c: (len(_words(c)), -abs(c.total_mib - (total_bytes >> 20)))).bandwidth
+
+
+def _words(card: Card) -> set[str]:
+    """What a driver's name of the card must hold: its model, without the size and the usual form."""
+    return set(card.title.lower().split()[1:-2]) - {"sxm"}

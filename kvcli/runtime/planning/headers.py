@@ -1,0 +1,234 @@
+"""Headers of models, here or on the hub: names, shapes and bytes of all tensors without any of their data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kvcli.errors import ModelError
+from kvcli.runtime.download import hub, hubrepo
+from kvcli.runtime.download.recipes import find_recipe
+from kvcli.runtime.formats import gguf, safetensors
+from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
+from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, NeedMoreBytes
+from kvcli.runtime.formats.localfile import LocalFile
+
+GGUF, SAFETENSORS = "gguf", "safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
+CONFIG = "config.json"
+FIRST_GGUF_BYTES, MAX_GGUF_BYTES = 1 << 20, 64 << 20  # of the growing prefix
+FIRST_PART_BYTES = 1 << 16  # later parts of a split model have no vocabulary
+MAX_CONFIG_BYTES = 4 << 20
+_AT_ONCE = 8  # files read in parallel
+
+Parsed = TypeVar("Parsed")
+
+
+class HeaderTensor(NamedTuple):
+    """One tensor: row-major shape, type ("Q4_K", "BF16") and its bytes in the file."""
+
+    shape: tuple[int, ...]
+    type: str
+    nbytes: int
+
+
+class Alternative(NamedTuple):
+    """Another model of the same repository: its quantization or file name, and its bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ModelHeader:
+    """What the header of a model says.
+
+    `metadata` holds the keys of a GGUF model, `config` the config.json of a safetensors one ({} if it has
+    none); the other one is empty. `file_bytes` is all of the model, `bytes_read` what came over the network
+    (0 for local files and for a cached header). `etag` names the content of a remote file. `notices` are
+    lines about what went less well than it could.
+    """
+
+    source: str
+    container: str  # "gguf" or "safetensors"
+    metadata: Mapping[str, Any]
+    config: Mapping[str, Any]
+    tensors: Mapping[str, HeaderTensor]
+    file_bytes: int
+    bytes_read: int = 0
+    alternatives: Sequence[Alternative] = ()
+    etag: str = ""
+    notices: Sequence[str] = field(default=(), compare=False)
+
+
+class Prefix(Protocol):
+    """A file of which the first bytes can be had: LocalFile or RemoteFile."""
+
+    label: str
+
+    @property
+    def size(self) -> int: ...
+    def prefix(self, n_bytes: int) -> Buffer: ...
+    def keep(self, n_bytes: int) -> None: ...
+
+
+def read_header(source: str, *, offline: bool = False) -> ModelHeader | None:
+    """The header of a .gguf file, a safetensors file or folder, or `[hf:]org/repo[:quant]` on the hub.
+
+    None for the name of a recipe, whose header nobody has read. `offline` allows the hub's cache and headers
+    that were kept. Raises ModelError (missing, damaged, hostile) or DownloadError (network, no such name).
+    """
+    if find_recipe(source) is not None:
+        return None
+    if hub.is_path(source):
+        return _read_local(source)
+    reference = hubrepo.parse_reference(source)
+    if reference is None:
+        raise hub.unknown_name(source)
+    if offline and (cached := hubrepo.cached_path(reference, any_quant=True)):
+        return _read_local(str(cached))
+    from kvcli.runtime.download.remoteheaders import read_remote  # TLS and HTTP: nothing that a local file needs
+
+    return read_remote(reference, offline)
+
+
+# --- one file ---
+
+
+def _parse_growing(
+    file: Prefix, parse: Callable[[Buffer, int, str], Parsed], first: int, limit: int, double: bool
+) -> Parsed:
+    """Parse a header from a prefix of `first` bytes, then of as many as are needed, up to `limit`.
+
+    `double`: the parser knows a lower bound only, so ask seldom, for twice as many each time.
+    """
+    n_bytes = first
+    while True:
+        buffer = file.prefix(n_bytes)
+        try:
+            return parse(buffer, file.size, file.label)
+        except NeedMoreBytes as more:
+            if more.needed > limit:
+                claim = f"its header would need {more.needed:,} bytes, more than {limit:,}"
+                raise ModelError(f"{file.label}: {claim}", DAMAGED) from None
+            needed = more.needed
+        while double and n_bytes < needed:
+            n_bytes *= 2
+        n_bytes = max(n_bytes, needed)
+
+
+def _gguf_header(file: Prefix) -> gguf.Header:
+    part = PART.fullmatch(file.label)
+    first = FIRST_GGUF_BYTES if part is None or int(part[2]) == 1 else FIRST_PART_BYTES
+    header = _parse_growing(file, gguf.parse_header, first, MAX_GGUF_BYTES, double=True)
+    file.keep(min(header.data_offset, file.size))
+    return header
+
+
+def _safetensors_header(file: Prefix) -> safetensors.Header:
+    limit = safetensors.LENGTH_BYTES + safetensors.MAX_HEADER_BYTES
+    header = _parse_growing(file, safetensors.parse_header, safetensors.LENGTH_BYTES, limit, double=False)
+    file.keep(header.data_offset)
+    return header
+
+
+def document(file: Prefix, limit: int) -> bytes:
+    """All of a small file. Raises ModelError if it is larger than `limit` bytes."""
+    raw = file.prefix(limit)
+    if file.size > limit:
+        raise ModelError(f"{file.label} has {file.size:,} bytes, {limit:,} at most are expected", DAMAGED)
+    file.keep(file.size)
+    return bytes(raw[: file.size])
+
+
+# --- one model ---
+
+
+def gguf_model(files: Sequence[Prefix]) -> ModelHeader:
+    """One header from all parts of a GGUF model, the first part first."""
+    headers = _in_parallel(_gguf_header, files)
+    first = headers[0]
+    parts = first.metadata.get("split.count", 1) or 1
+    if parts != len(files):
+        hint = "its parts must lie side by side under the names llama-gguf-split gives them"
+        raise ModelError(f"{files[0].label} is one of {str(parts)[:20]} parts, {len(files)} are there", hint)
+    tensors: dict[str, HeaderTensor] = {}
+    for file, header in zip(files, headers, strict=True):
+        if header.metadata.get("split.count", 1) not in (parts, 0):
+            raise ModelError(f"{file.label} is a part of another model", DAMAGED)
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{file.label}: tensor {name[:80]!r} is in an earlier part, too", DAMAGED)
+            tensors[name] = HeaderTensor(tensor.shape, tensor.type, tensor.nbytes)
+    total = sum(file.size for file in files)
+    claimed = first.metadata.get("split.tensors.count", len(tensors))
+    if len(files) > 1 and claimed != len(tensors):
+        what = f"its parts hold {len(tensors):,} tensors, {str(claimed)[:20]} are announced"
+        raise ModelError(f"{files[0].label}: {what}", DAMAGED)
+    return ModelHeader(files[0].label, GGUF, first.metadata, {}, tensors, total)
+
+
+def safetensors_model(
+    label: str, opened: Mapping[str, Prefix], weight_map: dict[str, str], config: dict[str, Any]
+) -> ModelHeader:
+    """One header from all files of a safetensors model: file name -> file, checked against the index."""
+    headers = dict(zip(opened, _in_parallel(_safetensors_header, list(opened.values())), strict=True))
+    merged = safetensors.merge_shards(headers, weight_map, label)
+    tensors = {name: HeaderTensor(t.shape, t.dtype, t.nbytes) for name, t in merged.items()}
+    return ModelHeader(label, SAFETENSORS, {}, config, tensors, sum(file.size for file in opened.values()))
+
+
+def _in_parallel(read: Callable[[Prefix], Parsed], files: Sequence[Prefix]) -> list[Parsed]:
+    if len(files) == 1:
+        return [read(files[0])]
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(min(_AT_ONCE, len(files)))
+    try:
+        return list(pool.map(read, files))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error the rest is not worth reading
+
+
+# --- where models are ---
+
+
+def _read_local(name: str) -> ModelHeader:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _read_folder(path)
+    if path.suffix == ".safetensors":
+        return _local_safetensors(path.parent, {path.name: LocalFile(path)}, {})
+    hub.check_path(name)
+    part = PART.fullmatch(path.name)
+    if part is None:
+        return gguf_model([LocalFile(path)])
+    stem, total = part[1], int(part[3])
+    names = (f"{stem}-{number:05d}-of-{total:05d}.gguf" for number in range(1, total + 1))
+    there = [path.with_name(each) for each in names if path.with_name(each).exists()]
+    return gguf_model([LocalFile(each) for each in there])
+
+
+def _read_folder(folder: Path) -> ModelHeader:
+    if (folder / INDEX).exists():
+        label = str(folder / INDEX)
+        raw = document(LocalFile(folder / INDEX), MAX_DOCUMENT_BYTES)
+        weight_map = safetensors.parse_index(raw, label)
+        opened = {file: LocalFile(folder / file) for file in dict.fromkeys(weight_map.values())}
+        return _local_safetensors(folder, opened, weight_map)
+    if (folder / SINGLE).exists():
+        return _local_safetensors(folder, {SINGLE: LocalFile(folder / SINGLE)}, {})
+    found = sorted(folder.glob("*.gguf"))
+    hint = f"it holds {found[0]}" if found else "give a .gguf file, or a folder with model.safetensors"
+    raise ModelError(f"{folder} is a folder without {SINGLE} and {INDEX}", hint)
+
+
+def _local_safetensors(folder: Path, opened: Mapping[str, Prefix], weight_map: dict[str, str]) -> ModelHeader:
+    path, config = folder / CONFIG, {}
+    if path.exists():
+        config = load_object(document(LocalFile(path), MAX_CONFIG_BYTES), str(path))
+    return safetensors_model(str(folder), opened, weight_map, config)

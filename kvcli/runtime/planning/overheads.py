@@ -1,0 +1,80 @@
+"""What was measured on this machine: memory of the runtime and its libraries, memory bandwidth.
+
+One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth":
+...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand
+in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcli import paths
+from kvcli.runtime.host.memory import CPU, CUDA
+
+SCHEMA = 1
+# The interpreter, torch and its libraries; on a GPU the CUDA context with the libraries' modules.
+ASSUMED_BYTES = {CPU: 230 << 20, CUDA: 450 << 20}
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """`runtime_bytes` and `bandwidth` (10^9 bytes/s) of one device; None = not measured."""
+
+    runtime_bytes: int | None = None
+    bandwidth: float | None = None
+
+
+def state_file() -> Path:
+    return paths.state_dir() / "overheads.json"
+
+
+def load(device: str) -> tuple[Overheads, str]:
+    """What is stored of a device, and a warning ("" = none) where the file cannot be used."""
+    path = state_file()
+    try:
+        entry = _devices(path).get(device, {})
+        runtime = _positive(entry, "runtime_bytes")
+        return Overheads(None if runtime is None else int(runtime), _positive(entry, "bandwidth")), ""
+    except FileNotFoundError:
+        return Overheads(), ""
+    except (OSError, ValueError) as error:
+        return Overheads(), f"the measurements in {path} cannot be used ({error}): kv doctor renews them"
+
+
+def store(device: str, measured: Overheads) -> Path:
+    """Keep what was measured of a device; what is None stays as it was. Raises OSError."""
+    path = state_file()
+    try:
+        devices = _devices(path)
+    except (FileNotFoundError, ValueError):
+        devices = {}
+    entry = devices.setdefault(device, {})
+    entry.update({key: value for key, value in vars(measured).items() if value is not None})
+    paths.make_private(path.parent)
+    part = path.with_suffix(f".tmp-{os.getpid()}")
+    part.write_text(json.dumps({"kv_schema": SCHEMA, "devices": devices}, indent=1) + "\n", encoding="utf-8")
+    part.chmod(0o600)
+    part.replace(path)
+    return path
+
+
+def _devices(path: Path) -> dict[str, dict[str, float]]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or data.get("kv_schema") != SCHEMA or not isinstance(data.get("devices"), dict):
+        raise ValueError("it has another form")
+    if not all(isinstance(entry, dict) for entry in data["devices"].values()):
+        raise ValueError("it has another form")
+    return data["devices"]
+
+
+def _positive(entry: dict[str, float], key: str) -> float | None:
+    value = entry.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1 << 50:
+        raise ValueError(f"{key} is {value!r}")
+    return value

@@ -1,0 +1,58 @@
+"""`Caches`: what a generation asks of whatever may hold rows of its prompt. `LiveRows`: the sequence itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcaches.prefixpages import common_length
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Rows of a prompt that are there: `tokens` in all, `disk` of them read from disk. `reason`: why not more."""
+
+    tokens: int = 0
+    disk: int = 0
+    reason: str = ""
+
+
+class Caches(Protocol):
+    """What a generation asks of caches."""
+
+    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
+        """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had."""
+
+    def follow(self, seq: Sequence) -> None:
+        """More rows of the prompt were computed."""
+
+    def prefilled(self, seq: Sequence, seconds: float) -> int:
+        """All of the prompt's rows are there, after `seconds`; how many of them are now written to disk."""
+
+    def pump(self) -> None:
+        """A token was generated."""
+
+    def answered(self, seq: Sequence) -> None:
+        """There will be no more of them; `seq` has the answer's rows too."""
+
+
+class LiveRows:
+    """No cache but the sequence itself."""
+
+    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
+        kept = seq.rewindable(common_length(seq.tokens, prompt[:-1]))
+        seq.rewind(kept)
+        return Reuse(kept)
+
+    def follow(self, seq: Sequence) -> None:
+        """Nothing to remember."""
+
+    def prefilled(self, seq: Sequence, seconds: float) -> int:
+        return 0
+
+    def pump(self) -> None:
+        """Nothing to write."""
+
+    def answered(self, seq: Sequence) -> None:
+        """Nothing to share."""

@@ -1,0 +1,116 @@
+"""What the rows of a cache depend on, as strings that can be compared. No torch.
+
+A model is known by its content. The hash of its tensors' bytes takes a second per gigabyte or so; it is kept for the
+file's (path, size, times of change, inode), all of which the system sets anew when the file is written to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvcli import paths
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats.gguf import GGUFFile
+
+_BLOCK = 8 << 20
+LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")  # of which a file may be converted
+
+
+def identity(file: GGUFFile, config: ModelConfig, layout: KVLayout) -> dict[str, str]:
+    """Every field that must be the same where rows are to be used again, in the order in which they are compared."""
+    return {
+        **model_hashes(file),
+        "model_config": _canonical(dataclasses.asdict(dataclasses.replace(config, name=""))),
+        **layout_fields(layout),
+        "positions": "absolute from 0",
+        "byte_order": sys.byteorder,
+    }
+
+
+def layout_fields(layout: KVLayout) -> dict[str, str]:
+    """The fields that the cache options decide."""
+    groups, retention = layout.groups, layout.retention
+    return {
+        "cache_type_k": " ".join(group.codec_k.name for group in groups),
+        "cache_type_v": " ".join(group.codec_v.name for group in groups),
+        "page_size": str(layout.page_size),
+        "sinks": " ".join(str(group.sinks if group.sealed else 0) for group in groups),
+        "tail": " ".join(str(group.tail if group.sealed else 0) for group in groups),
+        "eviction": f"keep {retention.keep} window {retention.window}" if retention else "none",
+    }
+
+
+def model_hashes(file: GGUFFile) -> dict[str, str]:
+    """Hashes of the weights, the tokenizer and the chat template of a file; read from disk only once for each file."""
+    record, key = _record(file.path), _stamp(file.path)
+    try:
+        kept = json.loads(record.read_text("utf-8"))
+        if kept["file"] == key and set(kept["hashes"]) == {"weights", "tokenizer", "template"}:
+            return {name: str(value) for name, value in kept["hashes"].items()}
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # mostly: not there yet
+    hashes = _hash(file)
+    if _stamp(file.path) == key:
+        _keep(record, {"file": key, "hashes": hashes})
+    return hashes
+
+
+def text_hashes(file: GGUFFile) -> dict[str, str]:
+    """Of these, the ones that decide which token ids a text has."""
+    return {name: value for name, value in model_hashes(file).items() if name != "weights"}
+
+
+def _record(path: Path) -> Path:
+    name = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()[:40]
+    return paths.cache_dir() / "fingerprints" / f"{name}.json"
+
+
+def _stamp(path: Path) -> list[Any]:
+    status = os.stat(path)
+    return [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _keep(record: Path, value: dict[str, Any]) -> None:
+    """A record that cannot be kept is made again next time."""
+    try:
+        paths.make_private(record.parent)
+        descriptor, temporary = tempfile.mkstemp(dir=record.parent)
+        with open(descriptor, "w", encoding="utf-8") as out:
+            json.dump(value, out)
+        os.replace(temporary, record)
+    except OSError:
+        return
+
+
+def _hash(file: GGUFFile) -> dict[str, str]:
+    tensors = [file.tensors[name] for name in sorted(file.tensors)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
+    described = [[t.name, list(t.shape), t.type, digest] for t, digest in zip(tensors, digests, strict=True)]
+    vocabulary = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.ggml.")}
+    template = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.chat_template")}
+    return {"weights": _sha256(described), "tokenizer": _sha256(vocabulary), "template": _sha256(template)}
+
+
+def _digest(file: GGUFFile, name: str) -> str:
+    data, digest = memoryview(file.data(name).data).cast("B"), hashlib.blake2b(digest_size=32)
+    for start in range(0, len(data), _BLOCK):
+        digest.update(data[start : start + _BLOCK])
+    return digest.hexdigest()
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(_canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=list)

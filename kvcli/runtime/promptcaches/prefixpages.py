@@ -1,0 +1,52 @@
+"""Which pages make up the rows of a prefix, wherever they lie.
+
+A row is a function of the tokens up to it and of its position. So a page is *valid* for a prompt as far as the tokens
+it was computed from agree with the prompt's, and pages of several origins may be put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvcli.kernels import Basis
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pagelist import PageKey
+
+Bases = tuple[tuple[Basis, ...], ...]
+
+
+def common_length(a: list[int], b: list[int]) -> int:
+    """How many ids two lists have in common from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def needed(layout: KVLayout, length: int) -> Iterator[PageKey]:
+    """The pages that a sequence of `length` rows holds between steps."""
+    for g, group in enumerate(layout.groups):
+        for number in group.held_pages(length):
+            yield from _forms(layout, g, group, number, length)
+
+
+def _forms(layout: KVLayout, g: int, group: GroupLayout, number: int, length: int) -> Iterator[PageKey]:
+    """The one form, sealed or open, in which page `number` of a group is held."""
+    opened = layout.open_arena(g)
+    full = (number + 1) * layout.page_size <= length
+    if opened is None or (number >= group.sinks and (full or not group.tail)):
+        yield g, number
+    else:
+        yield opened, number
+
+
+def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
+    """The longest prefix of at most `length` tokens that can be gone on from with the pages of `valid`.
+
+    `valid`: up to how many tokens each page's rows agree with the prompt. Inside a page only where all groups have
+    the page in a form that takes more rows; else to a page's end.
+    """
+    size = layout.page_size
+    for candidate in (length, *range(length // size * size, 0, -size)):
+        ends = ((key, min(candidate, (key[1] + 1) * size)) for key in needed(layout, candidate))
+        if all(valid.get(key, -1) >= end for key, end in ends):
+            return candidate
+    return 0

@@ -1,0 +1,233 @@
+"""`PromptStore`: a folder of prompt-cache files that are found by the tokens of a prompt. No torch.
+
+A file is a segment: rows of some pages of a prompt, under a name that says where it fits: the hash of all blocks (pages
+of tokens) before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what
+the rows depend on (fingerprint.py). So a longer prompt adds only its new pages, prompts share what they have in common,
+and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcli import paths
+from kvcli.errors import CacheFileError
+from kvcli.runtime.promptcaches.promptcache import Contents, Key, PromptCacheFile
+from kvcli.runtime.promptcaches.promptwriting import PART, Checkpoint, nothing, write
+
+SUFFIX = ".safetensors"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
+PART_AGE_S = 60  # a file in the making that is older, and that nobody has locked, was left by a killed process
+NEAR_MISSES = 32  # files opened for part of a block, or to tell how far they agree
+_HEX = 32  # digits of a hash in a file's name
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is kept, and for how long after its last use."""
+
+    max_bytes: int
+    ttl_s: float
+
+
+@dataclass
+class Found:
+    """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
+
+    `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
+    """
+
+    valid: dict[Key, int] = field(default_factory=dict)
+    files: dict[Key, PromptCacheFile] = field(default_factory=dict)
+    closest: int = 0
+    closest_next: int | None = None  # the token that the closest one has there
+    removed: list[str] = field(default_factory=list)  # why a file was thrown out
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def add(self, file: PromptCacheFile, agrees: int) -> None:
+        for key in file.contents.pages:
+            if agrees > self.valid.get(key, -1):
+                self.valid[key], self.files[key] = agrees, file
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class PromptStore:
+    """The segments of one model under one set of cache options, in the folder ROOT/KEY."""
+
+    def __init__(self, root: Path, identity: Mapping[str, str], page_size: int, limits: Limits) -> None:
+        self.root, self.identity, self.page_size, self.limits = root, dict(identity), page_size, limits
+        self.seed = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
+        self.folder = root / self.seed[:_HEX]
+
+    def chain(self, tokens: list[int]) -> list[str]:
+        """Hashes at the start and behind every whole block of `tokens`."""
+        data, step = np.array(tokens, "<i4").tobytes(), 4 * self.page_size
+        hashes = [self.seed]
+        for at in range(0, len(data) - step + 1, step):
+            hashes.append(hashlib.sha256(bytes.fromhex(hashes[-1]) + data[at : at + step]).hexdigest())
+        return hashes
+
+    def find(self, tokens: list[int]) -> Found:
+        """What there is of a prompt. Damaged files are removed."""
+        hashes = self.chain(tokens)
+        places = {h[:_HEX]: i for i, h in enumerate(hashes)}
+        sure: list[Entry] = []
+        near: list[Entry] = []
+        for entry in entries(self.folder):
+            if entry.parent in places and time.time() - entry.used_at <= self.limits.ttl_s:
+                at = places[entry.parent]
+                begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
+                (sure if begins_alike else near).append(entry)
+        found = Found()
+        for entry in sure + sorted(near, key=lambda e: -e.used_at)[:NEAR_MISSES]:
+            self._open(entry, tokens, hashes, found)
+        return found
+
+    def _open(self, entry: Entry, tokens: list[int], hashes: list[str], found: Found) -> None:
+        try:
+            file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
+        except CacheFileError as error:
+            if os.path.lexists(entry.path):  # else another process has just removed it
+                found.removed.append(discard(entry.path, error))
+            return
+        contents = file.contents
+        block = contents.start // self.page_size
+        if contents.start % self.page_size or block >= len(hashes) or contents.parent != hashes[block]:
+            return
+        held, asked = np.array(contents.tokens), np.array(tokens[contents.start : contents.end])
+        differing = np.nonzero(held[: len(asked)] != asked)[0]
+        agrees = contents.start + (int(differing[0]) if len(differing) else len(asked))
+        found.add(file, agrees)
+        if agrees > found.closest:
+            found.closest = agrees
+            found.closest_next = contents.tokens[agrees - contents.start] if agrees < contents.end else None
+
+    def touch(self, files: Iterable[PromptCacheFile]) -> None:
+        """These were of use now."""
+        for path in {file.path for file in files}:
+            with suppress(OSError):  # gone, or a folder that cannot be written
+                os.utime(path)
+
+    def add(self, contents: Contents, blocks: Iterable[Any], checkpoint: Checkpoint = nothing) -> Path:
+        """Write a segment. Raises OSError, and CacheFileError for one larger than the whole store may be."""
+        if contents.payload_bytes > self.limits.max_bytes:
+            size, most = contents.payload_bytes, self.limits.max_bytes
+            raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store")
+        self.open_folder()
+        path = self.folder / self.name_of(contents)
+        if not path.exists():
+            write(path, contents, blocks, checkpoint)
+        prune(self.root, self.limits)
+        return path
+
+    def open_folder(self) -> None:
+        """Make the folder of the store, for this user only. Raises OSError."""
+        paths.make_private(self.folder)
+        tag = self.root / "CACHEDIR.TAG"
+        if not tag.exists():
+            tag.write_text(TAG, "utf-8")
+
+    def name_of(self, contents: Contents) -> str:
+        """PARENT-FIRST-CONTENT: hashes of what comes before, of the first block, and of all that the file holds."""
+        tokens, size = contents.tokens, self.page_size
+        digests = [contents.parent]
+        for at in range(0, max(1, len(tokens)), size):
+            block = np.array(tokens[at : at + size], "<i4").tobytes()
+            digests.append(hashlib.sha256(bytes.fromhex(digests[-1]) + block).hexdigest())
+        last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
+        return "-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a store, judged by its name. `used_at`: time of its last use."""
+
+    path: Path
+    parent: str
+    first: str
+    size: int
+    used_at: float
+
+
+def entries(folder: Path) -> Iterator[Entry]:
+    """The segments in one folder."""
+    try:
+        listing = list(os.scandir(folder))
+    except OSError:  # mostly: not there
+        return
+    for item in listing:
+        parts = item.name.removesuffix(SUFFIX).split("-")
+        try:
+            if len(parts) != 3 or not item.name.endswith(SUFFIX) or item.is_dir(follow_symlinks=False):
+                continue
+            status = item.stat(follow_symlinks=False)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        yield Entry(Path(item.path), parts[0], parts[1], status.st_size, status.st_mtime)
+
+
+def folders(root: Path) -> list[Path]:
+    """The folders of a store's models."""
+    try:
+        return sorted(Path(item.path) for item in os.scandir(root) if item.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def discard(path: Path, error: CacheFileError) -> str:
+    """Remove a file of the store that is not what it should be; what to tell."""
+    try:
+        path.unlink()
+    except OSError as failure:
+        return f"{error.message}; it could not be removed: {failure.strerror or failure}"
+    return f"{error.message}; it was removed"
+
+
+def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
+    """Remove what was not used for `ttl_s`, then what was used longest ago until the rest is within `max_bytes`.
+
+    Also what killed processes left. Returns the segments removed (or, `dry_run`, that would be). Raises OSError.
+    """
+    now = time.time()
+    kept: list[Entry] = []
+    gone: list[Entry] = []
+    for folder in folders(root):
+        for entry in entries(folder):
+            (gone if now - entry.used_at > limits.ttl_s else kept).append(entry)
+        if not dry_run:
+            _remove_parts(folder, now)
+    excess = sum(entry.size for entry in kept) - limits.max_bytes
+    for entry in sorted(kept, key=lambda e: e.used_at):
+        if excess <= 0:
+            break
+        excess -= entry.size
+        gone.append(entry)
+    if not dry_run:
+        for entry in gone:
+            entry.path.unlink(missing_ok=True)
+    return gone
+
+
+def _remove_parts(folder: Path, now: float) -> None:
+    """Files that nobody is writing any more."""
+    for path in folder.glob(f".*{PART}*"):
+        try:
+            with path.open("rb") as file:
+                if now - os.fstat(file.fileno()).st_mtime > PART_AGE_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+        except (FileNotFoundError, BlockingIOError):
+            continue

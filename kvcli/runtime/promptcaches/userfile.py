@@ -1,0 +1,87 @@
+"""`UserFile`: the prompt cache that `--prompt-cache FILE` names. When it is read, replaced or left alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcli import __version__
+from kvcli.errors import CacheFileError
+from kvcli.options import PromptCacheOptions
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcaches.fingerprint import LAYOUT_FIELDS
+from kvcli.runtime.promptcaches.prefixpages import common_length
+from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile, is_prompt_cache
+from kvcli.runtime.promptcaches.promptwriting import write
+
+Convert = Callable[[PromptCacheFile, int], Sequence]
+
+
+class UserFile:
+    """One named file of a run. It is read once; it is written when it has less than the run's prompt."""
+
+    def __init__(self, options: PromptCacheOptions) -> None:
+        assert options.file is not None
+        self.path: Path = options.file
+        self.read_only = options.read_only
+        self.tokens: list[int] = []  # what it holds
+        self.asked = False
+        self.used = False  # some of it was of use
+        self.converts = False  # it is of another cache type
+        self._keep = False  # not ours to replace
+
+    def open(self, identity: Mapping[str, str]) -> PromptCacheFile:
+        """The file, checked but for its pages. Raises FileNotFoundError if there is none, and CacheFileError."""
+        self.asked = True
+        if not os.path.lexists(self.path):
+            if self.read_only:
+                raise CacheFileError(f"there is no prompt cache {self.path}", "kv cache build makes one")
+            raise FileNotFoundError(self.path)
+        self._keep = not is_prompt_cache(self.path)
+        try:
+            file = PromptCacheFile(self.path, identity)
+        except CacheFileError as error:
+            if error.field not in LAYOUT_FIELDS:
+                raise
+            file = PromptCacheFile(self.path, {**identity, **{f: _field(self.path, f) for f in LAYOUT_FIELDS}})
+            self.converts = self._keep = True
+        self.tokens = file.contents.tokens
+        return file
+
+    def fate(self) -> str:
+        """What becomes of a file that cannot be used."""
+        return "it is left as it is" if self._keep or self.read_only else "it will be replaced"
+
+    def wants(self, tokens: list[int]) -> bool:
+        """Whether these rows are to be written: the file goes on with them, or was of no use."""
+        if self.read_only or self._keep:
+            return False
+        if self.used and common_length(self.tokens, tokens) < len(self.tokens):
+            return False  # it shares its beginning with this prompt, and may with the next
+        return len(tokens) > len(self.tokens) or not self.used
+
+    def write(self, contents: Contents, blocks: Iterator[Any]) -> None:
+        """Put a file there. Raises OSError."""
+        write(self.path, contents, blocks)
+        self.tokens, self.used = contents.tokens, True
+
+
+def _field(path: Path, name: str) -> str:
+    with PromptCacheFile(path) as file:
+        return file.contents.identity.get(name, "")
+
+
+def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:
+    """What a file tells of its making; none of it decides whether it is used. `losses`: see `Sequence.losses`."""
+    lossless = f"no: {'; '.join(losses)}" if losses else "yes"
+    return {
+        "model": model,
+        "kv_version": __version__,
+        "computed_on": computed_on,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "prefill_s": f"{seconds:.3f}",
+        "lossless": lossless if exact else "no: converted from another cache type, or computed elsewhere",
+    }

@@ -1,0 +1,121 @@
+"""Chat templates: messages -> the text a model was trained on, with what users wrote kept apart. No torch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from kvcli.errors import ModelError
+from kvcli.runtime.text.provenance import parts_of, trust
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+# Templates for architectures whose files often lack one, by general.architecture.
+DEFAULT_TEMPLATES = {
+    "gemma3": r"""
+{{- bos_token -}}
+{%- set preface = '' -%}
+{%- set turns = messages -%}
+{%- if messages and messages[0].role == 'system' -%}
+    {%- set preface = messages[0].content ~ '\n\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{%- for turn in turns -%}
+    {%- if turn.role != ('assistant' if loop.index0 is odd else 'user') -%}
+        {{- raise_exception('user and assistant take turns, and the user begins') -}}
+    {%- endif -%}
+    {{- '<start_of_turn>' ~ ('user' if turn.role == 'user' else 'model') ~ '\n' -}}
+    {{- preface if loop.first else '' -}}
+    {{- turn.content | trim ~ '<end_of_turn>\n' -}}
+{%- endfor -%}
+{{- '<start_of_turn>model\n' if add_generation_prompt else '' -}}
+""",
+}
+
+
+class TemplateError(ModelError):
+    """A template that is broken or refuses the messages. `reason` is its raise_exception text, '' if none."""
+
+    def __init__(self, message: str, hint: str = "", reason: str = "") -> None:
+        super().__init__(message, hint)
+        self.reason = reason
+
+
+class ChatTemplate:
+    """One template. It is compiled when first rendered, so that runs without one do not import jinja2."""
+
+    def __init__(self, source: str, bos: str = "", eos: str = "", origin: str = "file") -> None:
+        """`bos`, `eos`: the texts of those tokens. `origin`: "file" or "built-in"."""
+        self.source, self.bos, self.eos, self.origin = source, bos, eos, origin
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], bos: str, eos: str) -> ChatTemplate | None:
+        """The file's template, else the architecture's built-in one, else None."""
+        source = metadata.get("tokenizer.chat_template")
+        if source is None:
+            built_in = DEFAULT_TEMPLATES.get(metadata.get("general.architecture", ""))
+            return None if built_in is None else cls(built_in, bos, eos, "built-in")
+        if not isinstance(source, str):
+            raise ModelError("tokenizer.chat_template is not a string", "the file is damaged")
+        return cls(source, bos, eos)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The text for `messages`, each {"role": ..., "content": ...}. Raises TemplateError."""
+        segments = self.render_segments(messages, add_generation_prompt, **variables)
+        return "".join(text for text, _ in segments)
+
+    def render_segments(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[tuple[str, bool]]:
+        """The same text as (text, trusted) segments for `Tokenizer.encode_segments`.
+
+        Trusted is what the template itself wrote, the BOS and EOS texts and the names of ROLES; all else, the
+        contents first of all, is not, whatever the template did with it. Raises TemplateError.
+        """
+        names = {"bos_token": trust(self.bos), "eos_token": trust(self.eos)}
+        values = {"tools": None, "documents": None} | names | variables
+        values["messages"] = [_with_trusted_role(message) for message in messages]
+        values["add_generation_prompt"] = add_generation_prompt
+        return list(parts_of(self._run(values)))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        from kvcli.runtime.text import sandbox
+
+        try:
+            return sandbox.compile_template(self.source)
+        except sandbox.TemplateSyntaxError as error:
+            raise TemplateError(
+                f"the chat template is broken in line {error.lineno}: {error.message}", _GO_WITHOUT
+            ) from None
+        except RecursionError:
+            raise TemplateError("the chat template is nested too deeply", _GO_WITHOUT) from None
+
+    def _run(self, values: dict[str, Any]) -> str:
+        compiled = self._compiled
+        from kvcli.runtime.text import sandbox
+
+        try:
+            return compiled.render(values)
+        except sandbox.Refused as error:
+            raise TemplateError(f"the chat template refused: {error}", _GO_WITHOUT, str(error)) from None
+        except sandbox.SecurityError as error:
+            raise TemplateError(f"the chat template tried what is forbidden: {error}", _GO_WITHOUT) from error
+        except Exception as error:  # a template is a program: any error can come out of it
+            lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"]
+            where = f" in line {lines[-1]}" if lines else ""
+            what = f"{type(error).__name__}: {error}"
+            raise TemplateError(f"the chat template failed{where}: {what}", _GO_WITHOUT) from error
+
+
+_GO_WITHOUT = "--raw sends the prompt without a template"
+
+
+def _with_trusted_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose role, if it is a known one, may become part of a control token ('<|' + role + '|>')."""
+    role = message.get("role")
+    return {**message, "role": trust(role)} if role in ROLES else dict(message)
