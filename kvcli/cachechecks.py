@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.runtime.cache.cachetypes import codec
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -19,7 +20,7 @@ def options_of(identity: dict[str, str]) -> CacheOptions:
     names = ("cache_type_k", "cache_type_v", "sinks", "tail", "page_size")
     try:
         k, v, sinks, tail, size = (_chosen(identity[name].split()) for name in names)
-        sealed = int(sinks) > 0
+        sealed = codec(k).sealed or codec(v).sealed
         evict = FORGET_NOTHING
         if identity["eviction"] != "none":
             _, keep, _, window = identity["eviction"].split()

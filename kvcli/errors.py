@@ -52,11 +52,13 @@ class CacheFileError(KVError):
     """A prompt-cache file that is invalid or belongs to another model (exit 6).
 
     `field`: what of its identity is another; "" = the file itself is damaged, or cannot be read. `path`: which file.
+    `passing`: it cannot be read now, but that is not its fault.
     """
 
     exit_code = 6
     field = ""
     path = ""
+    passing = False
 
 
 class DownloadError(KVError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import time
@@ -88,6 +89,35 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     assert (code, out) == (6, "") and "checksum of page" in err
     code, out, _ = kv_here("run", *RUN, *model, "-ct", "int8", "--prompt-cache", file, "--prompt-cache-strict", TEXT)
     assert (code, out) == (6, "")
+
+
+def test_files_without_16_bit_pages_at_the_start(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    path = str(tmp_path / "x.safetensors")
+    types = ("-ct", "int8", "--kv-sink", "0", "--force")
+    _run(kv_here, *model, *types, "--prompt-cache", path, "--no-cache", TEXT + "Who?")
+    code, out, err = kv_here("cache", "explain", *model, path, "--raw", "--no-stdin", "-p", TEXT + "Why?")
+    assert code == 0 and "reused" in out, err
+    code, _, err = kv_here("cache", "verify", *model, path, "--recompute", "2")
+    assert code == 0, err
+
+
+def test_a_file_that_keeps_the_whole_prompt(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    path = str(tmp_path / "x.safetensors")
+    evict = ("--evict", "sink", "--keep", "-1", "-c", "320")
+    assert (
+        kv_here("cache", "build", *model, *evict, "--page-size", "16", "--raw", "--no-stdin", "-o", path, TEXT)[0] == 0
+    )
+    again = _run(kv_here, *model, *evict, "--no-cache", "--prompt-cache", path, "--prompt-cache-strict", TEXT)
+    assert again["usage"]["cache_read_tokens"] > 40 and again["kv"]["keep"] == again["usage"]["prompt_tokens"]
+
+
+def test_what_a_killed_run_left_beside_a_file_goes(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    left, other = tmp_path / f".x.safetensors{PART}a", tmp_path / f".y.safetensors{PART}a"
+    for path in (left, other):
+        path.write_bytes(b"x")
+        os.utime(path, (0, 0))
+    _run(kv_here, *model, "--no-cache", "--prompt-cache", str(tmp_path / "x.safetensors"), TEXT)
+    assert not left.exists() and other.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from contextlib import closing
@@ -17,8 +18,9 @@ from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache import grouplayout
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
+from kvcli.runtime.promptcaches import reuse
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
-from kvcli.runtime.promptcaches.promptstore import entries, folders
+from kvcli.runtime.promptcaches.promptstore import PromptStore, entries, folders
 from kvcli.runtime.promptcaches.reuse import Tell
 
 FOUR = replace(DRAWN, max_tokens=4)
@@ -187,6 +189,72 @@ def test_a_flipped_bit_costs_a_prefill_and_the_file(tmp_path: Path) -> None:
         assert _ask(engine, prompt, _store(tmp_path)).usage.disk_tokens > 80
         for rest in _files(tmp_path):
             rest.unlink()
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_a_line_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = _engine("llama"), PROMPT[:100]
+    cold = _ask(engine, prompt, NOWHERE)
+    _ask(engine, prompt, _store(tmp_path))
+    (path,) = _files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+    def refuses(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuses)
+        told = Told()
+        end = _ask(engine, prompt, _store(tmp_path), told)
+    assert end.ids == cold.ids and end.usage.cache_read_tokens == 0
+    assert len([line for line in told.lines if "damaged" in line]) == 1 and path.exists()
+
+
+def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = _engine("llama"), PROMPT[:100]
+    cold = _ask(engine, prompt, _store(tmp_path))
+    (path,) = _files(tmp_path)
+    opens = os.open
+
+    def too_many(name: str | Path, *rest: int) -> int:
+        if str(name) == str(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opens(name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", too_many)
+        assert _ask(engine, prompt, _store(tmp_path)).ids == cold.ids
+    assert _ask(engine, prompt, _store(tmp_path)).usage.disk_tokens > 80
+
+
+def test_what_a_writer_did_not_expect_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("an odd page")
+
+    monkeypatch.setattr(PromptStore, "add", fails)
+    told = Told()
+    _ask(_engine("llama"), PROMPT[:100], _store(tmp_path), told)
+    assert [line for line in told.lines if "was not written: ValueError: an odd page" in line]
+
+
+def test_rows_that_the_pool_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again, and their file is left as it is."""
+    engine, prompt, file = _engine("llama"), PROMPT[:100], tmp_path / "x.safetensors"
+    cold = _ask(engine, prompt, NOWHERE)
+    options = PromptCacheOptions(file=file)
+    _ask(engine, [*prompt[:90], 1, 2, 3], options)
+    before = file.read_bytes()
+
+    def full(*_: object) -> None:
+        raise DoesNotFit("the KV pool is full")
+
+    monkeypatch.setattr(reuse, "load_pages", full)
+    told = Told()
+    end = _ask(engine, prompt, options, told)
+    assert end.ids == cold.ids and "no room" in end.usage.cache_miss and file.read_bytes() == before
 
 
 def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path) -> None:

@@ -114,11 +114,14 @@ def build(
         question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
         cache_options = cache.options(evict.options(cache.page_size))
         engine = opening.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
+        ids = question.ids(engine)
+        if engine.keeps_prompt and len(ids) <= engine.ctx_size:
+            engine.keep_prompt(len(ids))
         options = settle(engine, SampleOptions(max_tokens=0))
         job = Job(model.model, options, NoSink(invocation), interrupts)
         file = Path(out).absolute()
         with closing(engine.use_caches(PromptCacheOptions(file=file, strict=True), telling(invocation))):
-            result = answer(engine, engine.new_sequence(), question.ids(engine), job)
+            result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
         raise CacheFileError(f"{file} was not made", "the line above says why")
     render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)

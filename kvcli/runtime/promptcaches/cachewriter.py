@@ -81,6 +81,8 @@ class CacheWriter:
             job.problem = error.strerror or str(error)
         except _GaveUp:
             job.problem = "interrupted"
+        except Exception as error:  # told by `pump`: a thread has nobody else to tell
+            job.problem = f"{type(error).__name__}: {error}"
         finally:
             job.done = True
 

@@ -27,22 +27,23 @@ from kvcli.runtime.rope import RopeTable
 STEP = 256  # rows that are converted at a time
 
 
-def source_layout(config: ModelConfig, target: KVLayout, found: Mapping[str, str]) -> KVLayout:
+def source_layout(config: ModelConfig, target: KVLayout, file: PromptCacheFile) -> KVLayout:
     """The layout of a file that may be converted. Raises CacheFileError, which says why it may not be."""
+    found = file.contents.identity
     types = [set(found.get(name, "").split()) for name in ("cache_type_k", "cache_type_v")]
     try:
         size = int(found.get("page_size", ""))
         source = KVLayout.build(config, types[0].pop(), types[1].pop(), size)
     except (KeyError, ValueError, UsageError):
-        raise CacheFileError("its cache types make no sense") from None
+        raise CacheFileError(f"{file.path}: its cache types make no sense") from None
     pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
              for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
     if types[0] or types[1] or any(s.sealed for s, _ in pairs) or _fields(layout_fields(source)) != _fields(found):
-        raise _refused(found, "rows below 16 bits are not encoded twice")
+        raise _refused(file, "rows below 16 bits are not encoded twice")
     if target.retention:
-        raise _refused(found, "rows were evicted")
+        raise _refused(file, "rows were evicted")
     if any(t.bits > s.bits for s, t in pairs):
-        raise _refused(found, "it would look more precise than it is")
+        raise _refused(file, "it would look more precise than it is")
     return source
 
 
@@ -50,10 +51,9 @@ def _fields(found: Mapping[str, str]) -> dict[str, str]:
     return {name: found.get(name, "") for name in LAYOUT_FIELDS}
 
 
-def _refused(found: Mapping[str, str], why: str) -> CacheFileError:
-    error = CacheFileError(f"its cache type {found['cache_type_k']} cannot become this run's: {why}")
-    error.field = "cache_type_k"
-    return error
+def _refused(file: PromptCacheFile, why: str) -> CacheFileError:
+    type_k = file.contents.identity["cache_type_k"]
+    return CacheFileError(f"{file.path}: its cache type {type_k} cannot become this run's: {why}")
 
 
 def convert(
@@ -68,12 +68,12 @@ def convert(
 
     Raises CacheFileError where the file cannot be converted or is damaged.
     """
-    source = source_layout(config, target, file.contents.identity)
+    source = source_layout(config, target, file)
     length = longest(source, agrees, dict.fromkeys(file.contents.pages, agrees))
     for a, b in zip(source.groups, target.groups, strict=True):
         if b.sealed and a.first_page(length):
             raise CacheFileError(
-                "the first rows of its sliding windows are gone, which fix the scales of this cache type"
+                f"{file.path}: the first rows of its sliding windows are gone, which fix the scales of this cache type"
             )
     pool = PagePool(source)
     pages = load_pages(pool, dict.fromkeys(needed(source, length), file))

@@ -8,6 +8,8 @@ from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile, first_difference
 from kvcli.runtime.promptcaches.promptstore import Found, PromptStore, entries, folders
 
+NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
+
 
 def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[int], str]) -> str:
     """Where a stored prompt and this one part."""
@@ -20,10 +22,7 @@ def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of
 def reason(store: PromptStore, found: Found, wanted: list[int], text_of: Callable[[int], str]) -> str:
     """Why the store had nothing, or less than it might have; "" if it could not have."""
     if found.closest >= store.page_size:
-        return (
-            f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there that"
-            " its sliding windows need"
-        )
+        return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
     if next(entries(store.folder), None) is None:
         return _other_settings(store)
     parted = ""

@@ -15,7 +15,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pagelist import PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.promptcaches.prefixpages import Bases
-from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.promptcache import PromptCacheFile, damaged
 
 READERS = 4  # threads that read and check pages
 _FIELDS = ("centre", "scale_k", "scale_v")
@@ -35,7 +35,7 @@ def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dic
     try:
         for key, file in wanted.items():
             if file.contents.page_bytes[key[0]] != pool.layout.arenas[key[0]].page_bytes:
-                raise CacheFileError(f"{file.path} is damaged: its pages have another size")
+                raise damaged(file.path, "its pages have another size")
             taken[key] = pool.take(key[0])
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as threads:
             list(threads.map(lambda key: _load(wanted[key], key, pool.page(key[0], taken[key])), taken))
@@ -47,11 +47,11 @@ def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dic
 
 
 def _load(file: PromptCacheFile, key: PageKey, page: torch.Tensor) -> None:
-    if page.device.type == "cpu":
+    if page.device.type == "cpu" and page.is_contiguous():
         file.read(key, host_bytes(page))
         return
     with torch.inference_mode():  # of this thread
-        staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=True)
+        staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=page.device.type == "cuda")
         file.read(key, host_bytes(staging))
         page.copy_(staging)
 

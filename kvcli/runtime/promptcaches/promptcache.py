@@ -12,6 +12,7 @@ A file covers the tokens from `start` on. Those before it are named by `parent`,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -184,13 +185,18 @@ class PromptCacheFile:
         return data
 
 
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def open_regular(path: Path) -> int:
     """A descriptor of a file of this user. Raises CacheFileError for anything else, and never waits."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CacheFileError(f"cannot open {path}: {reason}", _REDO) from None
+        refused = CacheFileError(f"cannot open {path}: {reason}", _REDO)
+        refused.passing = isinstance(error, OSError) and error.errno in _PASSING
+        raise refused from None
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return descriptor

@@ -8,7 +8,6 @@ and nothing is ever changed: files are added, touched when they are used, and re
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,11 +23,10 @@ import numpy as np
 from kvcli import paths
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcaches.promptcache import Contents, Key, PromptCacheFile
-from kvcli.runtime.promptcaches.promptwriting import PART, Checkpoint, nothing, write
+from kvcli.runtime.promptcaches.promptwriting import Checkpoint, nothing, remove_parts, write
 
 SUFFIX = ".safetensors"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
-PART_AGE_S = 60  # a file in the making that is older, and that nobody has locked, was left by a killed process
 NEAR_MISSES = 32  # files opened for part of a block, or to tell how far they agree
 _HEX = 32  # digits of a hash in a file's name
 
@@ -100,7 +98,7 @@ class PromptStore:
         try:
             file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
         except CacheFileError as error:
-            if os.path.lexists(entry.path):  # else another process has just removed it
+            if not error.passing and os.path.lexists(entry.path):  # else another process has just removed it
                 found.removed.append(discard(entry.path, error))
             return
         contents = file.contents
@@ -208,7 +206,7 @@ def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
         for entry in entries(folder):
             (gone if now - entry.used_at > limits.ttl_s else kept).append(entry)
         if not dry_run:
-            _remove_parts(folder, now)
+            remove_parts(folder, now)
     excess = sum(entry.size for entry in kept) - limits.max_bytes
     for entry in sorted(kept, key=lambda e: e.used_at):
         if excess <= 0:
@@ -219,15 +217,3 @@ def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
         for entry in gone:
             entry.path.unlink(missing_ok=True)
     return gone
-
-
-def _remove_parts(folder: Path, now: float) -> None:
-    """Files that nobody is writing any more."""
-    for path in folder.glob(f".*{PART}*"):
-        try:
-            with path.open("rb") as file:
-                if now - os.fstat(file.fileno()).st_mtime > PART_AGE_S:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink(missing_ok=True)
-        except (FileNotFoundError, BlockingIOError):
-            continue

@@ -7,6 +7,7 @@ which nobody has locked any more.
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ import numpy as np
 from kvcli.runtime.promptcaches.promptcache import ALIGN, FORMAT, VERSION, Contents
 
 PART = ".part-"  # in the names of files that are being written
+PART_AGE_S = 60  # a file in the making that is older, and that nobody has locked, was left by a killed process
 Checkpoint = Callable[[str], None]
 
 
@@ -136,3 +138,15 @@ def runs(numbers: list[int]) -> list[list[int]]:
         else:
             found.append([number, 1])
     return found
+
+
+def remove_parts(folder: Path, now: float, name: str = "") -> None:
+    """Remove files that were being written, of `name` or of any, and that nobody is writing any more."""
+    for path in folder.glob(f".{glob.escape(name[:80]) or '*'}{PART}*"):
+        try:
+            with path.open("rb") as file:
+                if now - os.fstat(file.fileno()).st_mtime > PART_AGE_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+        except OSError:  # gone, locked, or of another user
+            continue

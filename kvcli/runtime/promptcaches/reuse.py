@@ -8,6 +8,7 @@ get into the store.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,9 @@ class PromptCaches:
                         self.tell.notice(f"{file.path} was computed on {file.contents.about.get('computed_on')}")
         except FileNotFoundError:
             return reuse
+        except DoesNotFit:
+            named.used = True
+            return self._missed(reuse, missed.NO_ROOM)
         except CacheFileError as error:
             if self.options.strict:
                 raise
@@ -121,7 +125,7 @@ class PromptCaches:
                 pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
         except DoesNotFit:
             _release(pool, pages)
-            return have
+            raise
         arrays = basis_arrays(converted.bases)
         seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
         _release(pool, pages)
@@ -143,8 +147,13 @@ class PromptCaches:
             try:
                 length = self._load(found, seq, wanted, reuse.tokens)
             except CacheFileError as error:  # found out while its pages were read
-                self.tell.warn(discard(Path(error.path), error))
+                self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
+                if not error.path or os.path.lexists(error.path):
+                    return replace(reuse, reason=error.message)
                 continue
+            except DoesNotFit:
+                self.keeper.stored = found.valid
+                return self._missed(reuse, missed.NO_ROOM)
             finally:
                 found.close()
             self.keeper.stored = found.valid
@@ -155,7 +164,8 @@ class PromptCaches:
             return reuse
 
     def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: bool = False) -> int:
-        """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are.
+        """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
+        CacheFileError and DoesNotFit.
 
         With `trail` also those that the keeper's trail wants: for a file that is written again as a whole.
         """
@@ -168,10 +178,7 @@ class PromptCaches:
         bases = bases_of(basis, pool.layout, length, pool.device)
         whole = (key for key, valid in found.valid.items() if trail and valid >= (key[1] + 1) * size)
         left = {key: found.files[key].copy(key) for key in whole if self.keeper.trail.wants(key, length)}
-        try:
-            pages = load_pages(pool, files)
-        except DoesNotFit:
-            return have
+        pages = load_pages(pool, files)
         seq.adopt(wanted[:length], pages, bases)
         _release(pool, pages)
         self.keeper.trail.copies.update(left)

@@ -15,7 +15,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcaches.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile, is_prompt_cache
-from kvcli.runtime.promptcaches.promptwriting import write
+from kvcli.runtime.promptcaches.promptwriting import remove_parts, write
 
 Convert = Callable[[PromptCacheFile, int], Sequence]
 
@@ -46,7 +46,9 @@ class UserFile:
         except CacheFileError as error:
             if error.field not in LAYOUT_FIELDS:
                 raise
-            file = PromptCacheFile(self.path, {**identity, **{f: _field(self.path, f) for f in LAYOUT_FIELDS}})
+            with PromptCacheFile(self.path) as other:
+                found = other.contents.identity
+            file = PromptCacheFile(self.path, {**identity, **{name: found.get(name, "") for name in LAYOUT_FIELDS}})
             self.converts = self._keep = True
         self.tokens = file.contents.tokens
         return file
@@ -65,13 +67,9 @@ class UserFile:
 
     def write(self, contents: Contents, blocks: Iterator[Any]) -> None:
         """Put a file there. Raises OSError."""
+        remove_parts(self.path.parent, time.time(), self.path.name)
         write(self.path, contents, blocks)
         self.tokens, self.used = contents.tokens, True
-
-
-def _field(path: Path, name: str) -> str:
-    with PromptCacheFile(path) as file:
-        return file.contents.identity.get(name, "")
 
 
 def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:
