@@ -11,10 +11,10 @@ from kvcli.answering import Job, answer, cache_facts, settle
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import SampleOptions
-from kvcli.overflow import common_length
 from kvcli.render import human_bytes
 from kvcli.report import Result, context_full, stats_line
 from kvcli.runtime.events import Usage
+from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.sessions import Branches
 from kvcli.sinks import Sink
 from kvcli.streams import say

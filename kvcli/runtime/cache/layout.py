@@ -24,6 +24,7 @@ from kvcli.runtime.eviction import Retention
 
 PAGE_SIZES = (16, 32, 64, 128)
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
+PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 
 

@@ -9,7 +9,8 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV
-from kvcli.runtime.cache.pagelist import NO_PAGE, Layers, PageKey, PageList
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pagelist import NO_PAGE, Bases, Layers, PageList
 from kvcli.runtime.cache.pages import PagePool
 
 
@@ -238,11 +239,11 @@ class Sequence:
         return found
 
     @property
-    def bases(self) -> tuple[tuple[Basis, ...], ...]:
+    def bases(self) -> Bases:
         """Of each group, of each of its layers."""
         return tuple(held.bases for held in self._lists)
 
-    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: tuple[tuple[Basis, ...], ...]) -> None:
+    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases) -> None:
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
 
         Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.

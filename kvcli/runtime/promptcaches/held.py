@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING

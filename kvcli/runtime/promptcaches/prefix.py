@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcaches.prefixpages import Bases, common_length, longest, needed
+from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
 
 Block = tuple[int, ...]
 

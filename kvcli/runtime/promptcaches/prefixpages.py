@@ -1,19 +1,15 @@
 """Which pages make up the rows of a prefix, wherever they lie.
 
 A row is a function of the tokens up to it and of its position. So a page is *valid* for a prompt as far as the tokens
-it was computed from agree with the prompt's, and pages of several origins may be put together.
+it was computed from agree with the prompt's, and pages of several origins may be put together. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvcli.kernels import Basis
 from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import PageKey
-
-Bases = tuple[tuple[Basis, ...], ...]
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 
 
 def common_length(a: list[int], b: list[int]) -> int:

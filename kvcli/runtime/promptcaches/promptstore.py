@@ -23,7 +23,8 @@ import numpy as np
 
 from kvcli import paths
 from kvcli.errors import CacheFileError
-from kvcli.runtime.promptcaches.promptcache import Contents, Key, PromptCacheFile
+from kvcli.runtime.cache.layout import PageKey as Key
+from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
 from kvcli.runtime.promptcaches.promptwriting import PART, Checkpoint, nothing, write
 
 SUFFIX = ".safetensors"
