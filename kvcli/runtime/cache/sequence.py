@@ -110,7 +110,7 @@ class Sequence:
         for page in range(-(-start // size), -(-end // size)):
             held.open[page] = self.pool.take(arena)
             held.pages.append(NO_PAGE)
-        first, last = (max(layout.sealed_rows(n), layout.sinks * size) for n in (start, end))
+        first, last = layout.newly_sealed(start, end)
         for page in range(first // size, -(-last // size)):
             index = page - held.first
             if held.pages[index] == NO_PAGE:
