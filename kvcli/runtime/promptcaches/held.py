@@ -43,7 +43,7 @@ class Held:
 
     def __init__(self, seq: Sequence, copies: dict[PageKey, memoryview], keys: Iterable[PageKey]) -> None:
         self.pool: PagePool = seq.pool
-        self.tokens, self.bases = list(seq.tokens), seq.bases
+        self.bases = seq.bases
         self.pages: dict[PageKey, int] = {}
         self.copies: dict[PageKey, memoryview] = {}
         size, found = self.pool.layout.page_size, seq.numbered()
