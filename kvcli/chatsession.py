@@ -198,7 +198,7 @@ class ChatSession:
     def _clear(self) -> None:
         self._told = False
         self.conversation.clear()
-        self.engine.rewind(self.sequence, 0)
+        self.sequence.rewind_to(0)
         say("a new conversation")
 
     def _regen(self) -> None:
@@ -207,7 +207,7 @@ class ChatSession:
 
     def _undo(self) -> None:
         text = self.conversation.undo()
-        self.engine.rewind(self.sequence, common_length(self.sequence.tokens, self.conversation.tokens))
+        self.sequence.rewind_to(common_length(self.sequence.tokens, self.conversation.tokens))
         first = text.split("\n", 1)[0]
         say(f"took back: {first[:60]}{'...' if first[60:] or first != text else ''}")
         if self.conversation.tokens and not self.sequence.tokens:

@@ -176,6 +176,12 @@ class Sequence:
         self._trim(length)
         del self.tokens[length:]
 
+    def rewind_to(self, length: int) -> int:
+        """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
+        kept = self.rewindable(length)
+        self.rewind(kept)
+        return kept
+
     def _trim(self, length: int) -> None:
         """Release the pages behind row `length`, and a sealed page that is being filled again."""
         size = self.pool.layout.page_size
@@ -265,12 +271,7 @@ class Sequence:
 
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
-        for g, held in enumerate(self._lists):
-            for page in (*held.front, *held.pages):
-                if page != NO_PAGE:
-                    yield g, page
-            for page in held.open.values():
-                yield self._open_arena(g), page
+        return ((arena, page) for (arena, _), page in self.numbered().items())
 
     def pages(self, arena: int) -> int:
         """Pages of the arena that this sequence holds."""
