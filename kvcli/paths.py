@@ -17,7 +17,7 @@ def cache_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """Models: `$XDG_DATA_HOME/kv`."""
+    """Models and sessions: `$XDG_DATA_HOME/kv`."""
     return _folder("XDG_DATA_HOME", ".local/share")
 
 

@@ -94,7 +94,7 @@ class FakeSequence:
     def evicted(self) -> int:
         return 0
 
-    def pages(self, group: int) -> int:
+    def pages(self, arena: int) -> int:
         return -(-self.length // 64)
 
     def rewind_to(self, length: int) -> int:
