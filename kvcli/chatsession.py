@@ -11,10 +11,10 @@ from kvcli.answering import Job, answer, cache_facts, settle
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import SampleOptions
-from kvcli.overflow import common_length
 from kvcli.render import human_bytes
 from kvcli.report import Result, context_full, stats_line
 from kvcli.runtime.events import Usage
+from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.sessions import Branches
 from kvcli.sinks import Sink
 from kvcli.streams import say
@@ -198,7 +198,7 @@ class ChatSession:
     def _clear(self) -> None:
         self._told = False
         self.conversation.clear()
-        self.engine.rewind(self.sequence, 0)
+        self.sequence.rewind_to(0)
         say("a new conversation")
 
     def _regen(self) -> None:
@@ -207,7 +207,7 @@ class ChatSession:
 
     def _undo(self) -> None:
         text = self.conversation.undo()
-        self.engine.rewind(self.sequence, common_length(self.sequence.tokens, self.conversation.tokens))
+        self.sequence.rewind_to(common_length(self.sequence.tokens, self.conversation.tokens))
         first = text.split("\n", 1)[0]
         say(f"took back: {first[:60]}{'...' if first[60:] or first != text else ''}")
         if self.conversation.tokens and not self.sequence.tokens:

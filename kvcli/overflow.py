@@ -56,8 +56,3 @@ def cut_text(ids: list[int], text: tuple[int, int], policy: str, ctx_size: int, 
         )
     first = start if policy == START else start + -(-left // 2)
     return ids[:first] + ids[first + gone :], Cut(policy, len(ids), ctx_size, first, first + gone)
-
-
-def common_length(a: list[int], b: list[int]) -> int:
-    """How many ids two lists have in common from the start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

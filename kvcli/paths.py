@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _warned: set[Path] = set()
@@ -15,7 +17,7 @@ def cache_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """Models: `$XDG_DATA_HOME/kv`."""
+    """Models and sessions: `$XDG_DATA_HOME/kv`."""
     return _folder("XDG_DATA_HOME", ".local/share")
 
 
@@ -51,6 +53,25 @@ def make_or_warn(folder: Path, warn: Callable[[str], None]) -> bool:
         _warned.add(folder)
         warn(f"cannot use the folder {folder}: {reason}; going on without it")
     return False
+
+
+def replace_file(path: Path, data: bytes, flush: bool = False) -> None:
+    """Put `data` in place of what is at `path`, all of it or, where that fails, nothing; readable by this user only.
+
+    `flush`: it is on the disk before it takes the place. Raises OSError.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".part", dir=path.parent)  # mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
 
 
 def can_be_made(folder: Path) -> bool:

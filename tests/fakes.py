@@ -94,8 +94,12 @@ class FakeSequence:
     def evicted(self) -> int:
         return 0
 
-    def pages(self, group: int) -> int:
+    def pages(self, arena: int) -> int:
         return -(-self.length // 64)
+
+    def rewind_to(self, length: int) -> int:
+        del self.tokens[length:]
+        return self.length
 
     def close(self) -> None:
         self.tokens.clear()
@@ -141,9 +145,6 @@ class FakeEngine:
 
     def new_sequence(self) -> FakeSequence:
         return FakeSequence()
-
-    def rewind(self, sequence: FakeSequence, n_tokens: int) -> None:
-        del sequence.tokens[n_tokens:]
 
     def generate(
         self,

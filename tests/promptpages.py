@@ -6,8 +6,8 @@ import torch
 
 from kvcli.kernels import Basis
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcaches.prefixpages import Bases
 
 
 def known_bases(layout: KVLayout, seed: int) -> Bases:

@@ -70,7 +70,7 @@ def test_rewind_and_replay_is_never_done(engine: Engine):
     seq = engine.new_sequence()
     engine.forward(seq, PROMPT[:100])
     engine.forward(seq, [11] * 35)
-    kept = engine.rewind(seq, 100)
+    kept = seq.rewind_to(100)
     assert kept == 100 and seq.tokens == PROMPT[:100]
     assert same_bits(last_logits(engine, seq, PROMPT[100:]), fresh(engine, PROMPT))
     seq.close()

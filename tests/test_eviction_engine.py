@@ -87,7 +87,7 @@ def test_forks_undo_and_replay_give_the_same_states(engine: Engine):
     assert same_bits(states(engine, seq, TEXT[150:], 40), whole[150:])
     assert same_bits(states(engine, twin, others, 9), branch)
     for wanted in (179, 177, 120, 3):
-        kept = engine.rewind(seq, wanted)
+        kept = seq.rewind_to(wanted)
         assert kept in (0, wanted, wanted // SIZE * SIZE)
         assert kept == 0 or wanted > 170  # what an old window held is gone
         assert same_bits(states(engine, seq, TEXT[kept:], 50), whole[kept:]), wanted

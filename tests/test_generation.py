@@ -110,7 +110,7 @@ def cancel_after(calls: int) -> Callable[[], bool]:
 
 def test_cancelled_while_prefilling(quick: Engine, seq: Sequence):
     expected = run(quick, seq, PROMPT, DRAWN).ids
-    quick.rewind(seq, 0)
+    seq.rewind_to(0)
     end = run(quick, seq, PROMPT, DRAWN, cancelled=cancel_after(3))
     assert (end.finish_reason, end.ids, end.text) == ("interrupted", [], "")
     assert seq.tokens == PROMPT[:96]  # three chunks of 32
@@ -144,7 +144,7 @@ def test_a_model_that_is_cut_short_leaves_a_usable_sequence(
 ):
     """Ctrl-C between the reservation of rows and their commitment, in the prompt's second chunk."""
     expected = run(quick, seq, PROMPT[:60], DRAWN).ids
-    quick.rewind(seq, 0)
+    seq.rewind_to(0)
     whole, calls = quick.model.hidden, iter([False, True])
 
     def hidden(step: object) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_usage_counts_what_was_reused():
     longer = [*changed, *PROMPT[50:60]]
     for prompt, reused in ((same, 0), (same, 49), (changed, 45), (longer, 51), (PROMPT[100:130], 0)):
         assert run(engine, seq, prompt).usage.cache_read_tokens == reused
-        engine.rewind(seq, len(prompt))
+        seq.rewind_to(len(prompt))
 
 
 def test_prefill_reports_its_progress(quick: Engine, seq: Sequence):
@@ -207,7 +207,7 @@ def test_prefill_reports_its_progress(quick: Engine, seq: Sequence):
 
 def test_going_back_beyond_the_window_prefills_again(quick: Engine, seq: Sequence):
     run(quick, seq, PROMPT)
-    assert quick.rewind(seq, 142) == 142  # its window is in the pages that are left
+    assert seq.rewind_to(142) == 142  # its window is in the pages that are left
     context = PROMPT[:120] + PROMPT[:30]
     end = run(quick, seq, context)
     assert end.usage.cache_read_tokens == 0  # rows 101..119 of the sliding layers are gone

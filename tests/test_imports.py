@@ -80,7 +80,7 @@ kvcli.kernels .archs .promptcaches.caches .promptcaches.cachewriter .promptcache
 .engine .promptcaches.enginecaches .generation .graphpages .guard .promptcaches.held .promptcaches.keeping
 .layers .promptcaches.pagefiles .cache.pagelist .cache.pages .promptcaches.prefix .quality .recall
 .promptcaches.recompute .promptcaches.reuse .rope .sampler .cache.sealing .cache.sequence
-.promptcaches.prefixpages .tokengraph .promptcaches.userfile .weights
+.tokengraph .promptcaches.userfile .weights
 """
 TORCH_USERS = tuple(map(whole, TORCH.split()))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.errors import ContextOverflow
-from kvcli.overflow import Cut, answer_leaves, common_length, cut_text
+from kvcli.overflow import Cut, answer_leaves, cut_text
 from kvcli.runtime.eviction import Retention
 
 
@@ -38,10 +38,6 @@ def test_room_for_the_answer():
     assert [answer_leaves(1000, n, None) for n in (-1, 0, 10, 500, 800)] == [750, 1000, 990, 500, 500]
     assert answer_leaves(1024, 500, Retention(4, 896, 64)) == 959  # the last of them sees all others
     assert answer_leaves(1024, -1, Retention(4, 100, 64)) == 163
-
-
-def test_common_length():
-    assert [common_length([1, 2, 3], other) for other in ([], [1, 2], [1, 3, 3], [1, 2, 3, 4])] == [0, 2, 1, 3]
 
 
 # --- kv run

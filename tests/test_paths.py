@@ -33,6 +33,21 @@ def test_made_folders_are_private(tmp_path: Path) -> None:
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b")] == [0o700, 0o700]
 
 
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ("x" * 250)
+    for flush, data in ((False, b"one"), (True, b"two")):
+        paths.replace_file(path, data, flush)
+        assert path.read_bytes() == data and path.stat().st_mode & 0o777 == 0o600
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        paths.replace_file(path, b"three")
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"two"
+
+
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told: list[str] = []

@@ -30,7 +30,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.promptcaches import pagefiles
 from kvcli.runtime.promptcaches.held import Held, Trail
-from kvcli.runtime.promptcaches.prefixpages import longest, needed
+from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcaches.promptcache import ALIGN, Contents, PromptCacheFile, first_difference, is_prompt_cache
 from kvcli.runtime.promptcaches.promptwriting import write
 
@@ -60,6 +60,10 @@ def _same(a: Sequence, b: Sequence) -> None:
                 for name in ("centre", "scale_k", "scale_v"):
                     m, n = getattr(p, name), getattr(q, name)
                     assert (m is None and n is None) or torch.equal(m, n)
+
+
+def test_common_length() -> None:
+    assert [common_length([1, 2, 3], other) for other in ([], [1, 2], [1, 3, 3], [1, 2, 3, 4])] == [0, 2, 1, 3]
 
 
 @settings(max_examples=40, deadline=None)

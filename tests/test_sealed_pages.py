@@ -300,9 +300,9 @@ def test_cold_warm_fork_and_undo_give_the_same_logits(types: tuple[str, str], ba
     assert same_bits(logits(engine, twin, others, 7), branch)
     assert same_bits(logits(engine, seq, PROMPT[70:]), cold[70:])  # beside the twin
     for wanted, kept in ((149, 149), (145, 145), (139, 128), (70, 64), (20, 16), (9, 9)):  # undo, then the same again
-        assert engine.rewind(seq, wanted) == kept
+        assert seq.rewind_to(wanted) == kept
         assert same_bits(logits(engine, seq, PROMPT[kept:], 29), cold[kept:]), wanted
-    assert engine.rewind(twin, 5) == 5
+    assert twin.rewind_to(5) == 5
     assert same_bits(logits(engine, twin, PROMPT[5:]), cold[5:])  # with a basis of its own now
 
 
@@ -313,7 +313,7 @@ def test_other_tokens_in_the_first_page_of_a_fork_change_nothing_in_the_other():
     seq = engine.new_sequence()
     logits(engine, seq, PROMPT[:20])
     twin = seq.fork()
-    assert engine.rewind(twin, 3) == 3
+    assert twin.rewind_to(3) == 3
     logits(engine, twin, [x + 1 for x in PROMPT[3:60]])
     assert same_bits(logits(engine, seq, PROMPT[20:]), cold[20:])
 
@@ -340,6 +340,6 @@ def test_a_row_is_encoded_once(tail: int):
         encoded.clear()
         twin = seq.fork()
         logits(engine, twin, [5])
-        seq.rewind(seq.rewindable(144))
+        seq.rewind_to(144)
         logits(engine, seq, PROMPT[144:])
         assert {row for _, row in encoded} == (set() if tail else set(range(144, 151)))

@@ -17,8 +17,9 @@ from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, groupe
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
-from kvcli.overflow import ERROR, Cut, answer_leaves, common_length, cut_text
+from kvcli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.promptcacheflags import FileFlags, StoreFlags, telling
+from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 

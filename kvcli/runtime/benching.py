@@ -133,7 +133,7 @@ def _once(engine: Engine, seq: Sequence, ids: list[int], case: Case, number: int
 def _go_to(engine: Engine, seq: Sequence, ids: list[int]) -> None:
     """Leave exactly the rows of `ids` in the cache. What a window or a sealed page no longer allows is run again."""
     common = min(len(ids), seq.length)
-    kept = engine.rewind(seq, common if seq.tokens[:common] == ids[:common] else 0)
+    kept = seq.rewind_to(common if seq.tokens[:common] == ids[:common] else 0)
     seq.expect(len(ids), engine.ubatch)
     for start, end in engine.chunks(kept, len(ids)):
         engine.forward(seq, ids[start:end])

@@ -92,4 +92,4 @@ class DeviceTokens:
         """Give up rows whose tokens nobody has seen."""
         if self._waits:
             torch.cuda.synchronize(self.graph.device)
-        self.seq.rewind(self.seq.rewindable(self._known))
+        self.seq.rewind_to(self._known)

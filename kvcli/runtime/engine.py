@@ -225,12 +225,6 @@ class Engine:
         """What token ids of a chat depend on: the tokenizer and the template, by content."""
         return fingerprint.text_hashes(self.model_weights.file)
 
-    def rewind(self, seq: Sequence, n_tokens: int) -> int:
-        """Keep the first `n_tokens` rows, fewer where rows are gone that their windows need; returns the rows kept."""
-        kept = seq.rewindable(n_tokens)
-        seq.rewind(kept)
-        return kept
-
     @torch.inference_mode()
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
         """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model]."""

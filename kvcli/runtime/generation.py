@@ -60,12 +60,7 @@ class Generation:
         self.written = self.prompt_evicted = 0  # tokens whose rows are written to disk, and that are forgotten
 
     def events(self) -> Iterator[Event]:
-        logits = None
-        for event in self._prefill():
-            if isinstance(event, torch.Tensor):
-                logits = event
-            else:
-                yield event
+        logits = yield from self._prefill()
         if logits is None:
             yield self._end("interrupted")
             return
@@ -107,25 +102,26 @@ class Generation:
             return "context"
         return ""
 
-    def _prefill(self) -> Iterator[Prefill | torch.Tensor]:
-        """Run what the sequence lacks of the prompt; at last the logits [vocab], unless cancelled."""
+    def _prefill(self) -> Generator[Prefill, None, torch.Tensor | None]:
+        """Run what the sequence lacks of the prompt. Returns the logits [vocab], None when cancelled."""
         engine, seq, prompt = self.engine, self.seq, self.history
         self.reuse = engine.caches.restore(seq, prompt)
         reused = self.reuse.tokens
         total = self.n_prompt - reused
         yield Prefill(0, total, reused)
         seq.expect(self.n_prompt, engine.ubatch)
+        logits = None
         for start, end in engine.chunks(reused, self.n_prompt):
             if self.cancelled():
-                return
+                return None
             hidden = engine.forward(seq, prompt[start:end])
             engine.caches.follow(seq)
             if end == self.n_prompt:
                 logits = engine.logits(hidden[-1:])[0]
                 engine.synchronize()
                 self.prefill_s, self.prompt_evicted = time.perf_counter() - self.began, seq.evicted
-                yield logits
             yield Prefill(end - reused, total, reused)
+        return logits
 
     def _end(self, reason: str) -> End:
         text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()

@@ -89,7 +89,7 @@ class GraphPages:
     """Every layer's pages over its group's tables: `bind` them to a sequence."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
-        self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self.model, self.layout = model, layout
         self.device: torch.device = model.ops.device
         evicting = layout.retention is not None
         self._tables = [GroupTables(g, ctx_size, evicting, self.device) for g in layout.groups]

@@ -134,11 +134,8 @@ class TokenGraph:
 
     def _seal(self, rows: int) -> None:
         """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
-        for group in self.layout.groups:
-            before, after = (max(group.sealed_rows(n), group.sinks * group.page_size) for n in (rows - 1, rows))
-            if group.sealed and group.tail and before < after:
-                break
-        else:
+        leaving = (g.newly_sealed(rows - 1, rows) for g in self.layout.groups if g.sealed and g.tail)
+        if all(first >= last for first, last in leaving):
             return
         if self.device.type != "cuda":
             self._launch_sealing()

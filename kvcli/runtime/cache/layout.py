@@ -24,6 +24,7 @@ from kvcli.runtime.eviction import Retention
 
 PAGE_SIZES = (16, 32, 64, 128)
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
+PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 
 
@@ -118,14 +119,13 @@ class KVLayout:
     def _open_arenas(self) -> tuple[int | None, ...]:
         numbers, following = [], len(self.groups)
         for g in self.groups:
-            sealed = g.open_class() is not None
-            numbers.append(following if sealed else None)
-            following += sealed
+            numbers.append(following if g.sealed else None)
+            following += g.sealed
         return tuple(numbers)
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes per sequence that do not grow and stand outside the pool: recurrent state, scales of fp8."""
+        """Bytes per sequence that never grow and are not in the pool: recurrent state, means of keys, scales of fp8."""
         return self.state_bytes + sum(g.static_bytes for g in self.groups)
 
     def pages(self, tokens: int, chunk: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from kvcli.kernels import Basis, PagedKV, RecordLayout
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.pages import NO_PAGE, PagePool
 
-PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
+Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 
 
 class Memory(Sequence[torch.Tensor | None]):

@@ -16,7 +16,7 @@ NO_PAGE = -1
 
 
 class _Arena:
-    """The pages of one group: chunks of equal pages that never move, a free list and reference counts."""
+    """The pages of one arena: chunks of equal pages that never move, a free list and reference counts."""
 
     def __init__(self, layout: GroupLayout, device: torch.device) -> None:
         self.layout = layout
@@ -52,7 +52,8 @@ class _Arena:
 class PagePool:
     """Pages of every arena of a layout (its groups, then the 16-bit classes), committed on demand under one budget.
 
-    Ids are per group and stay valid until the last `release`. Memory of a released page is kept for the next `take`.
+    Ids are per arena, which is named by its number, and stay valid until the last `release`. Memory of a released page
+    is kept for the next `take`.
     """
 
     def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
@@ -64,21 +65,21 @@ class PagePool:
         self.reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
         self.soft_bytes = 0
 
-    def take(self, group: int) -> int:
+    def take(self, arena: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
-        arena = self._arenas[group]
-        if not arena.free and self.committed_bytes + arena.page_bytes > self.soft_bytes:
-            self.reclaim(group, False)
-        if not arena.free and not self._grow(arena):
-            self.reclaim(group, True)
-            if not arena.free:
+        a = self._arenas[arena]
+        if not a.free and self.committed_bytes + a.page_bytes > self.soft_bytes:
+            self.reclaim(arena, False)
+        if not a.free and not self._grow(a):
+            self.reclaim(arena, True)
+            if not a.free:
                 raise DoesNotFit(
                     f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",
                     "use a smaller context or a smaller cache type",
                 )
-        page = arena.free.pop()
-        arena.refs[page] = 1
-        arena.peak = max(arena.peak, arena.used)
+        page = a.free.pop()
+        a.refs[page] = 1
+        a.peak = max(a.peak, a.used)
         return page
 
     def _grow(self, arena: _Arena) -> bool:
@@ -102,48 +103,48 @@ class PagePool:
             while len(arena.free) < pages and not 0 < self.soft_bytes <= self.committed_bytes and self._grow(arena):
                 pass
 
-    def retain(self, group: int, page: int) -> None:
+    def retain(self, arena: int, page: int) -> None:
         """One more holder of a page that somebody holds."""
-        refs = self._arenas[group].refs
+        refs = self._arenas[arena].refs
         if refs[page] < 1:
-            raise ValueError(f"page {page} of group {group} is free and cannot be retained")
+            raise ValueError(f"page {page} of arena {arena} is free and cannot be retained")
         refs[page] += 1
 
-    def release(self, group: int, page: int) -> None:
+    def release(self, arena: int, page: int) -> None:
         """One holder less; the last one returns the page to the pool."""
-        arena = self._arenas[group]
-        if arena.refs[page] < 1:
-            raise ValueError(f"page {page} of group {group} is free and cannot be released")
-        arena.refs[page] -= 1
-        if arena.refs[page] == 0:
-            arena.free.append(page)
+        a = self._arenas[arena]
+        if a.refs[page] < 1:
+            raise ValueError(f"page {page} of arena {arena} is free and cannot be released")
+        a.refs[page] -= 1
+        if a.refs[page] == 0:
+            a.free.append(page)
 
-    def copy(self, group: int, page: int) -> int:
+    def copy(self, arena: int, page: int) -> int:
         """A new page with the same bytes and one reference."""
-        new = self.take(group)
-        arena = self._arenas[group]
-        arena.pages[new].copy_(arena.pages[page])
+        new = self.take(arena)
+        a = self._arenas[arena]
+        a.pages[new].copy_(a.pages[page])
         return new
 
-    def refcount(self, group: int, page: int) -> int:
-        return self._arenas[group].refs[page]
+    def refcount(self, arena: int, page: int) -> int:
+        return self._arenas[arena].refs[page]
 
-    def page(self, group: int, page: int) -> torch.Tensor:
+    def page(self, arena: int, page: int) -> torch.Tensor:
         """The page's memory: uint8 [layers, layer_bytes], writable; in one piece unless chunks are by layer."""
-        return self._arenas[group].pages[page]
+        return self._arenas[arena].pages[page]
 
-    def addresses(self, group: int, pages: list[int]) -> np.ndarray:
+    def addresses(self, arena: int, pages: list[int]) -> np.ndarray:
         """Where the first layer of each page is, 0 for NO_PAGE: int64 [n]. See `GroupLayout.layer_stride`."""
-        wanted, known = np.array(pages, dtype=np.int64), self._arenas[group].addresses
+        wanted, known = np.array(pages, dtype=np.int64), self._arenas[arena].addresses
         return np.where(wanted == NO_PAGE, 0, known[wanted] if len(known) else 0)
 
-    def used(self, group: int) -> int:
-        """Pages of the group that somebody holds."""
-        return self._arenas[group].used
+    def used(self, arena: int) -> int:
+        """Pages of the arena that somebody holds."""
+        return self._arenas[arena].used
 
-    def peak(self, group: int) -> int:
-        """Most pages of the group that were held at once."""
-        return self._arenas[group].peak
+    def peak(self, arena: int) -> int:
+        """Most pages of the arena that were held at once."""
+        return self._arenas[arena].peak
 
     @property
     def used_bytes(self) -> int:
@@ -154,14 +155,14 @@ class PagePool:
         return sum(len(a.pages) * a.page_bytes for a in self._arenas)
 
     def check(self, holders: Iterable[tuple[int, int]]) -> None:
-        """Compare the counts with the (group, page) pairs that holders report. Raises ValueError on a difference."""
+        """Compare the counts with the (arena, page) pairs that holders report. Raises ValueError on a difference."""
         held = Counter(holders)
-        for group, arena in enumerate(self._arenas):
-            free = set(arena.free)
-            if len(free) != len(arena.free):
-                raise ValueError(f"group {group}: a page is on the free list twice")
-            for page, refs in enumerate(arena.refs):
-                if refs != held[group, page]:
-                    raise ValueError(f"group {group} page {page}: {refs} references, {held[group, page]} holders")
+        for arena, a in enumerate(self._arenas):
+            free = set(a.free)
+            if len(free) != len(a.free):
+                raise ValueError(f"arena {arena}: a page is on the free list twice")
+            for page, refs in enumerate(a.refs):
+                if refs != held[arena, page]:
+                    raise ValueError(f"arena {arena} page {page}: {refs} references, {held[arena, page]} holders")
                 if (page in free) != (refs == 0):
-                    raise ValueError(f"group {group} page {page}: {refs} references, on the free list: {page in free}")
+                    raise ValueError(f"arena {arena} page {page}: {refs} references, on the free list: {page in free}")

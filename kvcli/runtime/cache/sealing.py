@@ -13,7 +13,7 @@ import torch
 
 from kvcli.kernels import Angles, Backend, PagedKV
 from kvcli.runtime.cache.cachetypes import CODEC_SPECS
-from kvcli.runtime.cache.grouplayout import sealed_rows
+from kvcli.runtime.cache.grouplayout import newly_sealed
 from kvcli.runtime.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
@@ -29,7 +29,7 @@ def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable |
     size = kv.record.page_size
     if fixes_basis(kv, end):
         fix_bases(ops, [kv], rope)
-    first, last = (max(sealed_rows(n, size, kv.tail), kv.sinks * size) for n in (start, end))
+    first, last = newly_sealed(start, end, size, kv.sinks, kv.tail)
     angles = None
     if kv.basis.centre is not None and rope is not None:
         angles = rope.centres(-(-end // size) * size, kv.first_page * size, kv.front * size)

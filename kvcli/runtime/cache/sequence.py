@@ -9,7 +9,8 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV
-from kvcli.runtime.cache.pagelist import NO_PAGE, Layers, PageKey, PageList
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pagelist import NO_PAGE, Bases, Layers, PageList
 from kvcli.runtime.cache.pages import PagePool
 
 
@@ -109,7 +110,7 @@ class Sequence:
         for page in range(-(-start // size), -(-end // size)):
             held.open[page] = self.pool.take(arena)
             held.pages.append(NO_PAGE)
-        first, last = (max(layout.sealed_rows(n), layout.sinks * size) for n in (start, end))
+        first, last = layout.newly_sealed(start, end)
         for page in range(first // size, -(-last // size)):
             index = page - held.first
             if held.pages[index] == NO_PAGE:
@@ -175,6 +176,12 @@ class Sequence:
         self._trim(length)
         del self.tokens[length:]
 
+    def rewind_to(self, length: int) -> int:
+        """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
+        kept = self.rewindable(length)
+        self.rewind(kept)
+        return kept
+
     def _trim(self, length: int) -> None:
         """Release the pages behind row `length`, and a sealed page that is being filled again."""
         size = self.pool.layout.page_size
@@ -238,11 +245,11 @@ class Sequence:
         return found
 
     @property
-    def bases(self) -> tuple[tuple[Basis, ...], ...]:
+    def bases(self) -> Bases:
         """Of each group, of each of its layers."""
         return tuple(held.bases for held in self._lists)
 
-    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: tuple[tuple[Basis, ...], ...]) -> None:
+    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases) -> None:
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
 
         Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
@@ -264,12 +271,7 @@ class Sequence:
 
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
-        for g, held in enumerate(self._lists):
-            for page in (*held.front, *held.pages):
-                if page != NO_PAGE:
-                    yield g, page
-            for page in held.open.values():
-                yield self._open_arena(g), page
+        return ((arena, page) for (arena, _), page in self.numbered().items())
 
     def pages(self, arena: int) -> int:
         """Pages of the arena that this sequence holds."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +62,7 @@ class HeaderCache:
         if len(line) > _MAX_LINE_BYTES or len(line) + len(entry.body) > _MAX_ENTRY_BYTES:
             return
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")  # mode 0600
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(line + entry.body)
-                os.replace(temporary, self._path(url))
-            except OSError:
-                os.unlink(temporary)
-                raise
+            paths.replace_file(self._path(url), line + entry.body)
             self._prune()
         except OSError as error:
             self._warn(f"cannot keep a header in {self.folder}: {error.strerror or error}; going on without it")

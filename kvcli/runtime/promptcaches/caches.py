@@ -41,9 +41,7 @@ class LiveRows:
     """No cache but the sequence itself."""
 
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
-        kept = seq.rewindable(common_length(seq.tokens, prompt[:-1]))
-        seq.rewind(kept)
-        return Reuse(kept)
+        return Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1])))
 
     def follow(self, seq: Sequence) -> None:
         """Nothing to remember."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+import torch
+
 from kvcli import kernels
 from kvcli.estimate import Plan
 from kvcli.runtime.cache.layout import KVLayout
@@ -52,8 +54,6 @@ def setting(engine: Opened) -> Setting:
 def computed_on(engine: Opened) -> str:
     """What decides the last bits of a row: the kernels, and how exact they are asked to be."""
     if engine.device.kind == CUDA:
-        import torch
-
         return f"cuda {torch.cuda.get_device_name(engine.pool.device)}{' exact' if engine.exact else ''}"
     ops = engine.model.ops
     return f"cpu {ops.name}{' ' + ops.isa if ops.name == 'native' else ''}"

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,7 @@ def _keep(record: Path, value: dict[str, Any]) -> None:
     """A record that cannot be kept is made again next time."""
     try:
         paths.make_private(record.parent)
-        descriptor, temporary = tempfile.mkstemp(dir=record.parent)
-        with open(descriptor, "w", encoding="utf-8") as out:
-            json.dump(value, out)
-        os.replace(temporary, record)
+        paths.replace_file(record, json.dumps(value).encode())
     except OSError:
         return
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING
@@ -44,7 +43,7 @@ class Held:
 
     def __init__(self, seq: Sequence, copies: dict[PageKey, memoryview], keys: Iterable[PageKey]) -> None:
         self.pool: PagePool = seq.pool
-        self.tokens, self.bases = list(seq.tokens), seq.bases
+        self.bases = seq.bases
         self.pages: dict[PageKey, int] = {}
         self.copies: dict[PageKey, memoryview] = {}
         size, found = self.pool.layout.page_size, seq.numbered()

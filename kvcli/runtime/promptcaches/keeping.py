@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING

@@ -11,10 +11,9 @@ import torch
 
 from kvcli.errors import CacheFileError
 from kvcli.kernels import Basis
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pages import PagePool
-from kvcli.runtime.promptcaches.prefixpages import Bases
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile, damaged
 
 READERS = 4  # threads that read and check pages

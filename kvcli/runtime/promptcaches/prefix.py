@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcaches.prefixpages import Bases, common_length, longest, needed
+from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
 
 Block = tuple[int, ...]
 
@@ -71,14 +72,13 @@ class PrefixTree:
 
         The pages are the tree's; whoever wants them retains them before the tree is touched again.
         """
-        valid, pages, bases = self._match(tokens)
-        length = longest(self.pool.layout, max(valid.values(), default=0), valid)
+        agree, pages, bases = self._match(tokens)
+        length = longest(self.pool.layout, agree if pages else 0, dict.fromkeys(pages, agree))
         return length, {key: pages[key] for key in needed(self.pool.layout, length)}, bases
 
-    def _match(self, tokens: list[int]) -> tuple[dict[PageKey, int], dict[PageKey, int], Bases]:
-        """Up to how many tokens each page on the way agrees, the pages, and the bases of the last node."""
+    def _match(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases]:
+        """How many tokens agree with the nodes on the way, the nodes' pages, and the bases of the last one."""
         size, node, at, now = self.pool.layout.page_size, self._root, 0, next(self._clock)
-        valid: dict[PageKey, int] = {}
         pages: dict[PageKey, int] = {}
         bases: Bases = ()
         while node.children:
@@ -89,13 +89,11 @@ class PrefixTree:
             same = common_length(list(child.block), asked)
             if same == 0:
                 break
-            for key in [(arena, node.depth) for arena in child.pages]:
-                pages[key] = child.pages[key[0]]
-            valid.update((key, 0) for key in pages)
+            pages.update(((arena, node.depth), page) for arena, page in child.pages.items())
             at, node, bases, child.used = at + same, child, child.bases, now
             if same < size:
                 break
-        return dict.fromkeys(valid, at), pages, bases
+        return at, pages, bases
 
     def evict(self, arena: int) -> bool:
         """Let go of what was used longest ago until a page of the arena is free; whether one is."""

@@ -1,19 +1,14 @@
 """Which pages make up the rows of a prefix, wherever they lie.
 
 A row is a function of the tokens up to it and of its position. So a page is *valid* for a prompt as far as the tokens
-it was computed from agree with the prompt's, and pages of several origins may be put together.
+it was computed from agree with the prompt's, and pages of several origins may be put together. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvcli.kernels import Basis
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import PageKey
-
-Bases = tuple[tuple[Basis, ...], ...]
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 
 
 def common_length(a: list[int], b: list[int]) -> int:
@@ -22,20 +17,12 @@ def common_length(a: list[int], b: list[int]) -> int:
 
 
 def needed(layout: KVLayout, length: int) -> Iterator[PageKey]:
-    """The pages that a sequence of `length` rows holds between steps."""
+    """The pages that a sequence of `length` rows holds between steps, each in its one form, sealed or open."""
     for g, group in enumerate(layout.groups):
+        opened = layout.open_arena(g)
         for number in group.held_pages(length):
-            yield from _forms(layout, g, group, number, length)
-
-
-def _forms(layout: KVLayout, g: int, group: GroupLayout, number: int, length: int) -> Iterator[PageKey]:
-    """The one form, sealed or open, in which page `number` of a group is held."""
-    opened = layout.open_arena(g)
-    full = (number + 1) * layout.page_size <= length
-    if opened is None or (number >= group.sinks and (full or not group.tail)):
-        yield g, number
-    else:
-        yield opened, number
+            full = (number + 1) * layout.page_size <= length
+            yield g if opened is None or (number >= group.sinks and (full or not group.tail)) else opened, number
 
 
 def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:

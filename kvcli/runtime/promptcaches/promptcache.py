@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvcli.errors import CacheFileError, ModelError
+from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.formats.gguf_values import NeedMoreBytes
 from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
 
@@ -33,7 +34,6 @@ FORMAT, VERSION = "kv-prompt-cache", "1"
 ALIGN = 4096
 MAX_TOKENS = 1 << 28
 _REDO = "it will be computed again"
-Key = tuple[int, int]  # (arena, page number)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Contents:
 
     identity: dict[str, str]
     tokens: list[int]  # from `start` on
-    pages: list[Key]  # sorted
+    pages: list[PageKey]  # sorted
     page_bytes: dict[int, int]  # by arena
     basis: dict[str, np.ndarray] = field(default_factory=dict)  # float32
     about: dict[str, str] = field(default_factory=dict)
@@ -119,9 +119,9 @@ class PromptCacheFile:
         """Raises KeyError, ValueError and the like where things do not fit together."""
         metadata, tensors = header.metadata, header.tensors
         identity, about = (_strings(json.loads(metadata[name])) for name in ("identity", "about"))
-        pages: list[Key] = []
+        pages: list[PageKey] = []
         page_bytes: dict[int, int] = {}
-        self._places: dict[Key, tuple[int, int]] = {}  # where a page stands, and the number of its checksum
+        self._places: dict[PageKey, tuple[int, int]] = {}  # where a page stands, and the number of its checksum
         for name, listed in json.loads(metadata["pages"]).items():
             info, arena = tensors[f"arena{int(name)}"], int(name)
             count, size = info.shape
@@ -154,7 +154,7 @@ class PromptCacheFile:
         if hashlib.sha256(raw + tail[:-32]).digest() != tail[-32:]:
             raise damaged(self.path, "the checksum of its header is wrong")
 
-    def read(self, key: Key, into: memoryview) -> None:
+    def read(self, key: PageKey, into: memoryview) -> None:
         """One page into memory of its size. Raises CacheFileError where it is not as it was written."""
         offset, number = self._places[key]
         done = 0
@@ -169,7 +169,7 @@ class PromptCacheFile:
         if zlib.crc32(into) != int(self._sums[number]):
             raise damaged(self.path, f"the checksum of page {key[1]} (arena {key[0]}) is wrong")
 
-    def copy(self, key: Key) -> memoryview:
+    def copy(self, key: PageKey) -> memoryview:
         """One page in memory of its own. Raises CacheFileError."""
         memory = memoryview(bytearray(self.contents.page_bytes[key[0]]))
         self.read(key, memory)

@@ -22,7 +22,8 @@ import numpy as np
 
 from kvcli import paths
 from kvcli.errors import CacheFileError
-from kvcli.runtime.promptcaches.promptcache import Contents, Key, PromptCacheFile
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
 from kvcli.runtime.promptcaches.promptwriting import Checkpoint, nothing, remove_parts, write
 
 SUFFIX = ".safetensors"
@@ -46,8 +47,8 @@ class Found:
     `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
     """
 
-    valid: dict[Key, int] = field(default_factory=dict)
-    files: dict[Key, PromptCacheFile] = field(default_factory=dict)
+    valid: dict[PageKey, int] = field(default_factory=dict)
+    files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
     closest: int = 0
     closest_next: int | None = None  # the token that the closest one has there
     removed: list[str] = field(default_factory=list)  # why a file was thrown out

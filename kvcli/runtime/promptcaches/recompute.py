@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Difference:
     """`pages` sampled pages: the largest error of an element of their rows; and of the next token's distribution the
-    KL divergence in nats, over `tokens` tokens."""
+    KL divergence in nats."""
 
-    tokens: int
     pages: int
     max_error: float
     divergence: float
 
 
 @torch.inference_mode()
-def compare(engine: Engine, file: PromptCacheFile, pages: int, seed: int = 0) -> Difference:
+def compare(engine: Engine, file: PromptCacheFile, pages: int) -> Difference:
     """Prefill the file's tokens from nothing and compare. Raises CacheFileError for a file that is only a part."""
     contents = file.contents
     if contents.start:
@@ -48,7 +47,7 @@ def compare(engine: Engine, file: PromptCacheFile, pages: int, seed: int = 0) ->
         pool.release(arena, page)
     hidden = [_feed(engine, seq, contents.tokens) for seq in (kept, fresh)]
     size, worst = layout.page_size, 0.0
-    numbers = random.Random(seed).sample(range(-(-length // size)), min(pages, -(-length // size)))
+    numbers = random.Random(0).sample(range(-(-length // size)), min(pages, -(-length // size)))
     for number in numbers:
         for mine, theirs in zip(kept.views(), fresh.views(), strict=True):
             worst = max(worst, *(_page_error(a, b, number, n) for a, b in zip(mine, theirs, strict=True)))
@@ -56,7 +55,7 @@ def compare(engine: Engine, file: PromptCacheFile, pages: int, seed: int = 0) ->
     divergence = float((logits[1].exp() * (logits[1] - logits[0])).sum())
     kept.close()
     fresh.close()
-    return Difference(n, len(numbers), worst, max(0.0, divergence))
+    return Difference(len(numbers), worst, max(0.0, divergence))
 
 
 def _feed(engine: Engine, seq: Sequence, tokens: list[int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.pagelist import PageKey
+from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcaches import missed

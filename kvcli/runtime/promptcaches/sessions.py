@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,16 +138,7 @@ class Session(Branches):
         if data == self._saved:
             return
         try:
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{self.name}.", dir=folder())  # mode 0600
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
-            except OSError:
-                os.unlink(temporary)
-                raise
+            paths.replace_file(self.path, data, flush=True)
         except OSError as error:
             raise OutputError(f"cannot save the session in {self.path}: {error.strerror or error}") from None
         self._saved = data
