@@ -211,7 +211,7 @@ class ChatSession:
         first = text.split("\n", 1)[0]
         say(f"took back: {first[:60]}{'...' if first[60:] or first != text else ''}")
         if self.conversation.tokens and not self.sequence.tokens:
-            say(f"its cache is gone: {len(self.conversation.tokens)} tokens are read again with the next message")
+            say(f"its cache is gone: up to {len(self.conversation.tokens)} tokens are read again with the next message")
 
     def _system(self, text: str) -> None:
         if text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli import paths, render
-from kvcli.errors import UsageError
+from kvcli.errors import OutputError, UsageError
 from kvcli.invocation import Invocation
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.host.memory import parse_size
@@ -81,13 +82,21 @@ class FileFlags:
         flags = {"all": self.prompt_cache_all, "ro": self.prompt_cache_ro, "strict": self.prompt_cache_strict}
         if not self.prompt_cache:
             if given := [f"--prompt-cache-{name}" for name, value in flags.items() if value]:
-                raise UsageError(f"{given[0]} needs --prompt-cache FILE")
+                raise UsageError(f"{given[0]} needs --prompt-cache FILE", "it says what becomes of that file")
             return options
         if self.prompt_cache_all and self.prompt_cache_ro:
-            raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other")
-        file = Path(self.prompt_cache).absolute()
+            raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other", "leave one of them out")
+        file = Path(self.prompt_cache).absolute() if self.prompt_cache_ro else writable(self.prompt_cache)
         options = replace(options, file=file, save_answer=self.prompt_cache_all)
         return replace(options, read_only=self.prompt_cache_ro, strict=self.prompt_cache_strict)
+
+
+def writable(name: str) -> Path:
+    """A file that can be made. Raises OutputError at once, so that no prompt is computed in vain."""
+    file = Path(name).absolute()
+    if not os.access(file.parent, os.W_OK):
+        raise OutputError(f"cannot write {name}: its folder is missing or not writable", "name another file")
+    return file
 
 
 def store_folder(given: str | None) -> Path:

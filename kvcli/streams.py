@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,6 +108,25 @@ class TextOut:
     def flush(self) -> None:
         with writing_to("stdout"):
             self.stream.flush()
+
+
+@contextmanager
+def keys_wait() -> Iterator[None]:
+    """Keys pressed while nothing is read wait as they are for the next line: Enter stays Enter (a terminal would make
+    another key of it), and none is echoed into an answer. Ctrl-C works as always. No terminal: nothing to do."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before, quiet = termios.tcgetattr(descriptor), termios.tcgetattr(descriptor)
+    except (termios.error, OSError):
+        yield
+        return
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 class OutputFile:

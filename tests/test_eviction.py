@@ -311,7 +311,7 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
     if ctx < least:
         with pytest.raises(UsageError, match=rf"context of {ctx:,} tokens is too short .* = {least:,}$") as refused:
             eviction.retention(asked, ctx, size)
-        assert f"-c {least} or more" in refused.value.hint
+        assert f"a context of {least} or more" in refused.value.hint
         return
     found = eviction.retention(asked, ctx, size)
     assert found is not None and found.kept_pages * size + found.window + size == ctx and found.window >= size

@@ -43,7 +43,7 @@ def open_evicting(variant: str, backend: str, types: tuple[str, str], evict: Evi
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}-{'/'.join(c[2])}-{c[3].policy}")
 def engine(request: pytest.FixtureRequest) -> Engine:
     found = open_evicting(*request.param)
-    assert found.retention is not None and any("old ones are forgotten" in x for x in found.notices)
+    assert found.retention is not None and any("old tokens are forgotten" in x for x in found.notices)
     return found
 
 

@@ -153,7 +153,7 @@ def test_a_run_beyond_the_context(kv_here: KvHere):
     assert (kv["keep"], kv["window"], kv["limit"]) == (4, 32, 64)
     assert kv["tokens"] <= 64 and kv["tokens"] + kv["evicted_tokens"] == value["usage"]["prompt_tokens"] + 119
     assert not kv["lossless"] and kv["losses"][0].startswith("evicted: ") and kv["losses"][1].startswith("quantized: ")
-    assert any("old ones are forgotten: the first 4 and the last 32" in x for x in value["warnings"])
+    assert any("old tokens are forgotten: the first 4 and the last 32" in x for x in value["warnings"])
     assert f"tok ({kv['evicted_tokens']} evicted, " in err and "until more are)" in err
 
 

@@ -332,10 +332,11 @@ def test_a_file_is_made_used_extended_and_kept(tmp_path: Path, variant: str, k: 
     elsewhere = [4, *PROMPT[:60]]
     miss = _ask(engine, elsewhere, _named(path, read_only=True)).usage.cache_miss
     assert "shares the first 0 tokens" in miss and path.stat().st_mtime_ns == before
-    _ask(engine, elsewhere, _named(path))
-    assert _tokens(path) == elsewhere
-    whole = _ask(engine, elsewhere, _named(path, save_answer=True))
-    assert _tokens(path) == [*elsewhere, *whole.ids[:-1]]
+    told = Told()
+    assert _ask(engine, elsewhere, _named(path), told).usage.cache_write_tokens == 0
+    assert "it is left as it is" in told.lines[0] and path.stat().st_mtime_ns == before
+    whole = _ask(engine, longer, _named(path, save_answer=True))
+    assert _tokens(path) == [*longer, *whole.ids[:-1]]
 
 
 def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
@@ -348,13 +349,16 @@ def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
     engine.caches.close()  # type: ignore[attr-defined]
     told = Told()
     assert _ask(engine, PROMPT, _named(path), told).ids == cold.ids
-    assert len(told.lines) == 1 and "it will be replaced" in told.lines[0] and _tokens(path) == PROMPT
+    assert len(told.lines) == 1 and "it is left as it is" in told.lines[0] and _tokens(path) == PROMPT[:50]
+    path.unlink()
+    _ask(engine, PROMPT, _named(path))
     whole = path.read_bytes()
     for broken in (whole[:5000], whole[:300] + b"x" + whole[301:], whole[:-1], b""):
         path.write_bytes(broken)
         told = Told()
         assert _ask(engine, PROMPT, _named(path), told).ids == cold.ids
         assert len(told.lines) == 1 and "\n" not in told.lines[0] and _tokens(path) == PROMPT
+        assert "it will be replaced" in told.lines[0]
 
 
 def test_what_is_no_prompt_cache_is_left_alone(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import typer
 from kvcli import cachefiles, opening, render, report
 from kvcli.answering import Job, answer, settle
 from kvcli.commands.run import PromptFlags, Question
-from kvcli.errors import CacheFileError, CheckFailed, UsageError
+from kvcli.errors import CacheFileError, CheckFailed, OutputError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.globaloptions import require_command
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.options import PromptCacheOptions, SampleOptions
-from kvcli.promptcacheflags import CacheDir, parse_time, store_folder, telling
+from kvcli.promptcacheflags import CacheDir, parse_time, store_folder, telling, writable
 from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.sinks import NoSink
@@ -73,10 +73,11 @@ def show(
     """What a prompt cache says of itself."""
     with PromptCacheFile(cachefiles.locate(name, store_folder(cache_dir))) as file:
         ids, found = file.contents.tokens, cachefiles.describe(file.path)
+        identity = file.contents.identity
     if tokens:
         render.write_out(" ".join(map(str, ids)) + "\n")
     elif text is not None:
-        render.write_out(_text(text, ids, ctx.obj))
+        render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
     elif json:
         render.print_json(found.as_json(parse_time("7d", "--cache-ttl")))
     else:
@@ -88,12 +89,17 @@ def show(
         render.write_out("\n".join(lines) + "\n")
 
 
-def _text(model: str, ids: list[int], invocation: Invocation) -> str:
+def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:
+    """Raises CacheFileError for a model with another tokenizer."""
     from kvcli import locate
     from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.promptcaches import fingerprint
     from kvcli.runtime.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_gguf(GGUFFile.open(locate.locate_model(model, invocation)).metadata)
+    metadata = GGUFFile.open(locate.locate_model(model, invocation)).metadata
+    if fingerprint.tokenizer_hash(metadata) != tokenizer_hash:
+        raise CacheFileError(f"the tokens are not those of {model}: its tokenizer is another", "name the cache's model")
+    tokenizer = Tokenizer.from_gguf(metadata)
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size]) + "\n"
 
 
@@ -112,18 +118,20 @@ def build(
     invocation: Invocation = ctx.obj
     with Interrupts(last_words) as interrupts:
         question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
-        cache_options = cache.options(evict.options(cache.page_size))
+        cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
         engine = opening.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
         ids = question.ids(engine)
         if engine.keeps_prompt and len(ids) <= engine.ctx_size:
             engine.keep_prompt(len(ids))
         options = settle(engine, SampleOptions(max_tokens=0))
         job = Job(model.model, options, NoSink(invocation), interrupts)
-        file = Path(out).absolute()
         with closing(engine.use_caches(PromptCacheOptions(file=file, strict=True), telling(invocation))):
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
-        raise CacheFileError(f"{file} was not made", "the line above says why")
+        raise OutputError(f"{file} was not made", "the line above says why")
+    with PromptCacheFile(file) as made:
+        if made.contents.tokens[: len(ids)] != ids:
+            raise CacheFileError(f"{file} holds another prompt and is left as it is", "delete it, or name another file")
     render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)
     render.write_out(f"{out}\n")
     raise typer.Exit(interrupts.code)

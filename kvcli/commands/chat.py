@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ import typer
 
 from kvcli import opening, render, report
 from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
-from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.errors import ContextOverflow, KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import decode_utf8
@@ -23,7 +23,7 @@ from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import StoreFlags, telling
 from kvcli.runtime.promptcaches import sessions
 from kvcli.sinks import TextSink
-from kvcli.streams import TextOut, say
+from kvcli.streams import TextOut, keys_wait, say
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -100,8 +100,10 @@ def chat(
 ) -> None:
     """Talk with a model; each turn reuses the cache of the turns before it."""
     invocation: Invocation = ctx.obj
-    with Interrupts(last_words, insist=flags.script) as interrupts:
+    with ExitStack() as whole, Interrupts(last_words, insist=flags.script) as interrupts:
         flags.check()
+        if not flags.script:
+            whole.enter_context(keys_wait())
         load, sampling = model.options(invocation.offline), sample.options()
         cache_options = cache.options(evict.options(cache.page_size))
         message, name, kept = system.text(), flags.session_name(), store.options()
@@ -190,4 +192,5 @@ def _talk(session: ChatSession, invocation: Invocation) -> None:
             if not editor.interrupted_text:
                 say("Ctrl-D to exit")
         except KVError as error:
-            render.print_error(error.message, error.hint, invocation.color)
+            more = "; /undo takes the last turn back, /clear starts again" if isinstance(error, ContextOverflow) else ""
+            render.print_error(error.message, error.hint + more, invocation.color)

@@ -11,7 +11,7 @@ import typer
 
 from kvcli import opening, render, report, verification
 from kvcli.answering import Job, answer, settle
-from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ModelError, UsageError
+from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, ModelError, UsageError
 from kvcli.evictflags import EvictFlags, OverflowFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.inputs import assemble_prompt
@@ -192,7 +192,11 @@ def run(
             render.warn(str(cut), invocation)
         job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate, cut=cut)
         with closing(engine.use_caches(kept, telling(invocation))):
-            result = _answers(engine, ids, job, output.n_samples)
+            try:
+                result = _answers(engine, ids, job, output.n_samples)
+            except ContextOverflow as error:
+                error.hint += "; --on-overflow cuts it"
+                raise
         if report.prompt_evicted(result):
             render.warn(report.prompt_evicted(result), invocation)
         if copy is not None and not interrupts.code:

@@ -65,7 +65,7 @@ class Engine:
         pool_bytes = self._plan(file, load, cache, threads)
         self.layout = self._setting.settled(self.layout, self.ctx_size)
         if self.retention and not self.keeps_prompt:
-            self.notices.append(self.retention.notice(self.ctx_size))
+            self.notices.append(self.retention.notice())
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(
@@ -165,7 +165,7 @@ class Engine:
         self.pool = PagePool(self.layout, self.pool.budget_bytes, self.pool.device)
         self.graph = self._token_graph()
         if self.retention:
-            self.notices.append(self.retention.notice(self.ctx_size))
+            self.notices.append(self.retention.notice())
 
     def _token_graph(self) -> TokenGraph | None:
         """The fast way of single tokens on a GPU; None on a CPU, with --exact and for models that it cannot compute."""
@@ -293,8 +293,7 @@ class Engine:
             over = len(prompt_ids) - self.ctx_size
             raise ContextOverflow(
                 f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,});"
-                " kv run --on-overflow cuts it",
+                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,})",
             )
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))

@@ -63,9 +63,9 @@ class Retention:
         """Most pages of the window behind that of a step's first query."""
         return -(-(self.window - 1) // self.page_size)
 
-    def notice(self, ctx_size: int) -> str:
+    def notice(self) -> str:
         """What is forgotten, for people."""
-        return f"beyond {ctx_size:,} tokens old ones are forgotten: {self} stay, in whole pages"
+        return f"old tokens are forgotten: {self} stay, in whole pages"
 
     def __str__(self) -> str:
         return f"the first {self.keep:,} and the last {self.window:,}" if self.keep else f"the last {self.window:,}"
@@ -125,7 +125,7 @@ def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention |
         raise UsageError(
             f"the context of {ctx_size:,} tokens is too short to evict: {kept:,} for the {keep:,} kept in whole pages"
             f" + {wanted} + a page of {page_size} at its edge = {least:,}",
-            f"use -c {least} or more"
+            f"use a context of {least} or more (-c; kv bench -d)"
             + (f", or --window {largest}" if asked.window and largest >= page_size else ", or a smaller --page-size"),
         )
     return Retention(keep, window, page_size)

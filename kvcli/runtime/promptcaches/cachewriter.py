@@ -42,6 +42,7 @@ class CacheWriter:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
+        self._problems: list[str] = []  # told between answers, not in the middle of one
         self._jobs: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
@@ -58,7 +59,7 @@ class CacheWriter:
             job.held.close()
             self._thread = None
             if job.problem:
-                self._warn(f"{job.name} was not written: {job.problem}")
+                self._problems.append(f"{job.name} was not written: {job.problem}")
         if not self._jobs:
             return
         job = self._jobs[0]
@@ -71,6 +72,11 @@ class CacheWriter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
             self._thread.start()
+
+    def tell(self) -> None:
+        """Say what was not written."""
+        while self._problems:
+            self._warn(self._problems.pop(0))
 
     def _run(self, job: _Job) -> None:
         try:
@@ -122,6 +128,7 @@ class CacheWriter:
             if self._thread is not None:
                 self._thread.join()
             self.pump()
+        self.tell()
 
 
 class _GaveUp(Exception):

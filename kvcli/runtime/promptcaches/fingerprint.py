@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,18 @@ def _keep(record: Path, value: dict[str, Any]) -> None:
         return
 
 
+def tokenizer_hash(metadata: Mapping[str, Any]) -> str:
+    """Of everything in a file's metadata that makes ids of text."""
+    return _sha256({k: v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")})
+
+
 def _hash(file: GGUFFile) -> dict[str, str]:
     tensors = [file.tensors[name] for name in sorted(file.tensors)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
     described = [[t.name, list(t.shape), t.type, digest] for t, digest in zip(tensors, digests, strict=True)]
-    vocabulary = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.ggml.")}
     template = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.chat_template")}
-    return {"weights": _sha256(described), "tokenizer": _sha256(vocabulary), "template": _sha256(template)}
+    return {"weights": _sha256(described), "tokenizer": tokenizer_hash(file.metadata), "template": _sha256(template)}
 
 
 def _digest(file: GGUFFile, name: str) -> str:

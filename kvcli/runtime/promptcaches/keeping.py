@@ -89,9 +89,10 @@ class Keeper:
         parent = store.chain(seq.tokens)[first]
         contents = self._contents(seq, keys, seconds, store.identity, first * size, parent)
         if not store.root.exists():
-            gib, days = self.options.max_bytes / (1 << 30), self.options.ttl_s / 86400
+            most, days = self.options.max_bytes / (1 << 20), self.options.ttl_s / 86400
+            room = f"{most / 1024:.3g} GiB" if most >= 1024 else f"{most:.3g} MiB"
             self.tell.announce(
-                f"long prompts are kept in {store.root}, at most {gib:.3g} GiB for {days:.3g} days, and need not be"
+                f"long prompts are kept in {store.root}, at most {room} for {days:.3g} days, and need not be"
                 " computed again; --no-cache turns that off"
             )
         held_pages = Held(seq, self.trail.copies, keys)

@@ -33,7 +33,7 @@ from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
 FORMAT, VERSION = "kv-prompt-cache", "1"
 ALIGN = 4096
 MAX_TOKENS = 1 << 28
-_REDO = "it will be computed again"
+_REDO = "kv cache build makes a new one"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class PromptCacheFile:
             except NeedMoreBytes as more:
                 wanted = more.needed
             except ModelError as error:
-                raise CacheFileError(f"{error.message.removeprefix(f'{self.path}: ')}: {self.path}", _REDO) from None
+                told = error.message if str(self.path) in error.message else f"{self.path}: {error.message}"
+                raise CacheFileError(told, _REDO) from None
 
     def _contents(self, header: Header) -> Contents:
         """Raises KeyError, ValueError and the like where things do not fit together."""

@@ -58,6 +58,7 @@ class PromptCaches:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
+        self.keeper.writer.tell()
         self.keeper.begin(len(prompt))
         reuse = self._from_memory(seq, wanted)
         if file is not None and not file.asked:
@@ -90,18 +91,18 @@ class PromptCaches:
         except FileNotFoundError:
             return reuse
         except DoesNotFit:
-            named.used = True
             return self._missed(reuse, missed.NO_ROOM)
         except CacheFileError as error:
             if self.options.strict:
                 raise
             self.tell.warn(f"{error.message}; {named.fate()}")
             return replace(reuse, reason=error.message)
-        named.used = length > reuse.tokens
         if length > reuse.tokens:
             return Reuse(length, length)
         name, held = str(named.path), named.tokens
         why = missed.diverges(name, common_length(held, wanted), held, wanted, self.setting.text_of)
+        if common_length(held, wanted) < min(len(held), len(wanted)):
+            why += "; it is left as it is"
         return self._missed(reuse, why)
 
     def _missed(self, reuse: Reuse, why: str) -> Reuse:

@@ -21,7 +21,8 @@ Convert = Callable[[PromptCacheFile, int], Sequence]
 
 
 class UserFile:
-    """One named file of a run. It is read once; it is written when it has less than the run's prompt."""
+    """One named file of a run, read once. It is written where there is none, where it is empty or damaged, and when the
+    run's tokens go on from those that it holds: it loses nothing that could be of use."""
 
     def __init__(self, options: PromptCacheOptions) -> None:
         assert options.file is not None
@@ -29,7 +30,6 @@ class UserFile:
         self.read_only = options.read_only
         self.tokens: list[int] = []  # what it holds
         self.asked = False
-        self.used = False  # some of it was of use
         self.converts = False  # it is of another cache type
         self._keep = False  # not ours to replace
 
@@ -44,32 +44,35 @@ class UserFile:
         try:
             file = PromptCacheFile(self.path, identity)
         except CacheFileError as error:
+            if not error.field:
+                self._keep = self._keep or error.passing
+                raise
+            with PromptCacheFile(self.path) as other:  # damaged, or another's
+                found = other.contents.identity
+            self._keep = True
             if error.field not in LAYOUT_FIELDS:
                 raise
-            with PromptCacheFile(self.path) as other:
-                found = other.contents.identity
             file = PromptCacheFile(self.path, {**identity, **{name: found.get(name, "") for name in LAYOUT_FIELDS}})
-            self.converts = self._keep = True
+            self.converts = True
         self.tokens = file.contents.tokens
         return file
 
     def fate(self) -> str:
         """What becomes of a file that cannot be used."""
+        if not os.path.lexists(self.path):
+            return "the prompt is computed"
         return "it is left as it is" if self._keep or self.read_only else "it will be replaced"
 
     def wants(self, tokens: list[int]) -> bool:
-        """Whether these rows are to be written: the file goes on with them, or was of no use."""
-        if self.read_only or self._keep:
-            return False
-        if self.used and common_length(self.tokens, tokens) < len(self.tokens):
-            return False  # it shares its beginning with this prompt, and may with the next
-        return len(tokens) > len(self.tokens) or not self.used
+        """Whether these rows are to be written."""
+        goes_on = common_length(self.tokens, tokens) == len(self.tokens) < len(tokens)
+        return goes_on and not self.read_only and not self._keep
 
     def write(self, contents: Contents, blocks: Iterator[Any]) -> None:
         """Put a file there. Raises OSError."""
         remove_parts(self.path.parent, time.time(), self.path.name)
         write(self.path, contents, blocks)
-        self.tokens, self.used = contents.tokens, True
+        self.tokens = contents.tokens
 
 
 def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:
