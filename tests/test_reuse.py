@@ -353,7 +353,9 @@ def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
     path.unlink()
     _ask(engine, PROMPT, _named(path))
     whole = path.read_bytes()
-    for broken in (whole[:5000], whole[:300] + b"x" + whole[301:], whole[:-1], b""):
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :]
+    for broken in (flipped, whole[:5000], whole[:300] + b"x" + whole[301:], whole[:-1], b""):
         path.write_bytes(broken)
         told = Told()
         assert _ask(engine, PROMPT, _named(path), told).ids == cold.ids

@@ -95,6 +95,7 @@ class PromptCaches:
         except CacheFileError as error:
             if self.options.strict:
                 raise
+            named.tokens = []  # nothing that is of use
             self.tell.warn(f"{error.message}; {named.fate()}")
             return replace(reuse, reason=error.message)
         if length > reuse.tokens:
