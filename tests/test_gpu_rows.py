@@ -17,7 +17,7 @@ from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.runtime.cache.sealing import fix_basis
+from kvcli.runtime.cache.sealing import fix_bases
 from kvcli.runtime.cache.sealing import seal_step as reference_seal_step
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.planning import repacked
@@ -149,7 +149,7 @@ def test_seal(types, dims, more, in_step):
         k, v = layer.random(n, 2, dims[0]) * layer.random(dims[0]), layer.random(n, 2, dims[1])
         k[5], v[-4, 0] = 0, 0
         OPS.store(k, v, cache.kv, 0)
-        fix_basis(OPS, cache.kv, cache.rope)
+        fix_bases(OPS, [cache.kv], cache.rope)
         cache.angles = cache.rope.centres(n)
         first = max(group.sinks * group.page_size, n - group.page_size if group.tail else n - 1)
         if not in_step:
