@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcli.cachefiles import chosen
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime.cache.cachetypes import codec
@@ -19,7 +20,7 @@ def options_of(identity: dict[str, str]) -> CacheOptions:
     """The cache options that a file was made with. Raises CacheFileError where it says nothing of the kind."""
     names = ("cache_type_k", "cache_type_v", "sinks", "tail", "page_size")
     try:
-        k, v, sinks, tail, size = (_chosen(identity[name].split()) for name in names)
+        k, v, sinks, tail, size = (chosen(identity[name].split()) for name in names)
         sealed = codec(k).sealed or codec(v).sealed
         evict = FORGET_NOTHING
         if identity["eviction"] != "none":
@@ -33,20 +34,21 @@ def options_of(identity: dict[str, str]) -> CacheOptions:
         raise CacheFileError("its cache options make no sense", "kv cache show prints them") from None
 
 
-def _chosen(per_group: list[str]) -> str:
-    """What the user chose: that of a group with a full cache, which is never the larger type. See `KVLayout`."""
-    ordered = sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))
-    return ordered[0]
+def _other_field(found: dict[str, str], engine: Engine) -> tuple[str, str]:
+    """The first field of a file's identity that is not the engine's ("" = none), and what it is here."""
+    from kvcli.runtime.promptcaches import fingerprint
+    from kvcli.runtime.promptcaches.promptcache import first_difference
+
+    expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
+    field = first_difference({k: v for k, v in found.items() if k in expected}, expected)
+    return field, expected.get(field, "")
 
 
 def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
     """How far a cache agrees with a prompt's tokens, as lines."""
-    from kvcli.runtime.promptcaches import fingerprint
     from kvcli.runtime.promptcaches.prefixpages import common_length, longest
-    from kvcli.runtime.promptcaches.promptcache import first_difference
 
-    expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
-    field = first_difference({k: v for k, v in contents.identity.items() if k in expected}, expected)
+    field, _ = _other_field(contents.identity, engine)
     if field:
         return f"of no use with this model: its {field.replace('_', ' ')} is another\n"
     asked, held = prompt[contents.start :], contents.tokens
@@ -75,14 +77,13 @@ def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
 
 def recompute(engine: Engine, file: PromptCacheFile, pages: int, tol: float) -> str:
     """Rows computed again beside those of a file, told in half a line. Raises CheckFailed, CacheFileError."""
-    from kvcli.runtime.promptcaches import fingerprint
-    from kvcli.runtime.promptcaches.promptcache import differs, first_difference
+    from kvcli.runtime.promptcaches.promptcache import differs
     from kvcli.runtime.promptcaches.recompute import compare
 
-    expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
     found = file.contents.identity
-    if field := first_difference({k: v for k, v in found.items() if k in expected}, expected):
-        raise differs(field, found.get(field, ""), expected.get(field, ""), str(file.path))
+    field, expected = _other_field(found, engine)
+    if field:
+        raise differs(field, found.get(field, ""), expected, str(file.path))
     found_difference = compare(engine, file, pages)
     text = (
         f"{found_difference.pages} pages computed again: max error {found_difference.max_error:.3g},"

@@ -104,14 +104,19 @@ def types_of(identity: dict[str, str]) -> str:
     """'f16', or 'int8/int4' for keys and values; the type of small windows is left out where there is another."""
     names = []
     for key in ("cache_type_k", "cache_type_v"):
-        types = sorted(set(identity.get(key, "").split()), key=lambda name: (name in ("f16", "bf16", "f32"), name))
-        names.append(types[0] if types else "?")
+        names.append(chosen(identity.get(key, "").split() or ["?"]))
     return names[0] if names[0] == names[1] else "/".join(names)
+
+
+def chosen(per_group: list[str]) -> str:
+    """What the user chose: that of a group with a full cache, which is never the larger type. See `KVLayout`. Raises
+    IndexError for none."""
+    return sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))[0]
 
 
 def check_pages(path: Path) -> int:
     """Read every page of a file against its checksum; how many there are. Raises CacheFileError."""
     with PromptCacheFile(path) as file:
         for key in file.contents.pages:
-            file.read(key, memoryview(bytearray(file.contents.page_bytes[key[0]])))
+            file.copy(key)
         return len(file.contents.pages)

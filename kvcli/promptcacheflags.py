@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.promptcaches.keeping import Tell
 
 _option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
+CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 CacheDir = Annotated[
@@ -46,9 +47,11 @@ class StoreFlags:
     cache_min_tokens: Annotated[int, _option("--cache-min-tokens", metavar="N", help="What a long prompt is.")] = (
         PromptCacheOptions.min_tokens
     )
-    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Most bytes of all that is kept.")] = "4GiB"
+    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Most bytes of all that is kept.")] = (
+        CACHE_SIZE
+    )
     cache_ttl: Annotated[str, _option("--cache-ttl", metavar="TIME", help="How long it is kept unused: 36h, 7d.")] = (
-        "7d"
+        CACHE_TTL
     )
 
     def options(self) -> PromptCacheOptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +19,7 @@ from kvcli.globaloptions import require_command
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.options import PromptCacheOptions, SampleOptions
-from kvcli.promptcacheflags import CacheDir, parse_time, store_folder, telling, writable
+from kvcli.promptcacheflags import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder, telling, writable
 from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.sinks import NoSink
@@ -52,7 +51,7 @@ def path(cache_dir: CacheDir = None) -> None:
     render.write_out(f"{store_folder(cache_dir)}\n")
 
 
-def ls(ctx: typer.Context, cache_dir: CacheDir = None, cache_ttl: Ttl = "7d", json: JsonFlag = False) -> None:
+def ls(ctx: typer.Context, cache_dir: CacheDir = None, cache_ttl: Ttl = CACHE_TTL, json: JsonFlag = False) -> None:
     """The prompts that are kept, the one used last first; "1,024-2,048" goes on from another one."""
     ttl = parse_time(cache_ttl, "--cache-ttl")
     found = [cachefiles.describe(file) for file in cachefiles.stored(store_folder(cache_dir))]
@@ -79,7 +78,7 @@ def show(
     elif text is not None:
         render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
     elif json:
-        render.print_json(found.as_json(parse_time("7d", "--cache-ttl")))
+        render.print_json(found.as_json(parse_time(CACHE_TTL, "--cache-ttl")))
     else:
         rows = {"path": str(found.path), "size": render.human_bytes(found.size), "tokens": f"{found.tokens:,}"}
         rows |= {"from token": f"{found.start:,}"} if found.start else {}
@@ -220,7 +219,7 @@ def rm(
     files = cachefiles.stored(root) if all else [cachefiles.locate(name, root) for name in names or []]
     if outside := [file for file in files if root not in file.absolute().parents]:
         raise UsageError(f"{outside[0]} is not in {root}", "kv removes files of the store only")
-    _remove(files, partial(_ask, yes), dry_run, ctx.obj)
+    _remove(files, yes, dry_run, ctx.obj)
 
 
 def _ask(yes: bool, question: str) -> None:
@@ -230,11 +229,11 @@ def _ask(yes: bool, question: str) -> None:
         typer.confirm(question, abort=True, err=True)
 
 
-def _remove(files: list[Path], ask: partial[None], dry_run: bool, invocation: Invocation) -> None:
+def _remove(files: list[Path], yes: bool, dry_run: bool, invocation: Invocation) -> None:
     sizes = [file.lstat().st_size for file in files]
     what = f"{len(files)} files, {render.human_bytes(sum(sizes))}"
     if not dry_run and files:
-        ask(f"Remove {what}?")
+        _ask(yes, f"Remove {what}?")
         for file in files:
             file.unlink(missing_ok=True)
     for file in files:
@@ -244,10 +243,10 @@ def _remove(files: list[Path], ask: partial[None], dry_run: bool, invocation: In
 
 def prune(
     ctx: typer.Context,
-    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="Most bytes that stay.")] = "4GiB",
+    max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="Most bytes that stay.")] = CACHE_SIZE,
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="TIME", help="Also what was unused so long.")
-    ] = "7d",
+    ] = CACHE_TTL,
     yes: Yes = False,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,
@@ -258,6 +257,6 @@ def prune(
     root = store_folder(cache_dir)
     limits = promptstore.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))
     gone = [entry.path for entry in promptstore.prune(root, limits, dry_run=True)]
-    _remove(gone, partial(_ask, yes), dry_run, ctx.obj)
+    _remove(gone, yes, dry_run, ctx.obj)
     if not dry_run:
         promptstore.prune(root, limits)
