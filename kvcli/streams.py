@@ -7,7 +7,7 @@ import shutil
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -111,22 +111,29 @@ class TextOut:
 
 
 @contextmanager
-def keys_wait() -> Iterator[None]:
+def keys_wait() -> Iterator[Callable[[], None]]:
     """Keys pressed while nothing is read wait as they are for the next line: Enter stays Enter (a terminal would make
-    another key of it), and none is echoed into an answer. Ctrl-C works as always. No terminal: nothing to do."""
+    another key of it), and none is echoed into an answer. Ctrl-C works as always. No terminal: nothing to do.
+
+    Yields what gives the terminal back, for an exit that unwinds nothing; it may be called in a signal handler.
+    """
     try:
         descriptor = sys.stdin.fileno()
         before, quiet = termios.tcgetattr(descriptor), termios.tcgetattr(descriptor)
     except (termios.error, OSError):
-        yield
+        yield lambda: None
         return
+
+    def give_back() -> None:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ICANON | termios.ECHO)
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     try:
-        yield
+        yield give_back
     finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        give_back()
 
 
 class OutputFile:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import sys
+import termios
 
 import pytest
 
+from kvcli import streams
 from kvcli.errors import OutputError
 from kvcli.streams import OutputFile, TextOut, neutralise
 
@@ -40,3 +44,25 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         OutputFile(str(path)).write("new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_keys_wait_at_a_terminal_and_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, its = pty.openpty()
+
+    def flags() -> tuple[int, int]:
+        found = termios.tcgetattr(its)
+        return found[0] & termios.ICRNL, found[3] & (termios.ICANON | termios.ECHO)
+
+    before = flags()
+    assert all(before)
+    with os.fdopen(its, "r", closefd=False) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with streams.keys_wait() as give_back:
+            assert flags() == (0, 0)
+            give_back()  # as where Ctrl-C ends the process at once
+            assert flags() == before
+        with pytest.raises(SystemExit), streams.keys_wait():
+            raise SystemExit(130)
+        assert flags() == before
+    os.close(ours)
+    os.close(its)

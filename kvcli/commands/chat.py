@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -100,10 +100,9 @@ def chat(
 ) -> None:
     """Talk with a model; each turn reuses the cache of the turns before it."""
     invocation: Invocation = ctx.obj
-    with ExitStack() as whole, Interrupts(last_words, insist=flags.script) as interrupts:
+    keys = nullcontext(lambda: None) if flags.script else keys_wait()
+    with keys as give_back, Interrupts(partial(_leave, give_back), insist=flags.script) as interrupts:
         flags.check()
-        if not flags.script:
-            whole.enter_context(keys_wait())
         load, sampling = model.options(invocation.offline), sample.options()
         cache_options = cache.options(evict.options(cache.page_size))
         message, name, kept = system.text(), flags.session_name(), store.options()
@@ -126,6 +125,12 @@ def chat(
                 finally:
                     if name:
                         caches.save(session.sequence)
+
+
+def _leave(give_back: Callable[[], None], code: int) -> None:
+    """Before an exit at once, which unwinds nothing."""
+    give_back()
+    last_words(code)
 
 
 def _branches(
