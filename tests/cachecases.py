@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.store import store
+from kvcli.runtime.cache import grouplayout
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool, _Arena
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine import Engine
 
 SIZE, WINDOW = 16, 21
 KINDS = (SLIDING, FULL, SLIDING)  # groups are numbered as they appear: 0 slides, 1 is full
+
+
+class SmallPool(PagePool):
+    """Commits little memory at a time: in a chunk of the usual size are thousands of tiny pages, each a tensor."""
+
+    def _grow(self, arena: _Arena) -> bool:
+        with mock.patch.object(grouplayout, "CHUNK_BYTES", 1 << 14):
+            return super()._grow(arena)
 
 
 def tiny_layout(window: int = WINDOW, size: int = SIZE) -> KVLayout:

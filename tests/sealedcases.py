@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cachecases import SmallPool
 
 from kvcli.kernels import Angles, Backend, PagedKV
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sealing import seal_step
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
@@ -17,7 +17,7 @@ DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 19
 PAIRS = (("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"))
 
 
-class PoisonedPool(PagePool):
+class PoisonedPool(SmallPool):
     """Pages come with every byte set: every number in them is NaN, of codes and of scales."""
 
     def take(self, group: int) -> int:
@@ -75,12 +75,18 @@ class Cache:
         """Attention in float64 over decoded rows: q [T, heads, dim_k] -> [T, heads * dim_v], query by query."""
         record, out = self.kv.record, []
         size, group = record.page_size, q.shape[1] // record.kv_heads
+        decoded: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}  # by page and form
         for i, query in enumerate(q.double()):
             position = start + i
             own = position // size
             first = max(0, position - window + 1) if window else 0
-            parts = [self.rows(p, own, min(size, position + 1 - p * size)) for p in range(first // size, own + 1)]
-            k, v = (torch.cat(x, 1)[:, first % size :].repeat_interleave(group, 0) for x in zip(*parts, strict=True))
+            seen = slice(first % size, position + 1 - first // size * size)
+            keys = [(p, self.kv.view(p, own) is self.kv) for p in range(first // size, own + 1)]
+            for key in keys:
+                if key not in decoded:
+                    decoded[key] = self.rows(key[0], own, size)
+            parts = zip(*(decoded[key] for key in keys), strict=True)
+            k, v = (torch.cat(x, 1)[:, seen].repeat_interleave(group, 0) for x in parts)
             scores = torch.einsum("hd,hnd->hn", query, k) * record.dim_k**-0.5
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)

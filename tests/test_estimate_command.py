@@ -395,11 +395,11 @@ def test_torch_is_never_imported(small: Path) -> None:
 
 @pytest.mark.models
 def test_speed(smollm2_path: Path, kv: Kv) -> None:
-    """0.5 s of work is the goal on a quiet machine; the best of five is held to twice that, for busy ones."""
+    """0.5 s of work is the goal on a quiet machine; the best of at most five is held to twice that, for busy ones."""
     best = {}
     for args in (("estimate", str(smollm2_path)), ("estimate", "--help")):
-        times = []
-        for _ in range(5):
+        times: list[float] = []
+        while len(times) < 5 and (not times or min(times) >= 1.0):
             began = time.perf_counter()
             assert kv(*args).returncode == 0
             times.append(time.perf_counter() - began)

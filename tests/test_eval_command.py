@@ -139,7 +139,7 @@ def test_the_group_alone_shows_its_help(kv_here: KvHere):
 @pytest.mark.models
 def test_smollm2_finds_a_key(kv_here: KvHere, smollm2_path: Path):
     code, out, _ = kv_here(
-        *("eval", "recall", "-m", str(smollm2_path), "--ctx", "512", "--depths", "0,50", "-ct", "f16,int8", "--json")
+        *("eval", "recall", "-m", str(smollm2_path), "--ctx", "256", "--depths", "0,50", "-ct", "f16,int8", "--json")
     )
     results = json.loads(out)["results"]
     assert code == 0 and all(cell["exact"] == 1 and cell["nll"] < 0.5 for cell in results)

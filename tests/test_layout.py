@@ -6,11 +6,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from cachecases import chunks, tiny_layout
+from cachecases import SmallPool, chunks, tiny_layout
 
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import PAGE_SIZES, KVLayout
-from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
 
@@ -102,8 +101,8 @@ def test_the_first_page_that_a_query_sees(page_size: int):
 def test_pages_are_what_a_sequence_holds_at_its_peak(window: int, size: int):
     """Prompts cut as the engine cuts them, then tokens one by one."""
     layout = tiny_layout(window, size)
-    pool, chunk_sizes = PagePool(layout), (1, 7, 16, 17, 40, 64, 100)
-    for ubatch, prompt in product(chunk_sizes, (1, 15, 16, 17, 60, 100, 1700)):
+    pool, chunk_sizes = SmallPool(layout), (1, 7, 16, 17, 40, 64, 100)
+    for ubatch, prompt in product(chunk_sizes, (1, 15, 16, 17, 60, 100, 900)):
         seq, peak, end = Sequence(pool), [0, 0], 0
         steps = [*chunks(0, prompt, ubatch, size), *((p, p + 1) for p in range(prompt, prompt + 20))]
         for start, end in steps:
@@ -114,7 +113,7 @@ def test_pages_are_what_a_sequence_holds_at_its_peak(window: int, size: int):
         planned = layout.pages(end, ubatch)
         assert peak[1] == planned[1]
         assert peak[0] <= planned[0], (ubatch, prompt)
-        if prompt == 1700:  # long enough for chunks to begin at every place in a page
+        if prompt == 900:  # long enough for chunks to begin at every place in a page
             assert peak[0] == planned[0], (ubatch, peak, planned)
         seq.close()
     pool.check([])
