@@ -23,19 +23,11 @@ class Outcome:
     err: str
 
 
-class Caller:
-    """`caller("run", "hi", stdin=b"...")`; the engine that commands get is `caller.engine`."""
+class Runner:
+    """`runner("run", "hi", stdin=b"...")`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[bytes]) -> None:
         self.monkeypatch, self.capture = monkeypatch, capture
-        self.engine: Any = None
-        self.opened: list[tuple[Any, Any]] = []  # load and cache options of every engine that was asked for
-        monkeypatch.setattr(cli, "COMMANDS", ("run", "chat"))
-        monkeypatch.setattr(opening, "open_engine", self._open)
-
-    def _open(self, load: Any, cache: Any, invocation: Any, interrupts: Any) -> Any:
-        self.opened.append((load, cache))
-        return self.engine
 
     def __call__(self, *args: str, stdin: bytes | int | None = b"") -> Outcome:
         """`stdin`: its bytes, a file descriptor, or None for one that is a terminal."""
@@ -53,6 +45,21 @@ class Caller:
         code = exit_info.value.code
         assert isinstance(code, int)
         return Outcome(code, out.decode(), err.decode())
+
+
+class Caller(Runner):
+    """The engine that commands get is `caller.engine`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[bytes]) -> None:
+        super().__init__(monkeypatch, capture)
+        self.engine: Any = None
+        self.opened: list[tuple[Any, Any]] = []  # load and cache options of every engine that was asked for
+        monkeypatch.setattr(cli, "COMMANDS", ("run", "chat"))
+        monkeypatch.setattr(opening, "open_engine", self._open)
+
+    def _open(self, load: Any, cache: Any, invocation: Any, interrupts: Any) -> Any:
+        self.opened.append((load, cache))
+        return self.engine
 
 
 class _Terminal(io.TextIOWrapper):

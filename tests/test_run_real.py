@@ -1,4 +1,4 @@
-"""`kv run` and `kv chat` as processes on the real model: pipes, signals, terminals."""
+"""`kv run` and `kv chat` on the real model: answers, and as processes with pipes, signals and terminals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from calling import Runner
 
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.text.tokenizer import Tokenizer
@@ -31,6 +32,14 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\r\x08]")
 @pytest.fixture
 def model(smollm2_path: Path) -> tuple[str, str]:
     return "-m", str(smollm2_path)
+
+
+@pytest.fixture
+def here(monkeypatch, capfdbinary, kv_env) -> Runner:
+    """`kv` in this process, where no other one is needed."""
+    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, kv_env[name])
+    return Runner(monkeypatch, capfdbinary)
 
 
 @pytest.fixture
@@ -59,15 +68,15 @@ def finish(process: subprocess.Popen[bytes], within_s: float = 60) -> tuple[int,
     return process.returncode, out.decode(), err.decode()
 
 
-def test_text_alone_and_the_same_each_time(kv, model):
-    first = kv("run", *model, *GREEDY, "-n", "12", "Why is the sky blue?")
+def test_text_alone_and_the_same_each_time(kv, here, model):
+    first = kv("run", *model, *GREEDY, "-n", "12", input="Why is the sky blue?\n")
     assert (first.returncode, first.stderr) == (0, "")
     assert first.stdout.endswith("\n") and len(first.stdout) > 20
-    assert kv("run", *model, *GREEDY, "-n", "12", input="Why is the sky blue?\n").stdout == first.stdout
+    assert here("run", *model, *GREEDY, "-n", "12", "Why is the sky blue?").out == first.stdout
 
 
-def test_json_and_stop_string(kv, model):
-    whole = json.loads(kv("run", *model, *GREEDY, "-n", "24", "--json", "Why is the sky blue?").stdout)
+def test_json_and_stop_string(here, model):
+    whole = json.loads(here("run", *model, *GREEDY, "-n", "24", "--json", "Why is the sky blue?").out)
     assert whole["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == 24
     usage = whole["usage"]
@@ -76,27 +85,27 @@ def test_json_and_stop_string(kv, model):
     assert whole["kv"]["bytes"] >= whole["kv"]["pages"] * 64
     text = whole["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 9]  # begins and ends inside tokens
-    stopped = json.loads(kv("run", *model, *GREEDY, "-n", "24", "--json", "-r", stop, "Why is the sky blue?").stdout)
+    stopped = json.loads(here("run", *model, *GREEDY, "-n", "24", "--json", "-r", stop, "Why is the sky blue?").out)
     assert (stopped["finish_reason"], stopped["stop"]) == ("stop", stop)
     assert stopped["text"] == text[: text.index(stop)]
-    plain = kv("run", *model, *GREEDY, "-n", "24", "--no-newline", "-r", stop, "Why is the sky blue?")
-    assert plain.stdout == stopped["text"]
+    plain = here("run", *model, *GREEDY, "-n", "24", "--no-newline", "-r", stop, "Why is the sky blue?")
+    assert plain.out == stopped["text"]
 
 
-def test_incomplete_characters_are_replaced_and_never_split(kv, model):
+def test_incomplete_characters_are_replaced_and_never_split(here, model):
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(Path(model[1])).metadata)
     lead = tokenizer.encode("🙂")[0]
     assert tokenizer.decode_bytes([lead]) == b"\xf0\x9f"
-    outcome = kv("run", *model, *GREEDY, "-n", "3", "--logit-bias", f"{lead}+1000", "--json", "x")
-    text = json.loads(outcome.stdout)["text"]
+    outcome = here("run", *model, *GREEDY, "-n", "3", "--logit-bias", f"{lead}+1000", "--json", "x")
+    text = json.loads(outcome.out)["text"]
     assert set(text) == {"\ufffd"} and len(text) >= 3
 
 
-def test_a_full_context_is_exit_9(kv, model):
-    outcome = kv("run", *model, *GREEDY, "-c", "48", "--ignore-eos", "Why is the sky blue?")
-    assert outcome.returncode == 9
-    assert outcome.stderr == "kv: stop: context full (48/48)\n"
-    assert len(outcome.stdout) > 5
+def test_a_full_context_is_exit_9(here, model):
+    outcome = here("run", *model, *GREEDY, "-c", "48", "--ignore-eos", "Why is the sky blue?")
+    assert outcome.code == 9
+    assert outcome.err == "kv: stop: context full (48/48)\n"
+    assert len(outcome.out) > 5
 
 
 def test_head_ends_it_with_141_and_no_message(kv_command, kv_env, model):
@@ -131,13 +140,13 @@ def test_a_full_disk_is_exit_74(kv, model):
     assert outcome.stderr.startswith("kv: error: ") and "No space left" in outcome.stderr
 
 
-def test_a_table_in_a_pipe_leaves_stderr_empty(kv, model, tmp_path):
+def test_a_table_in_a_pipe_leaves_stderr_empty(kv, here, model, tmp_path):
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    words = ("perplexity", *model, "-f", str(tmp_path / "text"), "-c", "64", "--chunks", "1")
+    words = ("perplexity", *model, "-f", str(tmp_path / "text"), "-c", "64", "--chunks", "1", "-ct", "int8")
     outcome = kv(*words)
     assert (outcome.returncode, outcome.stderr) == (0, "")
     assert outcome.stdout.startswith("type ")
-    assert "31 tokens scored" in kv(*words, "-v").stderr
+    assert "31 tokens scored" in here(*words, "-v").err
 
 
 # --- signals
@@ -196,15 +205,15 @@ def test_a_signal_while_answering(start, number, code):
 # --- chat
 
 
-def test_turns_reuse_the_cache(kv, model):
+def test_turns_reuse_the_cache(here, model):
     script = "My name is Ann. Say hello.\nWhat is my name?\n/undo\nWhat is my name?\n"
-    outcome = kv("chat", *model, "--script", *GREEDY, "-n", "12", "--stats", input=script)
-    assert outcome.returncode == 0
-    answers = outcome.stdout.splitlines()
+    outcome = here("chat", *model, "--script", *GREEDY, "-n", "12", "--stats", stdin=script.encode())
+    assert outcome.code == 0
+    answers = outcome.out.splitlines()
     assert answers[-1] == answers[-2]  # as if never undone
     counts = [
         tuple(map(int, found))
-        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens(?: \(memory\))?, prefilled (\d+)", outcome.stderr)
+        for found in re.findall(r"reused (\d+) of (\d+) prompt tokens(?: \(memory\))?, prefilled (\d+)", outcome.err)
     ]
     assert len(counts) == 3
     (none, first, all_of_it), (reused, total, prefilled), again = counts
