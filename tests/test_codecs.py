@@ -149,11 +149,12 @@ def sealed_by_the_reference(types: tuple[str, str], dims: tuple[int, int], tail:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tail", (0, 1))
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_native_sealing_agrees_with_the_reference(dims: tuple[int, int], isa: str, tail: int):
+def test_native_sealing_agrees_with_the_reference(dims: tuple[int, int], isa: str):
+    """With a tail and without one in turn, so that each pair of types has both for each set of instructions."""
     ops = native(isa)
-    for types in (*((t, t) for t in SEALED), *PAIRS):
+    for number, types in enumerate((*((t, t) for t in SEALED), *PAIRS), DIMS.index(dims)):
+        tail = number % 2
         caches = filled(ops, types, dims, tail=tail), sealed_by_the_reference(types, dims, tail)
         record = caches[0].kv.record
         for page in range(1, 4):
