@@ -19,6 +19,11 @@ def hasten() -> None:
     interpreter._patch_lang = _patch_where_needed(interpreter._patch_lang)
     interpreter.ReduceOps.apply_impl = _with_xor(interpreter.ReduceOps.apply_impl)
     tl.core._type_for_tuple_values = _remembered(tl.core._type_for_tuple_values)
+    tl.core.block_type.__init__ = _made_once_a_shape(tl.core.block_type.__init__)
+    tl.core.tensor.__init__ = _made_once_a_type(tl.core.tensor.__init__)
+    interpreter._get_np_dtype = _found_once_a_type(interpreter._get_np_dtype)
+    semantic = tl.semantic.TritonSemantic
+    semantic.broadcast_impl_value = _of_two_shapes(semantic.broadcast_impl_value)
 
 
 def _patch_where_needed(patch: Any) -> Any:
@@ -43,6 +48,57 @@ def _with_xor(apply: Any) -> Any:
         return apply(self, inputs)
 
     return applied
+
+
+def _made_once_a_shape(init: Any) -> Any:
+    """What a block's type knows of its shape."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def made(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *[getattr(n, "value", n) for n in shape]
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = dict(self.__dict__)
+        self.__dict__.update(known[key])
+        self.element_ty = element_ty
+
+    return made
+
+
+def _made_once_a_type(init: Any) -> Any:
+    """What a tensor knows of its type."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def made(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, None, type)
+            known[type.name] = dict(self.__dict__)
+        self.__dict__.update(known[type.name])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    return made
+
+
+def _found_once_a_type(dtype_of: Any) -> Any:
+    known: dict[str, Any] = {}
+
+    def found(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = dtype_of(type)
+        return known[type.name]
+
+    return found
+
+
+def _of_two_shapes(broadcast: Any) -> Any:
+    """Tensors of one shape need no other."""
+
+    def done(self: Any, a: Any, b: Any) -> Any:
+        if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
+            return a, b
+        return broadcast(self, a, b)
+
+    return done
 
 
 def _remembered(type_of: Any) -> Any:
