@@ -22,6 +22,7 @@ from kvcli.kernels.gpu import combine, products
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import RESIDUAL
+from kvcli.kernels.gpu.seal import seal_step
 from kvcli.options import SampleOptions
 from kvcli.runtime import archs, tokengraph
 from kvcli.runtime.cache.layout import KVLayout
@@ -121,6 +122,30 @@ def alike(ours: Model, theirs: Model, text: Iterator[int], prompts: Iterable[tup
             token = next(text)
             found = ours.token(token)
             assert divergence(theirs.token(token), found) < limit, ours.seq.length
+
+
+@pytest.mark.parametrize("types", ["int4", "fp8"])
+def test_layers_are_sealed_at_once_as_each_alone(types):
+    model = Model("llama", types)
+    model.feed(ids(2 * PAGE - 1))
+    model.token(3)
+    graph = model.graph
+    assert graph is not None
+    graph.position.fill_(2 * PAGE - 1)
+    pages = [page for layers in model.seq.views() if (page := layers[0].pages[1]) is not None]
+    assert sum(len(page) for page in pages) == len(graph._pages.layers) == 2
+    sealed = []
+    for at_once in (True, False):
+        for page in pages:
+            page.fill_(0xA5)
+        if at_once:
+            graph._launch_sealing()
+        else:
+            for layer in graph._pages.layers:
+                seal_step(layer, graph.position)
+        sealed.append([page.cpu().clone() for page in pages])
+    for page, other in zip(*sealed, strict=True):
+        assert torch.equal(page, other) and not (page == 0xA5).all(1).any()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import numpy as np
 import torch
 
@@ -94,6 +97,7 @@ class GraphPages:
         evicting = layout.retention is not None
         self._tables = [GroupTables(g, ctx_size, evicting, self.device) for g in layout.groups]
         self._angles: dict[RopeTable, torch.Tensor] = {}
+        self._bases = [self._empty_bases(g) for g in layout.groups]
         self.layers = [self._layer(i) for i in range(model.config.n_layers)]
 
     def _layer(self, layer: int) -> DevicePages:
@@ -101,23 +105,37 @@ class GraphPages:
         slot = self.layout.slots[layer]
         assert slot is not None
         group, tables = self.layout.groups[slot[0]], self._tables[slot[0]]
+        centre, scale_k, scale_v = (None if x is None else x[slot[1]] for x in self._bases[slot[0]])
         keep, retained = (group.retention.keep, group.retention.window) if group.retention else (0, 0)
-        opened, shape, k, v = group.open_class(), self.model.config.layers[layer], group.codec_k, group.codec_v
-        rope = self.model.ropes.table(shape.rope)
-        centred = k.centred and opened is not None
+        opened, rope = group.open_class(), self.model.ropes.table(self.model.config.layers[layer].rope)
         return DevicePages(
             paged_record(group), tables.device[0], slot[1] * group.layer_stride, tables.front,
             DevicePages(paged_record(opened), tables.device[1], slot[1] * opened.layer_stride) if opened else None,
             group.sinks if opened else 0, group.tail if opened else 0,
-            centre=self._floats(group.kv_heads, group.dim_k) if centred else None,
-            scale_k=self._floats(group.kv_heads) if k.static_bytes else None,
-            scale_v=self._floats(group.kv_heads) if v.static_bytes else None,
-            angles=self._angles_of(rope, tables) if centred and rope is not None else None,
+            centre=centre, scale_k=scale_k, scale_v=scale_v,
+            angles=None if centre is None or rope is None else self._angles_of(rope, tables),
             front=tables.front, ring=tables.ring, keep=keep, retained=retained,
         )  # fmt: skip
 
-    def _floats(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.float32, device=self.device)
+    def _empty_bases(self, group: GroupLayout) -> tuple[torch.Tensor | None, ...]:
+        """Room for the means of keys and the scales of keys and values of all layers, where there are such."""
+        shape, k, v = (len(group.layers), group.kv_heads), group.codec_k, group.codec_v
+        shapes = (
+            (*shape, group.dim_k) if k.centred and group.sealed else None,
+            shape if k.static_bytes else None, shape if v.static_bytes else None,
+        )  # fmt: skip
+        return tuple(None if s is None else torch.zeros(s, dtype=torch.float32, device=self.device) for s in shapes)
+
+    def sealed_runs(self) -> Iterator[tuple[DevicePages, int, tuple[int, int]]]:
+        """Layers whose pages are sealed as they fill, in runs of layers that are alike: the first one, how many they
+        are, and `strides` as `seal_step` (kernels/gpu/seal.py) wants them."""
+        for group in self.layout.groups:
+            opened = group.open_class()
+            if opened is None or not group.tail:
+                continue
+            for _, run in groupby(group.layers, lambda i: id(self.layers[i].angles)):
+                first, *others = run
+                yield self.layers[first], 1 + len(others), (group.layer_stride, opened.layer_stride)
 
     def _angles_of(self, rope: RopeTable, tables: GroupTables) -> torch.Tensor:
         """The angles of the centres by slot: of all rows, one copy for all layers, or those that `bind` keeps up."""

@@ -6,8 +6,6 @@ codes are packed without moving anything between lanes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -194,21 +192,32 @@ def seal_rows(
         _store_plain(target, rows, keep, x3, 3, PITCH, DIM, PAD, TO)
 
 
-@triton.jit
-def seal_program(
-    group, side, head, position, first, end, table, open_table, centre, angles, scale_k, scale_v, origin, front, wrap,
-    offset, open_offset, IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["first", "end", "origin", "front", "wrap", "offset", "open_offset", "stride", "open_stride"]
+)  # fmt: skip
+def _seal(
+    position, table, open_table, centre, angles, scale_k, scale_v, first, end, origin, front, wrap, offset, open_offset,
+    stride, open_stride, IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr,
+    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One group of rows, one head, keys (side 0) or values (side 1).
+    """One program: one group of rows, one head, keys or values of one layer.
 
     IN_STEP: of the page that the row at `position` fills, if it does, or of that row alone if there is no tail; else
     of rows [first, end), `group` counted from the one of `first`.
     """
+    group = tl.program_id(0)
+    head = tl.program_id(1)
+    layer = (tl.program_id(2) // 2).to(tl.int64)
+    offset += layer * stride
+    open_offset += layer * open_stride
+    centre += layer * tl.num_programs(1) * DIM_K
+    scale_k += layer * tl.num_programs(1)
+    scale_v += layer * tl.num_programs(1)
+    wait_for_previous(PDL)
     if IN_STEP:
         at = tl.load(position).to(tl.int32)
         first = at
@@ -227,7 +236,7 @@ def seal_program(
         source = tl.load(open_table + at_page) + (open_offset + head * OPEN_RECORD)
         target = tl.load(table + at_page) + (offset + head * RECORD)
         centred = at_page * (SIZE // ROWS) + row % SIZE // ROWS  # the row of `angles`
-        if side == 0:
+        if tl.program_id(2) % 2 == 0:
             seal_rows(
                 source, target, target + K_SCALES, slots, keep, centred, head, centre, angles, scale_k, DIM_K,
                 PAD_K, OPEN_K, OPEN_K_ROW, CODEC_K, K_ROW, CENTRED, ROPE, TURN_K,
@@ -239,60 +248,41 @@ def seal_program(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "end", "origin", "front", "wrap", "offset", "open_offset"])
-def _seal(
-    position, table, open_table, centre, angles, scale_k, scale_v, first, end, origin, front, wrap, offset, open_offset,
-    IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
-    DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
-    CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
-    OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_previous(PDL)
-    seal_program(
-        tl.program_id(0), tl.program_id(2), tl.program_id(1), position, first, end, table, open_table, centre, angles,
-        scale_k, scale_v, origin, front, wrap, offset, open_offset, IN_STEP, SIZE, SINKS, TAIL, DIM_K, PAD_K, DIM_V,
-        PAD_V, CODEC_K, CODEC_V, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OPEN_K, OPEN_V, OPEN_RECORD,
-        OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, CENTRED, ROPE, TURN_K, RING,
-    )  # fmt: skip
-
-
-def seal_arguments(pages: DevicePages) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `seal_program` wants of pages: tensors, then offsets, and constants from SIZE on."""
-    r, some = pages.record, pages.table
-    opened = pages.where_rows_go
+def _launch(
+    pages: DevicePages, groups: int, position: torch.Tensor | None, first: int, end: int, pdl: bool, layers: int,
+    strides: tuple[int, int],
+) -> None:  # fmt: skip
+    """`position`: None = rows [first, end) are sealed."""
+    if pages.open is None:
+        raise ValueError("this cache has no pages to seal")
+    r, some, opened = pages.record, pages.table, pages.open
     o = opened.record
     present = (some if x is None else x for x in (pages.centre, pages.angles, pages.scale_k, pages.scale_v))
-    constants = (
-        r.page_size, pages.sinks, pages.tail, r.dim_k, padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k, r.codec_v,
-        r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, o.codec_k, o.codec_v,
-        o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None,
-        0 if pages.angles is None else pages.angles.shape[1], block(r.dim_k) if pages.rotated[0] else 0,
-        pages.ring > 0,
+    launch(_seal, (groups, r.kv_heads, 2 * layers))(
+        some if position is None else position, pages.table, opened.table, *present, first, end, *pages.places,
+        pages.offset, opened.offset, *strides, position is not None, r.page_size, pages.sinks, pages.tail, r.dim_k,
+        padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k, r.codec_v, r.record_bytes, r.k_row_bytes, r.v_row_bytes,
+        r.v_offset, r.k_scales, r.v_scales, o.codec_k, o.codec_v, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
+        o.v_offset, pages.centre is not None, 0 if pages.angles is None else pages.angles.shape[1],
+        block(r.dim_k) if pages.rotated[0] else 0, pages.ring > 0, pdl, **launch_options(pdl, 2),
     )  # fmt: skip
-    return (pages.table, opened.table, *present), constants
 
 
 def seal(pages: DevicePages, first: int, end: int) -> None:
     """Encode rows [first, end) of the open pages into the sealed pages; see `store.seal`."""
-    if pages.open is None:
-        raise ValueError("this cache has no pages to seal")
-    tensors, constants = seal_arguments(pages)
-    groups = (end - 1) // 16 - first // 16 + 1
-    launch(_seal, (groups, pages.record.kv_heads, 2))(
-        pages.table, *tensors, first, end, *pages.places, pages.offset, pages.open.offset, False, *constants, False,
-        **launch_options(False, 2),
-    )  # fmt: skip
+    _launch(pages, (end - 1) // 16 - first // 16 + 1, None, first, end, False, 1, (0, 0))
 
 
-def seal_step(pages: DevicePages, position: torch.Tensor, pdl: bool = False) -> None:
-    """The same for what the row at `position` (int64 [1] on the device) completes: its page or, without a tail, it."""
-    if pages.open is None:
-        raise ValueError("this cache has no pages to seal")
-    tensors, constants = seal_arguments(pages)
-    groups = pages.record.page_size // 16 if pages.tail else 1
-    launch(_seal, (groups, pages.record.kv_heads, 2))(
-        position, *tensors, 0, 0, *pages.places, pages.offset, pages.open.offset, True, *constants, pdl,
-        **launch_options(pdl, 2),
-    )  # fmt: skip
+def seal_step(
+    pages: DevicePages,
+    position: torch.Tensor,
+    pdl: bool = False,
+    layers: int = 1,
+    strides: tuple[int, int] = (0, 0),
+) -> None:
+    """The same for what the row at `position` (int64 [1] on the device) completes: its page or, without a tail, it.
+
+    With `layers` > 1 for as many layers, alike but for where they are: sealed and open records `strides` bytes on from
+    layer to layer, means and scales one after the other in memory.
+    """
+    _launch(pages, pages.record.page_size // 16 if pages.tail else 1, position, 0, 0, pdl, layers, strides)
