@@ -17,6 +17,7 @@ from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend, other_parts
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
@@ -30,10 +31,9 @@ from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.graphpages import GraphPages
 from kvcli.runtime.layers import Block, Decoder
 
-SMALLEST_BUCKET = 256  # tokens of context; a graph serves contexts up to a power of two
+SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
-PROGRAMS = {4: 1008, 6: 1008, 8: 528}  # of attention, by bits of a key; else OTHER_PROGRAMS. As measured on an H100
-OTHER_PROGRAMS = 264
+PROGRAMS = {True: 528, False: 264}  # of attention, by whether pages are sealed. As measured on an H100
 PAGES_EACH = 4  # for a share to be worth a program
 
 
@@ -146,9 +146,8 @@ class TokenGraph:
         graph.replay()
 
     def _launch_sealing(self) -> None:
-        for pages in self._pages.layers:
-            if pages.open is not None and pages.tail:
-                seal_step(pages, self.position)
+        for pages, layers, strides in self._pages.sealed_runs():
+            seal_step(pages, self.position, layers=layers, strides=strides)
 
     def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
@@ -165,9 +164,10 @@ class TokenGraph:
         with collecting() as launches, torch.inference_mode():
             forward()
             bucket = SMALLEST_BUCKET
-            while bucket < 2 * self.ctx_size:
-                self.launch(bucket)
+            self.launch(bucket)
+            while bucket < self.ctx_size:
                 bucket *= 2
+                self.launch(bucket)
             self._launch_sealing()
         compile_all(launches)
 
@@ -191,8 +191,9 @@ class TokenGraph:
         c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
         shape, done = c.layers[layer], 0
         for matrix in block.attn.qkv:  # of different formats: they run beside each other
-            beside = 2 * pdl if done else pdl
-            matvec(matrix, self.x, STORE, norm=self.norm, out=qkv[0, done : done + matrix.rows], pdl=beside)
+            how = BESIDE if done else LEADING if len(block.attn.qkv) > 1 else AFTER
+            out = qkv[0, done : done + matrix.rows]
+            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how.value if pdl else 0)
             done += matrix.rows
         rope = self.model.ropes.table(shape.rope)
         frequencies = None if rope is None else rope.frequencies_on(self.device)
@@ -212,7 +213,7 @@ class TokenGraph:
         assert slot is not None
         group: GroupLayout = self.layout.groups[slot[0]]
         pages, seen = self._pages.layers[layer], min(bucket, group.window) if group.window else bucket
-        most = PROGRAMS.get(group.codec_k.bits, OTHER_PROGRAMS) // group.kv_heads
+        most = PROGRAMS[group.sealed] // group.kv_heads
         splits = max(1, min(most, MOST_PARTS - other_parts(pages), seen // (PAGES_EACH * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:

@@ -137,14 +137,13 @@ def _attend(
             else:
                 open_lo = edge * OPEN_TILES
                 open_hi = open_lo + OPEN_TILES
-    wait_for_previous(PDL)
     if lo < hi:
         span(
             lo, hi, q, qc, qb, ok, asks, at, since, keep, oldest, newest, head, table, origin, front, wrap, offset,
             angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K,
             CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V,
             CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING,
-            WINDOWED or not OWN_OPEN or (EVICTS and BLOCK > 1), TILES, BN, STAGES,
+            WINDOWED or not OWN_OPEN or (EVICTS and BLOCK > 1), TILES, BN, STAGES, PDL,
         )  # fmt: skip
     elif open_lo < open_hi:
         span(
@@ -152,9 +151,10 @@ def _attend(
             wrap, open_offset, angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K,
             DIM_V, PAD_V, OPEN_K, OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0,
             0.0, 0.0, 0.0, 0.0, False, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING, True, OPEN_TILES, OPEN_BN,
-            OPEN_STAGES,
+            OPEN_STAGES, PDL,
         )  # fmt: skip
     elif edge_lo >= edge_hi:
+        wait_for_previous(PDL)
         tl.store(tops + cell, tl.full((M,), NOTHING, tl.float32), mask=ok)
         tl.store(totals + cell, tl.zeros((M,), tl.float32), mask=ok)
     elif KEEPS and SEALED:
@@ -163,6 +163,7 @@ def _attend(
             offset, angles, scale_k, scale_v, out, tops, totals, cell, softcap, M, DIM_K, DIM_K, PAD_K, DIM_V, PAD_V,
             CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
             FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, EVICTS, RING, True, OPEN_TILES, OPEN_BN, OPEN_STAGES,
+            PDL,
         )  # fmt: skip
 
 
@@ -205,19 +206,22 @@ def part_count(pages: DevicePages, splits: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows of a tile, warps and pipeline stages for the sealed (or only) pages; rows and stages for the open ones."""
+    """Rows of a tile, warps and pipeline stages (one more than tiles on their way at once) for the sealed (or only)
+    pages; rows and stages for the open ones."""
 
     rows: int
     warps: int
     stages: int
     open_rows: int = 32
-    open_stages: int = 2
+    open_stages: int = 3
 
 
 def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
     """By the wider of the two codecs; `dim` is the padded head dim.
 
-    int4, int8 and f16 up to 128 are as measured on an H100, the others such that few registers spill.
+    int4, int8 and f16 up to 128 are as measured on an H100, the others such that few registers spill. Programs that
+    together want more than 196 KB of shared memory of a multiprocessor cost 3 us a layer: it is then divided anew
+    between this kernel and the next, which waits for that.
     """
     both = (codec_k, codec_v)
     parts, large, wide = min(PARTS[c] for c in both), dim > 128, "f32" in both
@@ -226,12 +230,12 @@ def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
     if parts == 4:
         if large:
             return Tiling(32, 4 if "int6" in both else 2, 2, 16)
-        return Tiling(64, 2 if "int6" in both else 1, 2)
+        return Tiling(64, 2, 2 if "int6" in both else 4)
     if parts == 2:
-        return Tiling(64, 2, 2)
+        return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2)
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
-    return Tiling(32, 4, 3) if large else Tiling(64, 4 if "bf16" in both else 2, 3)
+    return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if "bf16" in both else 2, 2)
 
 
 def attend(

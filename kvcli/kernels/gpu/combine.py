@@ -19,7 +19,7 @@ from kvcli.kernels.gpu.tiles import launch_options
 from kvcli.kernels.rotation import block
 
 MOST_PARTS = 128  # they are read in one go
-EACH_WARP = 4096  # numbers of those; of more, some would not stay in registers
+EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -92,7 +92,7 @@ def combine(
         out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
         outputs[0] = out
     most = max(4, triton.next_power_of_2(parts))
-    warps = max(4 if most > 8 and turn else 2, most * padded(dim) // EACH_WARP)
+    warps = max(1, most * padded(dim) // EACH_WARP)
     launch(_combine, (heads, rows))(
         partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
         fused, pdl, **launch_options(pdl, warps),

@@ -18,18 +18,22 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRET = tl.constexpr(INTERPRETED)
 
 
-# How a kernel stands to the one launched before it. AFTER: it starts early and waits for it before it reads what it
-# wrote. BESIDE: it needs only what the one before that has written, and waits at its end.
-SERIAL, AFTER, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what it
+# wrote. LEADING: so too, but the one launched next runs BESIDE it: that one needs only what this one waits for, and
+# waits at its end.
+SERIAL, AFTER, LEADING, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Before the first read of what the kernel before wrote; from here on the next one may be launched."""
-    if PDL == AFTER:
+    """Before the first read of what the kernel before wrote. The next kernel may be launched: it waits for this one,
+    which waits for all before, so that it may well stand ready while those still run."""
+    if PDL == LEADING:
         gdc_wait()
     if PDL > SERIAL:
         gdc_launch_dependents()
+    if PDL == AFTER:
+        gdc_wait()
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.language import wait_for_previous
 from kvcli.kernels.gpu.places import slot
 from kvcli.kernels.gpu.tiles import add_values, bound, dot_keys, elements
 
@@ -24,17 +25,15 @@ def _load_queries(q, ok, row, PITCH: tl.constexpr, i: tl.constexpr, N: tl.conste
 
 
 @triton.jit
-def _page(table, at, offset, head, RECORD: tl.constexpr):
-    """int64: the address of the record of a head in the page of a slot."""
-    return tl.load(table + at) + (offset + head * RECORD)
+def _page(table, t, origin, front, wrap, TILES: tl.constexpr, RING: tl.constexpr):
+    """int64: the address of the page of tile t."""
+    return tl.load(table + slot(t // TILES, origin, front, wrap, RING))
 
 
 @triton.jit
-def _scales(table, t, origin, front, wrap, offset, head, seen, RECORD: tl.constexpr, AT: tl.constexpr,
-            TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """The float16 scales of the rows of tile t, [BN]."""
-    page = _page(table, slot(t // TILES, origin, front, wrap, RING), offset, head, RECORD)
-    at = (page + AT).to(tl.pointer_type(tl.float16))
+def _scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+    """The float16 scales of the rows of tile t, [BN]; `record`: the address of the head's record in its page."""
+    at = (record + AT).to(tl.pointer_type(tl.float16))
     p = tl.multiple_of(at, 16) + ((t % TILES) * BN + tl.arange(0, BN))
     if MASKED:
         return tl.load(p, mask=seen, other=0.0)
@@ -81,15 +80,24 @@ def span(
     V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EVICTS: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries over the rows of tiles [lo, hi), lo < hi: writes one partial result.
 
     A tile is BN rows; TILES make a page. `ok`, `row`, `position`, `cell` [M]: whether there is such a query, where it
     stands in q, its position, and where its result goes. With MASKED not every query sees every row: none those behind
-    it, with WINDOWED or EVICTS none before `since` [M], but with EVICTS the first `keep`.
+    it, with WINDOWED or EVICTS none before `since` [M], but with EVICTS the first `keep`. Page tables are read before
+    the kernel that was launched before has ended: none of this token writes them.
     """
     SCALES: tl.constexpr = K_SCALES > 0 or V_SCALES > 0
+    # Addresses are read three tiles ahead by hand, so that rows themselves are what the compiler reads ahead. Each is
+    # put together in steps: the compiler does not pipeline loops in which values only move up.
+    last = hi - 1
+    own = head.to(tl.int64) * RECORD
+    at = _page(table, lo, origin, front, wrap, TILES, RING) + offset + own
+    first = _page(table, tl.minimum(lo + 1, last), origin, front, wrap, TILES, RING) + offset
+    page = _page(table, tl.minimum(lo + 2, last), origin, front, wrap, TILES, RING)
+    wait_for_previous(PDL)
     q0 = _load_queries(q, ok, row, Q_PITCH, 0, NK, DIM_K, PAD_K)
     q1 = q0
     q2 = q0
@@ -128,29 +136,22 @@ def span(
     vd = kd
     seen = _seen(lo, oldest, newest, BN)
     if K_SCALES > 0:
-        kd = _scales(table, lo, origin, front, wrap, offset, head, seen, RECORD, K_SCALES, TILES, BN, MASKED, RING)
+        kd = _scales(at, lo, seen, K_SCALES, TILES, BN, MASKED)
     if V_SCALES > 0:
-        vd = _scales(table, lo, origin, front, wrap, offset, head, seen, RECORD, V_SCALES, TILES, BN, MASKED, RING)
+        vd = _scales(at, lo, seen, V_SCALES, TILES, BN, MASKED)
     for t in tl.range(bound(lo), bound(hi), num_stages=STAGES):
-        there = slot(t // TILES, origin, front, wrap, RING)
-        at = _page(table, there, offset, head, RECORD)
+        page_next = _page(table, tl.minimum(t + 3, last), origin, front, wrap, TILES, RING)
         rows = (t % TILES) * BN + tl.arange(0, BN)
         seen = _seen(t, oldest, newest, BN)
-        if SCALES:  # loaded one tile ahead by hand: they are too small for the compiler to do it
-            following = tl.minimum(t + 1, hi - 1)
+        if SCALES:  # by hand too: they are too small for the compiler to do it
+            following = tl.minimum(t + 1, last)
             seen_next = _seen(following, oldest, newest, BN)
             kd_next = kd
             vd_next = vd
             if K_SCALES > 0:
-                kd_next = _scales(
-                    table, following, origin, front, wrap, offset, head, seen_next, RECORD, K_SCALES, TILES, BN,
-                    MASKED, RING,
-                )  # fmt: skip
+                kd_next = _scales(first + own, following, seen_next, K_SCALES, TILES, BN, MASKED)
             if V_SCALES > 0:
-                vd_next = _scales(
-                    table, following, origin, front, wrap, offset, head, seen_next, RECORD, V_SCALES, TILES, BN,
-                    MASKED, RING,
-                )  # fmt: skip
+                vd_next = _scales(first + own, following, seen_next, V_SCALES, TILES, BN, MASKED)
         s = dot_keys(q0, q1, q2, q3, at, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, NK, MASKED)
         if OFF_K != 0:
             s = s - off[:, None]
@@ -159,7 +160,8 @@ def span(
         if FACTOR_K != 0:
             s = s * factor_k
         if CENTRED:
-            s = _centre_scores(s, qc_tile, qb_row, angles, there * TILES + t % TILES, ROPE, ROPE_PAD, BN)
+            there = slot(t // TILES, origin, front, wrap, RING) * TILES + t % TILES
+            s = _centre_scores(s, qc_tile, qb_row, angles, there, ROPE, ROPE_PAD, BN)
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         if MASKED:
@@ -186,6 +188,9 @@ def span(
         if SCALES:
             kd = kd_next
             vd = vd_next
+        at = first + own
+        first = page + offset
+        page = page_next
     shift = OFF_V * tl.max(weight, 1)
     factor_v = 1.0
     if FACTOR_V != 0:
