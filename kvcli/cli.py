@@ -137,6 +137,9 @@ def _prepare_process() -> None:
     # Spinning OpenMP threads cost ten times the work itself as soon as another process wants a core.
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+    # Memory of a GPU is mapped piece by piece: else pages that are cut from what a step used leave rests of no use.
+    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if "TRITON_CACHE_DIR" not in os.environ:
         from kvcli import paths
 

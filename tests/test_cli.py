@@ -347,6 +347,15 @@ def test_openmp_does_not_spin_unless_told(tmp_path: Path) -> None:
     assert _environment(tmp_path, names, {"GOMP_SPINCOUNT": "5"}) == [None, "5"]
 
 
+def test_memory_of_a_gpu_is_mapped_piece_by_piece_unless_told(tmp_path: Path) -> None:
+    names = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
+    expanding = "expandable_segments:True" if sys.platform == "linux" else None
+    assert _environment(tmp_path, names, {}) == [expanding, None]
+    for name in names:
+        told = [x if x == name else None for x in names]
+        assert _environment(tmp_path, names, {name: name}) == told
+
+
 def test_triton_cache_folder(tmp_path: Path) -> None:
     names = ["TRITON_CACHE_DIR"]
     assert _environment(tmp_path, names, {}) == [str(tmp_path / "cache" / "kv" / "triton")]

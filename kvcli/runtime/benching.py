@@ -134,7 +134,6 @@ def _go_to(engine: Engine, seq: Sequence, ids: list[int]) -> None:
     """Leave exactly the rows of `ids` in the cache. What a window or a sealed page no longer allows is run again."""
     common = min(len(ids), seq.length)
     kept = seq.rewind_to(common if seq.tokens[:common] == ids[:common] else 0)
-    seq.expect(len(ids), engine.ubatch)
     for start, end in engine.chunks(kept, len(ids)):
         engine.forward(seq, ids[start:end])
 

@@ -109,7 +109,6 @@ class Generation:
         reused = self.reuse.tokens
         total = self.n_prompt - reused
         yield Prefill(0, total, reused)
-        seq.expect(self.n_prompt, engine.ubatch)
         logits = None
         for start, end in engine.chunks(reused, self.n_prompt):
             if self.cancelled():

@@ -91,18 +91,6 @@ class PagePool:
             arena.grow(pages)
         return pages > 0
 
-    def commit(self, lacking: list[int]) -> None:
-        """Where chunks are by layer: memory for so many more pages of each arena, as far as it goes without reclaiming.
-
-        On a GPU it comes from nothing else: a chunk cut from what a step used would leave a rest of no use to the next.
-        """
-        growing = [(a, n) for a, n in zip(self._arenas, lacking, strict=True) if a.layout.by_layer and n > len(a.free)]
-        if growing and self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        for arena, pages in growing:
-            while len(arena.free) < pages and not 0 < self.soft_bytes <= self.committed_bytes and self._grow(arena):
-                pass
-
     def retain(self, arena: int, page: int) -> None:
         """One more holder of a page that somebody holds."""
         refs = self._arenas[arena].refs

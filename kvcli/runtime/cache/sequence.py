@@ -66,11 +66,6 @@ class Sequence:
         sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
         return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 
-    def expect(self, tokens: int, chunk: int) -> None:
-        """Commit memory for what it lacks to have `tokens`, in steps of at most `chunk`; see `PagePool.commit`."""
-        counts = self.pool.layout.arena_pages(tokens, chunk)
-        self.pool.commit([n - self.pages(arena) for arena, n in enumerate(counts)])
-
     def reserve(self, ids: list[int]) -> Step:
         """Pages for `ids` as the next rows, and the step that computes them.
 
