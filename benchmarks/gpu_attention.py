@@ -25,6 +25,7 @@ import torch
 from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
+from kvcli.kernels.gpu.language import AFTER
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
@@ -245,7 +246,7 @@ class Timed:
         self.queries = Queries(q.half(), q.half(), torch.zeros(1, self.heads, device="cuda"))
         self.output = Activations.empty(self.heads * dim, False, torch.device("cuda"))
 
-    def run(self, splits: int, tiles: Tiling | None = None, merge: bool = True, pdl: bool = True) -> float:
+    def run(self, splits: int, tiles: Tiling | None = None, merge: bool = True, pdl: int = AFTER) -> float:
         """us a layer."""
         partials = Partials.empty(1, self.heads, self.pages[0], splits)
 
@@ -303,7 +304,7 @@ def tilings(kind: str) -> list[Tiling | None]:
     """What a sweep tries besides the table."""
     given = tiling(kind, kind, 128, True)
     tried = [given]
-    for rows, warps, stages in itertools.product((32, 64), (1, 2, 4), (2, 3)):
+    for rows, warps, stages in itertools.product((32, 64), (1, 2, 4), (2, 3, 4)):
         if warps == 1 and kind not in ("int4", "int6"):
             continue
         tried.append(Tiling(rows, warps, stages, 16 if warps == 1 else 32))

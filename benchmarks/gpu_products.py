@@ -19,6 +19,7 @@ import torch
 
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.formats import D_M, FORMATS, GROUP, HALVES, PAIR, D, DeviceMatrix, Format, empty_matrix
+from kvcli.kernels.gpu.language import AFTER
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, Tiles, advance, matvec, parts_of, planes_of, tiles
 
@@ -90,7 +91,7 @@ class Case:
         self.into = Activations.empty(rows // 2 if role == GATED else rows, True, DEVICE)
         self.left = torch.empty(parts_of(first, role), device=DEVICE)
 
-    def launch(self, matrix: DeviceMatrix, chosen: Tiles | None = None, pdl: int = 1, planes: int = 0) -> None:
+    def launch(self, matrix: DeviceMatrix, chosen: Tiles | None = None, pdl: int = AFTER, planes: int = 0) -> None:
         norm = Norm(self.squares, 1e-5) if self.role != RESIDUAL else None
         left = self.left if chosen is None else torch.empty(-(-matrix.rows // chosen.bn), device=DEVICE)
         matvec(

@@ -276,7 +276,7 @@ def plan_for_engine(
         return wanted, plan, ""
     fits = setting.largest_context(layout, budget.bytes, wanted)
     if fits == 0:
-        least = setting.plan(layout, layout.page_size).needed
+        least = setting.plan(layout.by_layer(setting.kind != CPU), layout.page_size).needed
         raise DoesNotFit(
             f"the model needs {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
             "use a smaller model or free memory; kv estimate shows what takes how much",

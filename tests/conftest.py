@@ -14,8 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor.
+# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor, and
+# memory of a GPU leaves no rests.
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+if sys.platform == "linux":
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _prefer_installed_package() -> None:

@@ -133,7 +133,7 @@ class GraphPages:
             opened = group.open_class()
             if opened is None or not group.tail:
                 continue
-            for _, run in groupby(group.layers, lambda i: id(self.layers[i].angles)):
+            for _, run in groupby(group.layers, lambda i: self.model.config.layers[i].rope):
                 first, *others = run
                 yield self.layers[first], 1 + len(others), (group.layer_stride, opened.layer_stride)
 

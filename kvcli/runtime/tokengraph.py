@@ -17,7 +17,7 @@ from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend, other_parts
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
-from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING
+from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING, SERIAL
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
@@ -33,7 +33,7 @@ from kvcli.runtime.layers import Block, Decoder
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
-PROGRAMS = {True: 528, False: 264}  # of attention, by whether pages are sealed. As measured on an H100
+PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
 PAGES_EACH = 4  # for a share to be worth a program
 
 
@@ -73,7 +73,8 @@ class TokenGraph:
         self._partials: dict[tuple[int, int], Partials] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
         self._next: tuple[Sequence | None, int] = (None, -1)
-        self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        ahead = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.pdl = AFTER if ahead else SERIAL
         self._post_squares: dict[int, torch.Tensor] = {}
 
     def _floats(self, *shape: int) -> torch.Tensor:
@@ -186,14 +187,14 @@ class TokenGraph:
             self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, planes=2)
         matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
 
-    def _attention(self, layer: int, block: Block, bucket: int, pdl: bool) -> None:
+    def _attention(self, layer: int, block: Block, bucket: int, pdl: int) -> None:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
         c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
         shape, done = c.layers[layer], 0
         for matrix in block.attn.qkv:  # of different formats: they run beside each other
             how = BESIDE if done else LEADING if len(block.attn.qkv) > 1 else AFTER
             out = qkv[0, done : done + matrix.rows]
-            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how.value if pdl else 0)
+            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how if pdl else SERIAL)
             done += matrix.rows
         rope = self.model.ropes.table(shape.rope)
         frequencies = None if rope is None else rope.frequencies_on(self.device)
@@ -213,7 +214,7 @@ class TokenGraph:
         assert slot is not None
         group: GroupLayout = self.layout.groups[slot[0]]
         pages, seen = self._pages.layers[layer], min(bucket, group.window) if group.window else bucket
-        most = PROGRAMS[group.sealed] // group.kv_heads
+        most = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // group.kv_heads
         splits = max(1, min(most, MOST_PARTS - other_parts(pages), seen // (PAGES_EACH * group.page_size)))
         key = slot[0], splits
         if key not in self._partials:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.language import wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import oldest_row
@@ -213,7 +213,7 @@ class Tiling:
     warps: int
     stages: int
     open_rows: int = 32
-    open_stages: int = 3
+    open_stages: int = 2
 
 
 def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
@@ -230,9 +230,9 @@ def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
     if parts == 4:
         if large:
             return Tiling(32, 4 if "int6" in both else 2, 2, 16)
-        return Tiling(64, 2, 2 if "int6" in both else 4)
+        return Tiling(64, 2, 2 if "int6" in both else 4, 32, 3)
     if parts == 2:
-        return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2)
+        return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2, 32, 3)
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
     return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if "bf16" in both else 2, 2)
@@ -246,7 +246,7 @@ def attend(
     softcap: float = 0.0,
     splits: int = 1,
     out: Partials | None = None,
-    pdl: bool = False,
+    pdl: int = SERIAL,
     tiles: Tiling | None = None,
 ) -> Partials:
     """Causal attention of T queries, the first at `position` (int64 [1] on the device), over pages: partial results.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.attention import Partials
-from kvcli.kernels.gpu.language import store_activations, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
@@ -60,7 +60,7 @@ def _quantize(x, codes, scales, sums, groups, GROUPS: tl.constexpr, PDL: tl.cons
     store_activations(v, first * 32, groups * 32, groups - first, codes, scales, sums, x, GROUPS, False)
 
 
-def quantize(x: torch.Tensor, to: Activations, pdl: bool = False) -> None:
+def quantize(x: torch.Tensor, to: Activations, pdl: int = SERIAL) -> None:
     """x float32 [1, n], n a multiple of 32; all but the values of `to` are written."""
     groups = x.numel() // 32
     launch(_quantize, (triton.cdiv(groups, 4),))(
@@ -72,7 +72,7 @@ def combine(
     partials: Partials,
     pages: DevicePages,
     into: Activations | None = None,
-    pdl: bool = False,
+    pdl: int = SERIAL,
 ) -> torch.Tensor | None:
     """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated.
 

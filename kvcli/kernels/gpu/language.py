@@ -18,28 +18,32 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRET = tl.constexpr(INTERPRETED)
 
 
-# How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what it
-# wrote. LEADING: so too, but the one launched next runs BESIDE it: that one needs only what this one waits for, and
+# How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what that
+# one wrote. LEADING: so too, but the one launched next runs BESIDE it: that one needs only what this one waits for, and
 # waits at its end.
-SERIAL, AFTER, LEADING, BESIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+SERIAL, AFTER, LEADING, BESIDE = 0, 1, 2, 3
+_SERIAL, _AFTER, _LEADING, _BESIDE = (tl.constexpr(x) for x in (SERIAL, AFTER, LEADING, BESIDE))
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Before the first read of what the kernel before wrote. The next kernel may be launched: it waits for this one,
-    which waits for all before, so that it may well stand ready while those still run."""
-    if PDL == LEADING:
+    """Before a kernel first reads what others of the token wrote, and before it writes; on every way through it.
+
+    The next one may be launched, and may well stand ready while several before it run: when one is done, so are all
+    before it, since each waits for the one before.
+    """
+    if PDL == _LEADING:
         gdc_wait()
-    if PDL > SERIAL:
+    if PDL > _SERIAL:
         gdc_launch_dependents()
-    if PDL == AFTER:
+    if PDL == _AFTER:
         gdc_wait()
 
 
 @triton.jit
 def wait_at_end(PDL: tl.constexpr):
     """The last thing of a kernel that runs beside the one before it: whoever waits for this one waits for both."""
-    if PDL == BESIDE:
+    if PDL == _BESIDE:
         gdc_wait()
 
 

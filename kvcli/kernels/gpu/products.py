@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
-from kvcli.kernels.gpu.language import store_activations, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
@@ -101,7 +101,7 @@ def matvec(
     into: Activations | None = None,
     squares: torch.Tensor | None = None,
     gelu: bool = False,
-    pdl: int = 0,
+    pdl: int = SERIAL,
     chosen: Tiles | None = None,
     planes: int = 0,
 ) -> None:
@@ -125,7 +125,7 @@ def matvec(
     common = {
         "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "GELU": gelu,
         "KEEP": into is not None and into.keep, "BN": t.bn, "RC": t.rc, "PDL": pdl, "num_warps": t.warps,
-        "launch_pdl": pdl > 0,
+        "launch_pdl": pdl != SERIAL,
     }  # fmt: skip
     f = matrix.format
     if f.kind == PLAIN:
@@ -170,7 +170,7 @@ def advance(
     into: Activations,
     squares: torch.Tensor,
     post: tuple[torch.Tensor, Norm] | None = None,
-    pdl: int = 0,
+    pdl: int = SERIAL,
 ) -> None:
     """residual = y, or with `post` (weights, norm of y) residual += normed y; `into` becomes residual * next_norm."""
     k = y.shape[-1]
@@ -178,5 +178,5 @@ def advance(
     launch(advance_kernel, (k // GROUP,))(
         y, residual, weights, next_norm, *into.arrays, norm.squares if norm else squares, squares, k,
         norm.eps if norm else 0.0, PARTS=norm.parts if norm else 0, KEEP=into.keep, PDL=pdl, num_warps=1,
-        launch_pdl=pdl > 0,
+        launch_pdl=pdl != SERIAL,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.language import wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import oldest_row, slot
@@ -187,7 +187,7 @@ def prepare(
     eps: float,
     scale: float,
     out: Queries | None = None,
-    pdl: bool = False,
+    pdl: int = SERIAL,
 ) -> Queries:
     """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys and values go into their pages.
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.language import wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import slot
@@ -249,7 +249,7 @@ def _seal(
 
 
 def _launch(
-    pages: DevicePages, groups: int, position: torch.Tensor | None, first: int, end: int, pdl: bool, layers: int,
+    pages: DevicePages, groups: int, position: torch.Tensor | None, first: int, end: int, pdl: int, layers: int,
     strides: tuple[int, int],
 ) -> None:  # fmt: skip
     """`position`: None = rows [first, end) are sealed."""
@@ -270,13 +270,13 @@ def _launch(
 
 def seal(pages: DevicePages, first: int, end: int) -> None:
     """Encode rows [first, end) of the open pages into the sealed pages; see `store.seal`."""
-    _launch(pages, (end - 1) // 16 - first // 16 + 1, None, first, end, False, 1, (0, 0))
+    _launch(pages, (end - 1) // 16 - first // 16 + 1, None, first, end, SERIAL, 1, (0, 0))
 
 
 def seal_step(
     pages: DevicePages,
     position: torch.Tensor,
-    pdl: bool = False,
+    pdl: int = SERIAL,
     layers: int = 1,
     strides: tuple[int, int] = (0, 0),
 ) -> None:

@@ -26,8 +26,8 @@ LARGEST_HALF = tl.constexpr(65504.0)
 PARTS = {"f32": 1, "f16": 1, "bf16": 1, "int8": 2, "fp8": 2, "fp8_e5m2": 2, "int6": 4, "int4": 4}
 
 
-def launch_options(pdl: bool, warps: int) -> dict[str, Any]:
-    """Keywords of a launch. `pdl`: the kernel may start while the one before it ends (compute capability 9.0)."""
+def launch_options(pdl: int, warps: int) -> dict[str, Any]:
+    """Keywords of a launch. `pdl`: see `language.SERIAL`; others want compute capability 9.0."""
     return {"num_warps": warps} | ({"launch_pdl": True} if pdl and not INTERPRETED else {})
 
 
