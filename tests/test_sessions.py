@@ -97,6 +97,9 @@ def test_branches_need_no_session(kv, tmp_path):
 def test_with_another_tokenizer_the_text_is_read_again(kv, tmp_path):
     kv.engine.answers = ["abab", "x"]
     chat(kv, "ab\n", "--session", "ann")
+    file, state = tmp_path / "kv" / "sessions" / "ann.json", saved(tmp_path)
+    state["branches"]["main"]["chunks"][0]["ids"][0] = 1 << 40  # of a larger vocabulary
+    file.write_text(json.dumps(state), encoding="utf-8")
     kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
     outcome = chat(kv, "more\n", "--resume", "ann")
     assert "held with another model" in outcome.err

@@ -129,7 +129,7 @@ class Conversation:
             isinstance(text, str) for text in texts if text is not None
         ):
             raise ValueError("not a conversation: its roles do not alternate")
-        if any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
+        if ids and any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
             raise ValueError("not a conversation: its tokens are not this model's")
         self.restore((messages, chunks if ids else [], system))
 
