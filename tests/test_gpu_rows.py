@@ -196,10 +196,11 @@ def test_what_the_kernels_refuse():
     assert [padded(d) for d in (8, 64, 72, 128, 192, 256)] == [64, 64, 128, 128, 256, 256]
 
 
-def test_launches_that_are_collected_hold_no_memory() -> None:
+def test_variants_that_are_collected_hold_no_memory() -> None:
     x, to = torch.randn(1, 64, device=DEVICE), Activations.empty(64, False, torch.device(DEVICE))
-    with collecting() as launches:
+    with collecting() as variants:
         quantize(x, to)
+        quantize(x, Activations.empty(64, False, torch.device(DEVICE)))
     memory = weakref.ref(x)
     del x
-    assert len(launches) == 1 and memory() is None
+    assert len(variants) == 1 and memory() is None

@@ -162,7 +162,7 @@ class TokenGraph:
 
     def compile(self, forward: Callable[[], None]) -> None:
         """Compile what `forward` (a prompt of more than two pages) and a token launch, in parallel; nothing is run."""
-        with collecting() as launches, torch.inference_mode():
+        with collecting() as variants, torch.inference_mode():
             forward()
             bucket = SMALLEST_BUCKET
             self.launch(bucket)
@@ -170,7 +170,7 @@ class TokenGraph:
                 bucket *= 2
                 self.launch(bucket)
             self._launch_sealing()
-        compile_all(launches)
+        compile_all(variants)
 
     def launch(self, bucket: int) -> None:
         """Every kernel of a token, for up to `bucket` rows."""
@@ -192,7 +192,7 @@ class TokenGraph:
         c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
         shape, done = c.layers[layer], 0
         for matrix in block.attn.qkv:  # of different formats: they run beside each other
-            how = BESIDE if done else LEADING if len(block.attn.qkv) > 1 else AFTER
+            how = BESIDE if done else LEADING
             out = qkv[0, done : done + matrix.rows]
             matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how if pdl else SERIAL)
             done += matrix.rows

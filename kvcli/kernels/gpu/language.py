@@ -19,8 +19,8 @@ INTERPRET = tl.constexpr(INTERPRETED)
 
 
 # How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what that
-# one wrote. LEADING: so too, but the one launched next runs BESIDE it: that one needs only what this one waits for, and
-# waits at its end.
+# one wrote; the next may stand ready from the first on. LEADING: so too, but the next starts when this one has waited.
+# That one may then run BESIDE it: it needs only what this one waits for, and waits at its end.
 SERIAL, AFTER, LEADING, BESIDE = 0, 1, 2, 3
 _SERIAL, _AFTER, _LEADING, _BESIDE = (tl.constexpr(x) for x in (SERIAL, AFTER, LEADING, BESIDE))
 

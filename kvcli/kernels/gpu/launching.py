@@ -18,25 +18,24 @@ class Pointer:
     """What a compiler wants to know of a tensor; it keeps none of its memory."""
 
     dtype: torch.dtype
-    address: int
+    past_aligned: int  # bytes of the address past a multiple of 16
 
     def data_ptr(self) -> int:
-        return self.address
+        return self.past_aligned
 
     def ptr_range(self) -> int:
         return 0  # not known
 
 
-class Launch(NamedTuple):
-    """A kernel with everything that decides which variant of it is compiled."""
+class Variant(NamedTuple):
+    """A kernel with everything that decides how it is compiled."""
 
     kernel: Any
-    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    options: tuple[tuple[str, Any], ...]
 
 
-_collected: list[Launch] | None = None
+_collected: set[Variant] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -46,17 +45,17 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     collected = _collected
 
     def collect(*arguments: Any, **options: Any) -> None:
-        kept = (Pointer(x.dtype, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments)
-        collected.append(Launch(kernel, grid, tuple(kept), options))
+        kept = (Pointer(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in arguments)
+        collected.add(Variant(kernel, tuple(kept), tuple(options.items())))
 
     return collect
 
 
 @contextmanager
-def collecting() -> Iterator[list[Launch]]:
-    """Inside, nothing is launched: the list gets what would be."""
+def collecting() -> Iterator[set[Variant]]:
+    """Inside, nothing is launched: the set gets what would be."""
     global _collected
-    found: list[Launch] = []
+    found: set[Variant] = set()
     _collected = found
     try:
         yield found
@@ -64,10 +63,9 @@ def collecting() -> Iterator[list[Launch]]:
         _collected = None
 
 
-def compile_all(launches: list[Launch]) -> None:
-    """Compile (or load from the cache on disk) every variant among the launches, in as many threads as there are
-    processors."""
+def compile_all(variants: set[Variant]) -> None:
+    """Compile them, or load them from the cache on disk, in as many threads as there are processors."""
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor):
-        for kernel, grid, arguments, options in launches:
-            kernel.warmup(*arguments, grid=grid, **options)
+        for kernel, arguments, options in variants:
+            kernel.warmup(*arguments, grid=(1,), **dict(options))

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
-from kvcli.kernels.gpu.language import SERIAL, store_activations, wait_for_previous
+from kvcli.kernels.gpu.language import AFTER, LEADING, SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
 TWO_PLANES_BYTES = 4 << 20
+EARLY_PROGRAMS = 128  # of a RESIDUAL product that calls the next kernel early; as measured on an H100
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 
@@ -109,12 +110,16 @@ def matvec(
 
     STORE writes float32 `out` [rows] (and `squares`). RESIDUAL adds to `residual`, and `into` becomes residual *
     next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired. `planes` of the vector
-    to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it.
+    to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it; AFTER may
+    become LEADING: where a product leaves much of the GPU free, programs of the next kernel that stand ready cost more
+    than they gain.
     """
     t = chosen or tiles(matrix, role)
     if squares is not None and squares.numel() != triton.cdiv(matrix.rows, t.bn):
         raise ValueError(f"{squares.numel()} sums of squares for programs of {t.bn} of {matrix.rows} rows")
     grid = (triton.cdiv(matrix.rows, t.bn),)
+    if pdl == AFTER and (role != RESIDUAL or grid[0] < EARLY_PROGRAMS):
+        pdl = LEADING
     spare = x.scales
     tensors = (
         out if out is not None else spare, residual if residual is not None else spare,
