@@ -61,6 +61,7 @@ def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
     ]
     if not contents.start:
         usable = longest(engine.layout, min(shared, len(prompt) - 1), dict.fromkeys(contents.pages, shared))
+        usable = usable if usable >= size else 0  # less than a page is not read
         lines.append(f"reused   {usable:,} tokens, {len(prompt) - usable:,} to prefill")
     if shared < min(len(asked), len(held)):
         lines.append(f"they part at token {contents.start + shared:,}")

@@ -31,8 +31,9 @@ class Bars(str, Enum):
 
 
 def _offline_by_environment() -> bool:
-    truthy = ("1", "true", "yes", "on")
-    return any(os.environ.get(name, "").lower() in truthy for name in ("KV_OFFLINE", "HF_HUB_OFFLINE"))
+    """KV_OFFLINE with any value that does not say no; HF_HUB_OFFLINE with what the hub's library takes for yes."""
+    ours, hub = (os.environ.get(name, "").lower() for name in ("KV_OFFLINE", "HF_HUB_OFFLINE"))
+    return ours not in ("", "0", "false", "no", "off") or hub in ("1", "true", "yes", "on")
 
 
 @dataclass

@@ -54,13 +54,16 @@ class StoreFlags:
         CACHE_TTL
     )
 
-    def options(self) -> PromptCacheOptions:
-        """Raises UsageError for a value out of range."""
+    def options(self, invocation: Invocation) -> PromptCacheOptions:
+        """Raises UsageError for a value out of range; a folder that cannot be made is told at once."""
         if self.cache_min_tokens < 1:
             raise UsageError(f"--cache-min-tokens is {self.cache_min_tokens}", "it is 1 or more")
         size = parse_size(self.cache_size, "--cache-size")
         ttl = parse_time(self.cache_ttl, "--cache-ttl")
         folder = store_folder(self.cache_dir) if self.use_cache else None
+        if folder is not None and not (folder.is_dir() or paths.can_be_made(folder)):
+            render.warn(f"cannot make the folder {folder}: long prompts are not kept", invocation)
+            folder = None
         return PromptCacheOptions(store=folder, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl)
 
 
@@ -83,10 +86,12 @@ class FileFlags:
     def add_to(self, options: PromptCacheOptions) -> PromptCacheOptions:
         """Raises UsageError for flags that need a file and have none."""
         flags = {"all": self.prompt_cache_all, "ro": self.prompt_cache_ro, "strict": self.prompt_cache_strict}
-        if not self.prompt_cache:
+        if self.prompt_cache is None:
             if given := [f"--prompt-cache-{name}" for name, value in flags.items() if value]:
                 raise UsageError(f"{given[0]} needs --prompt-cache FILE", "it says what becomes of that file")
             return options
+        if not self.prompt_cache:
+            raise UsageError("--prompt-cache is ''", "give the name of a file, or leave it out")
         if self.prompt_cache_all and self.prompt_cache_ro:
             raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other", "leave one of them out")
         file = Path(self.prompt_cache).absolute() if self.prompt_cache_ro else writable(self.prompt_cache)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 import unicodedata
@@ -60,6 +61,12 @@ def one_line(text: str) -> str:
     """The text on one line with control characters made visible, for messages that name user input."""
     joined = " ".join(text.split())
     return "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1] for c in joined)
+
+
+def fitting(line: str) -> str:
+    """A line for stdout: cut to the width of a terminal, whole for a pipe or a file."""
+    columns = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else len(line)
+    return line if len(line) <= columns else line[: columns - 1] + "…"
 
 
 def write_out(text: str) -> None:

@@ -91,6 +91,48 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     assert (code, out) == (6, "")
 
 
+def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]) -> None:
+    store = ("--cache-min-tokens", "50")
+    for text in (TEXT + "Who?", TEXT + "Who? " + TEXT + "Why?"):
+        _run(kv_here, *model, *store, text)
+    files = {entry["first_token"]: entry["path"] for entry in json.loads(kv_here("cache", "ls", "--json")[1])}
+    assert len(files) == 2
+    later = max(files)
+    before = Path(files[0]).read_bytes()
+    named = ("--no-cache", "--prompt-cache", files[0])
+    for types in ((), ("-ct", "int8")):  # as it is, and converted
+        used = _run(kv_here, *model, *named, *types, TEXT + "Why?")
+        assert used["usage"]["cache_disk_tokens"] > 50 and Path(files[0]).read_bytes() == before, used["stderr"]
+    explained = kv_here("cache", "explain", *model, files[0], "--raw", "--no-stdin", TEXT + "Why?")[1]
+    assert f"reused   {_run(kv_here, *model, *named, TEXT + 'Why?')['usage']['cache_disk_tokens']} tokens" in explained
+    code, out, err = kv_here("run", *RUN, *model, "--prompt-cache", files[later], "--prompt-cache-strict", TEXT)
+    assert (code, out) == (6, "") and f"holds only tokens {later} to" in err
+    code, out, err = kv_here("cache", "verify", "--recompute", "1", "-t", "1", *model)
+    assert (code, err) == (0, "") and f"not computed again: it begins at token {later}" in out and "max error 0" in out
+    assert kv_here("cache", "verify", files[later], "--recompute", "1", *model)[0] == 6
+
+
+def test_less_than_a_page_is_not_reused(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    path, prompt = str(tmp_path / "x.safetensors"), "It wasn't so."
+    _run(kv_here, *model, "--no-cache", "--prompt-cache", path, TEXT)
+    explained = kv_here("cache", "explain", *model, path, "--raw", "--no-stdin", prompt)[1]
+    assert "reused   0 tokens" in explained and "common   0 tokens" not in explained
+    assert _run(kv_here, *model, "--no-cache", "--prompt-cache", path, prompt)["usage"]["cache_disk_tokens"] == 0
+
+
+def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    code, _, err = kv_here("run", *RUN, *model, "--prompt-cache", "", TEXT)
+    assert code == 2 and "--prompt-cache is ''" in err
+    code, _, err = kv_here("run", *RUN, *model, "--cache-size", "much", TEXT)
+    assert code == 2 and "share" not in err
+    (tmp_path / "file").write_text("")
+    used = _run(kv_here, *model, "--cache-min-tokens", "50", "--cache-dir", str(tmp_path / "file" / "x"), TEXT)
+    assert "cannot make the folder" in used["stderr"] and used["usage"]["cache_write_tokens"] == 0
+    _run(kv_here, *model, "--no-cache", "--prompt-cache", str(tmp_path / "y"), TEXT)
+    assert kv_here("cache", "show", str(tmp_path / "y"), "--json", "--tokens")[0] == 2
+    assert max(map(len, kv_here("cache", "show", str(tmp_path / "y"))[1].splitlines())) > 300
+
+
 def test_files_without_16_bit_pages_at_the_start(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     path = str(tmp_path / "x.safetensors")
     types = ("-ct", "int8", "--kv-sink", "0", "--force")

@@ -190,6 +190,8 @@ def test_offline_by_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert invocation.Invocation().offline
     monkeypatch.setenv(name, "0")
     assert not invocation.Invocation().offline
+    monkeypatch.setenv(name, "please")  # the network is not used by mistake; the hub's library has a rule of its own
+    assert invocation.Invocation().offline == (name == "KV_OFFLINE")
 
 
 def test_every_error_has_its_exit_code() -> None:

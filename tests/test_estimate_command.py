@@ -76,6 +76,11 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "assumed: kv doctor measures it" in out
 
 
+def test_a_margin_that_leaves_nothing(kv_here: KvHere) -> None:
+    code, out, err = kv_here("estimate", *CARD, "--margin", "100G")
+    assert (code, out) == (2, "") and "--margin 100G leaves nothing of 11,876 MiB" in err
+
+
 @pytest.mark.parametrize(
     "name", ["deepseek-v3", "gemma-3-12b", "falcon-7b", "mistral-7b-v0.1", "gpt-oss-120b", "llama-3.1-405b"]
 )

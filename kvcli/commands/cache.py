@@ -70,6 +70,8 @@ def show(
     json: JsonFlag = False,
 ) -> None:
     """What a prompt cache says of itself."""
+    if tokens + (text is not None) + json > 1:
+        raise UsageError("--tokens, --text and --json exclude each other", "give one of them")
     with PromptCacheFile(cachefiles.locate(name, store_folder(cache_dir))) as file:
         ids, found = file.contents.tokens, cachefiles.describe(file.path)
         identity = file.contents.identity
@@ -84,8 +86,8 @@ def show(
         rows |= {"from token": f"{found.start:,}"} if found.start else {}
         rows |= {"types": found.types, **(found.about or {}), **(found.identity or {})}
         width = max(map(len, rows))
-        lines = [f"{key.replace('_', ' '):<{width}}  {render.one_line(value)[:160]}" for key, value in rows.items()]
-        render.write_out("\n".join(lines) + "\n")
+        lines = (f"{key.replace('_', ' '):<{width}}  {render.one_line(value)}" for key, value in rows.items())
+        render.write_out("\n".join(map(render.fitting, lines)) + "\n")
 
 
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:
@@ -188,7 +190,7 @@ def verify(
             pages = cachefiles.check_pages(file)
             told = f"{file}: ok, {pages} pages"
             if recompute > 0:
-                told += _recomputed(file, model, recompute, tol, invocation)
+                told += _recomputed(file, model, recompute, tol, invocation, named=bool(names))
             render.write_out(told + "\n")
         except (CacheFileError, CheckFailed) as error:
             render.print_error(error.message, error.hint, invocation.color)
@@ -196,10 +198,13 @@ def verify(
     raise typer.Exit(code)
 
 
-def _recomputed(file: Path, model: ModelFlags, pages: int, tol: float, invocation: Invocation) -> str:
+def _recomputed(file: Path, model: ModelFlags, pages: int, tol: float, invocation: Invocation, named: bool) -> str:
+    """What comes behind "ok": of a file that was not named and goes on from another one, that it was not compared."""
     from kvcli import cachechecks
 
     with Interrupts(last_words) as interrupts, PromptCacheFile(file) as opened:
+        if opened.contents.start and not named:
+            return f"; not computed again: it begins at token {opened.contents.start:,}"
         engine = _engine_for(opened.contents.identity, model, invocation, interrupts)
         return cachechecks.recompute(engine, opened, pages, tol)
 

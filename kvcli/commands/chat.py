@@ -105,7 +105,7 @@ def chat(
         flags.check()
         load, sampling = model.options(invocation.offline), sample.options()
         cache_options = cache.options(evict.options(cache.page_size))
-        message, name, kept = system.text(), flags.session_name(), store.options()
+        message, name, kept = system.text(), flags.session_name(), store.options(invocation)
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)

@@ -75,7 +75,7 @@ class OutputFlags:
     ] = 1
     verify_estimate: Annotated[
         bool,
-        typer.Option("--verify-estimate", help="Compare the memory plan with the process; exit 8 if it is off."),
+        typer.Option("--verify-estimate", help="Compare plan and process; exit 8 if off by 3 % and 100 MiB."),
     ] = False
     raw_output: Annotated[
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
@@ -181,7 +181,7 @@ def run(
         load, sampling, policy = model.options(invocation.offline), sample.options(), overflow.policy()
         cache_options, kept = (
             cache.options(evict.options(cache.page_size)),
-            replace(named.add_to(store.options()), memory=output.n_samples > 1),
+            replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1),
         )
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)

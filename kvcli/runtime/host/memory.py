@@ -37,7 +37,8 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", text.strip().lower(), re.ASCII)
     if match is None or len(match[1]) > 20:
-        raise UsageError(f"{flag} is '{text}', which is not a size", "write 6G, 512MiB, or a share such as 0.9")
+        share = "" if whole is None else ", or a share such as 0.9"
+        raise UsageError(f"{flag} is '{text}', which is not a size", f"write 6G or 512MiB{share}")
     number, unit = float(match[1]), match[2]
     if not unit and not match[3] and 0 < number <= 1 and match[1] != "1":
         if whole is None:

@@ -47,14 +47,24 @@ class UserFile:
             if not error.field:
                 self._keep = self._keep or error.passing
                 raise
-            with PromptCacheFile(self.path) as other:  # damaged, or another's
-                found = other.contents.identity
-            self._keep = True
-            if error.field not in LAYOUT_FIELDS:
-                raise
-            file = PromptCacheFile(self.path, {**identity, **{name: found.get(name, "") for name in LAYOUT_FIELDS}})
-            self.converts = True
+            file = self._open_other(identity)
         self.tokens = file.contents.tokens
+        return file
+
+    def _open_other(self, identity: Mapping[str, str]) -> PromptCacheFile:
+        """A file that is not as this run would write it: it may be of another cache type, or the store's."""
+        with PromptCacheFile(self.path) as other:  # damaged, or another's
+            contents = other.contents
+        self._keep = True
+        found = contents.identity
+        alike = {name: found.get(name, "") for name in LAYOUT_FIELDS}
+        self.converts = any(identity[name] != value for name, value in alike.items())
+        own = {name: found[name] for name in ("computed_on",) if name in found}  # by which the store tells files apart
+        file = PromptCacheFile(self.path, {**identity, **alike, **own})
+        if contents.start:
+            file.close()
+            what = f"holds only tokens {contents.start:,} to {contents.end:,} of a longer prompt"
+            raise CacheFileError(f"{self.path} {what}", "without --prompt-cache the store finds all of them")
         return file
 
     def fate(self) -> str:
