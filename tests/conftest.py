@@ -14,9 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor, and
-# memory of a GPU leaves no rests.
+# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor,
+# memory of a GPU leaves no rests, and every Triton fuses multiplications with additions.
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

@@ -358,6 +358,12 @@ def test_memory_of_a_gpu_is_mapped_piece_by_piece_unless_told(tmp_path: Path) ->
         assert _environment(tmp_path, names, {name: name}) == told
 
 
+def test_triton_fuses_multiplications_unless_told(tmp_path: Path) -> None:
+    names = ["TRITON_DEFAULT_FP_FUSION"]
+    assert _environment(tmp_path, names, {}) == ["1"]
+    assert _environment(tmp_path, names, {names[0]: "0"}) == ["0"]
+
+
 def test_triton_cache_folder(tmp_path: Path) -> None:
     names = ["TRITON_CACHE_DIR"]
     assert _environment(tmp_path, names, {}) == [str(tmp_path / "cache" / "kv" / "triton")]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode
 
 
@@ -64,8 +65,18 @@ def collecting() -> Iterator[set[Variant]]:
 
 
 def compile_all(variants: set[Variant]) -> None:
-    """Compile them, or load them from the cache on disk, in as many threads as there are processors."""
+    """Compile them, or load them from the cache on disk, in as many threads as there are processors.
+
+    With what launches each: Triton has a C compiler make it, one after the other, when kernels are first launched.
+    """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor):
-        for kernel, arguments, options in variants:
-            kernel.warmup(*arguments, grid=(1,), **dict(options))
+    with ThreadPoolExecutor(workers) as executor:
+        with AsyncCompileMode(executor):
+            kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in variants]
+        list(executor.map(_make_launcher, kernels))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Of a kernel that is compiled, or the future of one that is done."""
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    driver.active.launcher_cls(compiled.src, compiled.metadata)
