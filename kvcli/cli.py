@@ -140,7 +140,7 @@ def _prepare_process() -> None:
     # Memory of a GPU is mapped piece by piece: else pages that are cut from what a step used leave rests of no use.
     if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.9 warns on stderr where it is not set
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.9 warns where it is not set
     if "TRITON_CACHE_DIR" not in os.environ:
         from kvcli import paths
 

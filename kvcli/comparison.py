@@ -107,8 +107,8 @@ def find_target(
     if bandwidth is not None:
         rate, source = bandwidth, "--bandwidth"
     left = DEFAULT_MARGIN if margin is None else parse_size(margin, "--margin", memory.total)
-    if margin is not None and left >= memory.free:
-        raise UsageError(f"--margin {margin} leaves nothing of {memory.free >> 20:,} MiB", "give a smaller one")
+    if margin is not None and left >= memory.total:
+        raise UsageError(f"--margin {margin} leaves nothing of {memory.total >> 20:,} MiB", "give a smaller one")
     return Target(memory, left, rate, source, measured.runtime_bytes), [warning] if warning else []
 
 

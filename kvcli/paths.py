@@ -76,6 +76,6 @@ def replace_file(path: Path, data: bytes, flush: bool = False) -> None:
 
 def can_be_made(folder: Path) -> bool:
     """True if the folder exists and is writable, or could be made. Changes nothing."""
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:  # Path.exists raises where it may not look
         folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -61,8 +61,9 @@ class StoreFlags:
         size = parse_size(self.cache_size, "--cache-size")
         ttl = parse_time(self.cache_ttl, "--cache-ttl")
         folder = store_folder(self.cache_dir) if self.use_cache else None
-        if folder is not None and not (folder.is_dir() or paths.can_be_made(folder)):
-            render.warn(f"cannot make the folder {folder}: long prompts are not kept", invocation)
+        if folder is not None and not (os.path.isdir(folder) or paths.can_be_made(folder)):
+            tell = render.warn if self.cache_dir else render.notice
+            tell(f"cannot make the folder {folder}: long prompts are not kept", invocation)
             folder = None
         return PromptCacheOptions(store=folder, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl)
 

@@ -65,8 +65,12 @@ def one_line(text: str) -> str:
 
 def fitting(line: str) -> str:
     """A line for stdout: cut to the width of a terminal, whole for a pipe or a file."""
-    columns = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else len(line)
-    return line if len(line) <= columns else line[: columns - 1] + "…"
+    if not is_terminal(sys.stdout):
+        return line
+    from rich.cells import cell_len, set_cell_size
+
+    columns = shutil.get_terminal_size().columns
+    return line if cell_len(line) <= columns else set_cell_size(line, columns - 1) + "…"
 
 
 def write_out(text: str) -> None:

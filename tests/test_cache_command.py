@@ -101,7 +101,7 @@ def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]
     before = Path(files[0]).read_bytes()
     named = ("--no-cache", "--prompt-cache", files[0])
     for types in ((), ("-ct", "int8")):  # as it is, and converted
-        used = _run(kv_here, *model, *named, *types, TEXT + "Why?")
+        used = _run(kv_here, *model, *named, *types, TEXT + "Who? And then.")
         assert used["usage"]["cache_disk_tokens"] > 50 and Path(files[0]).read_bytes() == before, used["stderr"]
     explained = kv_here("cache", "explain", *model, files[0], "--raw", "--no-stdin", TEXT + "Why?")[1]
     assert f"reused   {_run(kv_here, *model, *named, TEXT + 'Why?')['usage']['cache_disk_tokens']} tokens" in explained
@@ -128,6 +128,7 @@ def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, 
     (tmp_path / "file").write_text("")
     used = _run(kv_here, *model, "--cache-min-tokens", "50", "--cache-dir", str(tmp_path / "file" / "x"), TEXT)
     assert "cannot make the folder" in used["stderr"] and used["usage"]["cache_write_tokens"] == 0
+    _run(kv_here, *model, "--cache-dir", str(tmp_path / ("long" * 75)), "x")  # a name that no system takes
     _run(kv_here, *model, "--no-cache", "--prompt-cache", str(tmp_path / "y"), TEXT)
     assert kv_here("cache", "show", str(tmp_path / "y"), "--json", "--tokens")[0] == 2
     assert max(map(len, kv_here("cache", "show", str(tmp_path / "y"))[1].splitlines())) > 300

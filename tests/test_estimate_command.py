@@ -78,7 +78,7 @@ def test_the_screen(kv_here: KvHere) -> None:
 
 def test_a_margin_that_leaves_nothing(kv_here: KvHere) -> None:
     code, out, err = kv_here("estimate", *CARD, "--margin", "100G")
-    assert (code, out) == (2, "") and "--margin 100G leaves nothing of 11,876 MiB" in err
+    assert (code, out) == (2, "") and "--margin 100G leaves nothing of 12,288 MiB" in err
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,9 @@ def show(
         rows |= {"from token": f"{found.start:,}"} if found.start else {}
         rows |= {"types": found.types, **(found.about or {}), **(found.identity or {})}
         width = max(map(len, rows))
-        lines = (f"{key.replace('_', ' '):<{width}}  {render.one_line(value)}" for key, value in rows.items())
-        render.write_out("\n".join(map(render.fitting, lines)) + "\n")
+        lines = {key: f"{key.replace('_', ' '):<{width}}  {render.one_line(value)}" for key, value in rows.items()}
+        shown = (line if key == "path" else render.fitting(line) for key, line in lines.items())
+        render.write_out("\n".join(shown) + "\n")
 
 
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:

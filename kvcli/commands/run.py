@@ -75,7 +75,9 @@ class OutputFlags:
     ] = 1
     verify_estimate: Annotated[
         bool,
-        typer.Option("--verify-estimate", help="Compare plan and process; exit 8 if off by 3 % and 100 MiB."),
+        typer.Option(
+            "--verify-estimate", help="Compare planned and used memory; exit 8 if off by over 3 % and 100 MiB."
+        ),
     ] = False
     raw_output: Annotated[
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")

@@ -73,10 +73,6 @@ def compile_all(variants: set[Variant]) -> None:
     with ThreadPoolExecutor(workers) as executor:
         with AsyncCompileMode(executor):
             kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in variants]
-        list(executor.map(_make_launcher, kernels))
-
-
-def _make_launcher(kernel: Any) -> None:
-    """Of a kernel that is compiled, or the future of one that is done."""
-    compiled = kernel.result() if hasattr(kernel, "result") else kernel
-    driver.active.launcher_cls(compiled.src, compiled.metadata)
+        compiled = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
+        alike = {(kernel.src.fn, *kernel.src.signature.values()): kernel for kernel in compiled}
+        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), alike.values()))

@@ -14,7 +14,7 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
 TWO_PLANES_BYTES = 4 << 20
-EARLY_PROGRAMS = 128  # of a RESIDUAL product that calls the next kernel early; as measured on an H100
+EARLY_PROGRAMS = 128  # the fewest of a RESIDUAL product that calls the next kernel early; as measured on an H100
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 
@@ -110,9 +110,9 @@ def matvec(
 
     STORE writes float32 `out` [rows] (and `squares`). RESIDUAL adds to `residual`, and `into` becomes residual *
     next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired. `planes` of the vector
-    to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it; AFTER may
-    become LEADING: where a product leaves much of the GPU free, programs of the next kernel that stand ready cost more
-    than they gain.
+    to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it; AFTER
+    becomes LEADING but for a RESIDUAL of EARLY_PROGRAMS or more: elsewhere programs of the next kernel that stand ready
+    cost more than they gain, as measured.
     """
     t = chosen or tiles(matrix, role)
     if squares is not None and squares.numel() != triton.cdiv(matrix.rows, t.bn):

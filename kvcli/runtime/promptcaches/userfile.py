@@ -59,12 +59,12 @@ class UserFile:
         found = contents.identity
         alike = {name: found.get(name, "") for name in LAYOUT_FIELDS}
         self.converts = any(identity[name] != value for name, value in alike.items())
-        own = {name: found[name] for name in ("computed_on",) if name in found}  # by which the store tells files apart
+        own = {name: value for name, value in found.items() if name == "computed_on"}  # is compared in the store only
         file = PromptCacheFile(self.path, {**identity, **alike, **own})
         if contents.start:
             file.close()
             what = f"holds only tokens {contents.start:,} to {contents.end:,} of a longer prompt"
-            raise CacheFileError(f"{self.path} {what}", "without --prompt-cache the store finds all of them")
+            raise CacheFileError(f"{self.path} {what}", "the store puts its parts together by itself")
         return file
 
     def fate(self) -> str:
