@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcli.errors import UsageError
 from kvcli.estimate import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.runtime.cache.cachetypes import codec
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.host.device import AUTO, check_there, parse_device
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
@@ -212,13 +213,11 @@ def _outcome(
     )
 
 
-def recommend(outcomes: Sequence[Outcome]) -> Recommendation | None:
-    """The best types of LADDER (of those compared, if they are others) that hold the context; else a shorter
-    one.
-
-    None where nothing fits at all.
+def recommend(outcomes: Sequence[Outcome], named: bool) -> Recommendation | None:
+    """The most precise types that hold the context; else those with the longest one, which is shorter. Of all where the
+    user `named` them, else of LADDER. None where nothing fits at all.
     """
-    ladder = [o for pair in LADDER for o in outcomes if o.pair == pair] or list(outcomes)
+    ladder = sorted(outcomes, key=_precision) if named else [o for o in outcomes if o.pair in LADDER]
     for outcome in ladder:
         if outcome.fits:
             why = "highest precision that fits" if len(ladder) > 1 else "it fits"
@@ -226,4 +225,11 @@ def recommend(outcomes: Sequence[Outcome]) -> Recommendation | None:
     best = max(ladder, key=lambda o: o.max_context, default=None)
     if best is None or best.max_context == 0:
         return None
-    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with any type")
+    types = "any type" if not named else best.label if len(ladder) == 1 else "any of these types"
+    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with {types}")
+
+
+def _precision(outcome: Outcome) -> tuple[float, ...]:
+    """Sorts the most precise types to the front: by bits, then by those of the keys, which matter more, then LADDER."""
+    bits = [codec(name).bits for name in outcome.pair]
+    return -sum(bits), -bits[0], LADDER.index(outcome.pair) if outcome.pair in LADDER else len(LADDER)

@@ -184,7 +184,9 @@ class OutputFlags:
     csv: Annotated[bool, _output("--csv", help="Print the table as CSV, sizes in bytes.")] = False
     explain: Annotated[bool, _output("--explain", help="Print every multiplication.")] = False
     print_args: Annotated[bool, _output("--print-args", help="Print the flags for kv run, nothing else.")] = False
-    check: Annotated[bool, _output("--check", help="Print nothing; exit 0 if it fits, 4 if not.")] = False
+    check: Annotated[
+        bool, _output("--check", help="Print nothing; exit 0 if all types named (or f16) fit, else 4.")
+    ] = False
     units: Annotated[str, _output("--units", metavar="GiB|GB|B", help="Of sizes in the table (GiB).")] = "GiB"
     list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
     list_gpus: Annotated[bool, _output("--list-gpus", help="List the cards that --gpu knows.")] = False

@@ -74,14 +74,19 @@ def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
     return {"policy": asked.policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
 
 
-def warn_of_weak_keys(engine: Engine, types: list[Types], invocation: Invocation) -> None:
-    """A type that `kv run` would refuse for this model is measured all the same: say so."""
+def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: Invocation) -> None:
+    """Say of a type that `kv run` would refuse for this model, or that is not put to the test by so many tokens."""
     from kvcli.runtime import guard, quality
 
     for each in types:
-        reason = guard.weakness(engine.model_weights, engine.config, quality.layout_of(engine, each))
-        if reason:
+        layout = quality.layout_of(engine, each)
+        if reason := guard.weakness(engine.model_weights, engine.config, layout):
             render.warn(f"{reason}; measured all the same", invocation)
+        counts = layout.pages(max(1, tokens - 1), 1)  # that the last token reads
+        sealed = [count for group, count in zip(layout.groups, counts, strict=True) if group.sealed]
+        if sealed and not any(sealed):
+            text = f"{type_name(each)} makes no difference in {tokens:,} tokens: all that is read of them is in 16 bits"
+            render.warn(f"{text}; take more tokens", invocation)
 
 
 def type_name(types: Types) -> str:

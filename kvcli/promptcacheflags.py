@@ -95,16 +95,19 @@ class FileFlags:
             raise UsageError("--prompt-cache is ''", "give the name of a file, or leave it out")
         if self.prompt_cache_all and self.prompt_cache_ro:
             raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other", "leave one of them out")
-        file = Path(self.prompt_cache).absolute() if self.prompt_cache_ro else writable(self.prompt_cache)
+        if self.prompt_cache_ro:
+            file = Path(self.prompt_cache).absolute()
+        else:
+            file = writable(self.prompt_cache, "name another file, or add --prompt-cache-ro to read one only")
         options = replace(options, file=file, save_answer=self.prompt_cache_all)
         return replace(options, read_only=self.prompt_cache_ro, strict=self.prompt_cache_strict)
 
 
-def writable(name: str) -> Path:
+def writable(name: str, hint: str = "name another file") -> Path:
     """A file that can be made. Raises OutputError at once, so that no prompt is computed in vain."""
     file = Path(name).absolute()
     if not os.access(file.parent, os.W_OK):
-        raise OutputError(f"cannot write {name}: its folder is missing or not writable", "name another file")
+        raise OutputError(f"cannot write {name}: its folder is missing or not writable", hint)
     return file
 
 

@@ -110,6 +110,7 @@ def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]
     code, out, err = kv_here("cache", "verify", "--recompute", "1", "-t", "1", *model)
     assert (code, err) == (0, "") and f"not computed again: it begins at token {later}" in out and "max error 0" in out
     assert kv_here("cache", "verify", files[later], "--recompute", "1", *model)[0] == 6
+    assert kv_here("cache", "verify", "--recompute", "-1", *model)[0] == 2
 
 
 def test_less_than_a_page_is_not_reused(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:

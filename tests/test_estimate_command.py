@@ -76,6 +76,23 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "assumed: kv doctor measures it" in out
 
 
+def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
+    def recommended(*args: str) -> list[str]:
+        lines = ok(kv_here("estimate", "llama-3.1-8b", "--gpu", "rtx3060-12g", "-c", "8k", *args)).splitlines()
+        line = next(line for line in lines if line.startswith("recommend"))
+        return line.split()[2:5:2]
+
+    assert recommended("-ctk", "int8,f16", "-ctv", "int4,int8") == ["f16", "int8"]
+    assert recommended("-ct", "int4,int4/int8,int6/int4") == ["int4", "int8"]
+    assert recommended("-ct", "int4/int8,int8/int4,int4") == ["int8", "int4"]
+    code, out, _ = kv_here("estimate", *CARD, "-ct", "f16")
+    assert code == 4 and "does not fit with f16" in out
+    code, out, err = kv_here("estimate", *CARD, "-ct", "f16", "--print-args")
+    assert (code, out) == (4, "") and "does not fit with f16, one of" in err
+    code, out, err = kv_here("estimate", *CARD, "-c", "1k,2k", "--print-args")
+    assert (code, out) == (2, "") and "one context" in err
+
+
 def test_a_margin_that_leaves_nothing(kv_here: KvHere) -> None:
     code, out, err = kv_here("estimate", *CARD, "--margin", "100G")
     assert (code, out) == (2, "") and "--margin 100G leaves nothing of 12,288 MiB" in err

@@ -181,6 +181,13 @@ def test_tail_and_sinks_change_what_is_read_and_what_it_costs(ppl: Ppl):
     assert everything["kld"] < 1e-5 and everything["sealed_bits"] == usual["sealed_bits"] < 16
 
 
+def test_a_type_that_is_not_put_to_the_test_is_told(ppl: Ppl):
+    told = "int4 makes no difference in 32 tokens"
+    assert told in ppl("-ct", "int4,f32", "--chunks", "1", "-c", "32", "--page-size", "16")[2]
+    code, _, err = ppl("-ct", "int4", "--chunks", "1", "-c", "34", "--page-size", "16")
+    assert code == 0 and "makes no difference" not in err
+
+
 def test_gates_are_exit_8_after_the_table(ppl: Ppl):
     code, out, err = ppl("-ct", "int4", "--chunks", "1", "--max-kld", "1e-9")
     assert code == 8 and out.count("\n") == 3 and "int4: KLD" in err and "above 1e-09" in err

@@ -185,6 +185,8 @@ def verify(
 ) -> None:
     """Check prompt caches against their checksums (exit 6), or against rows computed again (exit 8)."""
     invocation: Invocation = ctx.obj
+    if recompute < 0:
+        raise UsageError(f"--recompute is {recompute}", "it is a number of pages; 0 computes nothing")
     root, code = store_folder(cache_dir), 0
     for file in [cachefiles.locate(name, root) for name in names] if names else cachefiles.stored(root):
         try:
@@ -240,8 +242,11 @@ def _remove(files: list[Path], yes: bool, dry_run: bool, invocation: Invocation)
     what = f"{len(files)} files, {render.human_bytes(sum(sizes))}"
     if not dry_run and files:
         _ask(yes, f"Remove {what}?")
-        for file in files:
-            file.unlink(missing_ok=True)
+        try:
+            for file in files:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None
     for file in files:
         render.write_out(f"{cachefiles.id_of(file)}\n")
     render.announce(f"{'would remove' if dry_run else 'removed'} {what}", invocation)
@@ -265,4 +270,7 @@ def prune(
     gone = [entry.path for entry in promptstore.prune(root, limits, dry_run=True)]
     _remove(gone, yes, dry_run, ctx.obj)
     if not dry_run:
-        promptstore.prune(root, limits)
+        try:
+            promptstore.prune(root, limits)
+        except OSError as error:
+            raise OutputError(f"cannot clear {root}: {error.strerror or error}") from None

@@ -55,7 +55,7 @@ def estimate(
     if output.check:
         _check(report, plan)
     elif output.print_args:
-        _print_args(report, model or model_option)
+        _print_args(report, model or model_option, plan)
     else:
         _show(report, output)
         if report.model.weights is None:  # the cache alone was asked for, of no device
@@ -91,7 +91,7 @@ def _report(
     trained = model.config.context_length
     if trained and max(wish.contexts) > trained:
         warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
-    return Report(model, target, wish, outcomes, [recommend(each) for each in outcomes], warnings)
+    return Report(model, target, wish, outcomes, [recommend(each, plan.names_types) for each in outcomes], warnings)
 
 
 def _show(report: Report, output: OutputFlags) -> None:
@@ -117,19 +117,21 @@ def _check(report: Report, plan: PlanFlags) -> None:
     for outcomes in report.outcomes:
         for o in outcomes:
             if o.pair in wanted and not o.fits:
-                missing = (o.plan.needed - report.target.memory.free) / (1 << 20)
+                missing, margin = ((x >> 20) for x in (o.plan.needed - report.target.memory.free, o.plan.margin))
                 raise DoesNotFit(
-                    f"{o.label} at {o.plan.tokens:,} tokens needs {missing:,.0f} MiB more than there is",
+                    f"{o.label} at {o.plan.tokens:,} tokens needs {missing:,} MiB more than there is beside a margin of"
+                    f" {margin:,}",
                     f"the largest context that fits is {o.max_context:,}" if o.max_context else "use a smaller model",
                 )
 
 
-def _print_args(report: Report, name: str | None) -> None:
+def _print_args(report: Report, name: str | None, plan: PlanFlags) -> None:
+    if len(report.wish.contexts) > 1:
+        raise UsageError("--print-args is about one context", "give -c one number")
     choice = report.best[0]
-    if choice is None:
-        raise DoesNotFit(
-            "nothing fits with the types of this version", "kv estimate without --print-args shows the table"
-        )
+    if choice is None or (plan.ctx_size is not None and choice.context < report.wish.contexts[0]):
+        least = "nothing fits" if choice is None else f"{choice.reason}, one of {choice.context:,} does"
+        raise DoesNotFit(least, "kv estimate without --print-args shows the table")
     args = [] if name is None or name != "".join(name.split()) else ["-m", name]
     args += choice.args
     wish = report.wish

@@ -105,7 +105,7 @@ def recall(
         lengths, depths = questions.sizes(), questions.at()
         evicting = evict.options(types.page_size, prompt=False)
         engine = measuring.open_for(model, types, evicting, max(lengths), invocation, interrupts)
-        measuring.warn_of_weak_keys(engine, chosen, invocation)
+        measuring.warn_of_types(engine, chosen, max(lengths), invocation)
         asked = _questions(engine, questions, lengths, depths)
         with render.Progress(invocation, unit="tokens") as progress:
             cells = _ask(engine, asked, chosen, progress)

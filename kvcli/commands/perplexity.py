@@ -136,7 +136,7 @@ def perplexity(
         protocol = text.protocol()
         asked = evict.options(types.page_size, prompt=False)
         engine = measuring.open_for(model, types, asked, protocol.chunk, invocation, interrupts)
-        measuring.warn_of_weak_keys(engine, chosen, invocation)
+        measuring.warn_of_types(engine, chosen, protocol.chunk, invocation)
         scores, counts = _measure(engine, texts, chosen, protocol, invocation)
     from kvcli.runtime import quality
 

@@ -25,8 +25,10 @@ def reason(store: PromptStore, found: Found, wanted: list[int], text_of: Callabl
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
     if next(entries(store.folder), None) is None:
         return _other_settings(store)
+    if found.closest and (found.closest_next is None or found.closest >= len(wanted)):
+        return f"a stored prompt shares {found.closest:,} tokens with this one; less than a page is not read"
     parted = ""
-    if found.closest_next is not None and found.closest < len(wanted):
+    if found.closest_next is not None:
         parted = f" (it has {text_of(found.closest_next)!r}, this one {text_of(wanted[found.closest])!r})"
     return f"no stored prompt begins like this one: the closest differs at token {found.closest:,}{parted}"
 

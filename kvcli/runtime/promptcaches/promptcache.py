@@ -202,8 +202,9 @@ def open_regular(path: Path) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return descriptor
     os.close(descriptor)
-    what = "belongs to another user" if stat.S_ISREG(status.st_mode) else "is not a regular file"
-    raise CacheFileError(f"{path} {what}", "kv reads prompt caches of the user that runs it only")
+    if not stat.S_ISREG(status.st_mode):
+        raise CacheFileError(f"{path} is not a regular file", "name a file")
+    raise CacheFileError(f"{path} belongs to another user", "kv reads prompt caches of the user that runs it only")
 
 
 def is_prompt_cache(path: Path) -> bool:
