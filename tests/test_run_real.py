@@ -143,6 +143,7 @@ def test_a_full_disk_is_exit_74(kv, model):
 def test_a_table_in_a_pipe_leaves_stderr_empty(kv, here, model, tmp_path):
     (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     words = ("perplexity", *model, "-f", str(tmp_path / "text"), "-c", "64", "--chunks", "1", "-ct", "int8")
+    words += ("--page-size", "16")
     outcome = kv(*words)
     assert (outcome.returncode, outcome.stderr) == (0, "")
     assert outcome.stdout.startswith("type ")
