@@ -217,7 +217,7 @@ def recommend(outcomes: Sequence[Outcome], named: bool) -> Recommendation | None
     """The most precise types that hold the context; else those with the longest one, which is shorter. Of all where the
     user `named` them, else of LADDER. None where nothing fits at all.
     """
-    ladder = sorted(outcomes, key=_precision) if named else [o for o in outcomes if o.pair in LADDER]
+    ladder = sorted((o for o in outcomes if named or o.pair in LADDER), key=_precision)
     for outcome in ladder:
         if outcome.fits:
             why = "highest precision that fits" if len(ladder) > 1 else "it fits"

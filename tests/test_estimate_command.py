@@ -89,6 +89,8 @@ def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
     assert code == 4 and "does not fit with f16" in out
     code, out, err = kv_here("estimate", *CARD, "-ct", "f16", "--print-args")
     assert (code, out) == (4, "") and "does not fit with f16, one of" in err
+    code, out, err = kv_here("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "200k", "--print-args")
+    assert code == 0 and out.endswith("-c 131072\n") and "RoPE scaling" in err  # fits; trained on no more
     code, out, err = kv_here("estimate", *CARD, "-c", "1k,2k", "--print-args")
     assert (code, out) == (2, "") and "one context" in err
 

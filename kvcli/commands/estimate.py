@@ -129,7 +129,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags) -> None:
     if len(report.wish.contexts) > 1:
         raise UsageError("--print-args is about one context", "give -c one number")
     choice = report.best[0]
-    if choice is None or (plan.ctx_size is not None and choice.context < report.wish.contexts[0]):
+    if choice is None or (plan.ctx_size is not None and not choice.outcome.fits):
         least = "nothing fits" if choice is None else f"{choice.reason}, one of {choice.context:,} does"
         raise DoesNotFit(least, "kv estimate without --print-args shows the table")
     args = [] if name is None or name != "".join(name.split()) else ["-m", name]
