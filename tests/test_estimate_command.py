@@ -14,52 +14,22 @@ import gguf
 import numpy as np
 import pytest
 from conftest import PACKAGE_ROOT, Kv, KvHere
+from estimatecases import CARD, ok, small_file, use_own_folders
 
-from kvcli.runtime.cache.cachetypes import CODEC_SPECS
 from kvcli.runtime.host.memory import gpus
 from kvcli.runtime.planning import overheads
 
 MIB = 1 << 20
-CARD = ("llama-3.1-8b", "-c", "65536", "--gpu", "rtx3060-12g")
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing measured or downloaded on this machine may change the answers."""
-    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HF_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
+    use_own_folders(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A llama file of two layers with a vocabulary of 100."""
-    path = tmp_path / "small.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("small")
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(128)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for i in range(2):
-        writer.add_tensor(f"blk.{i}.attn_q.weight", np.zeros((64, 64), np.float16))
-        writer.add_tensor(f"blk.{i}.attn_norm.weight", np.zeros(64, np.float32))
-    writer.add_tensor("token_embd.weight", np.zeros((100, 64), np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def ok(outcome: tuple[int, str, str]) -> str:
-    code, out, err = outcome
-    assert (code, err) == (0, "")
-    return out
+    return small_file(tmp_path)
 
 
 def test_the_screen(kv_here: KvHere) -> None:
@@ -74,30 +44,6 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert int8[:4] == ["int8", "65.0", "4.156", "GiB"] and "yes" in int8
     assert "recommend  --cache-type-k int8 --cache-type-v int8 -c 65536" in lines
     assert "assumed: kv doctor measures it" in out
-
-
-def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
-    def recommended(*args: str) -> list[str]:
-        lines = ok(kv_here("estimate", "llama-3.1-8b", "--gpu", "rtx3060-12g", "-c", "8k", *args)).splitlines()
-        line = next(line for line in lines if line.startswith("recommend"))
-        return line.split()[2:5:2]
-
-    assert recommended("-ctk", "int8,f16", "-ctv", "int4,int8") == ["f16", "int8"]
-    assert recommended("-ct", "int4,int4/int8,int6/int4") == ["int4", "int8"]
-    assert recommended("-ct", "int4/int8,int8/int4,int4") == ["int8", "int4"]
-    code, out, _ = kv_here("estimate", *CARD, "-ct", "f16")
-    assert code == 4 and "does not fit with f16" in out
-    code, out, err = kv_here("estimate", *CARD, "-ct", "f16", "--print-args")
-    assert (code, out) == (4, "") and "does not fit with f16, one of" in err
-    code, out, err = kv_here("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "200k", "--print-args")
-    assert code == 0 and out.endswith("-c 131072\n") and "RoPE scaling" in err  # fits; trained on no more
-    code, out, err = kv_here("estimate", *CARD, "-c", "1k,2k", "--print-args")
-    assert (code, out) == (2, "") and "one context" in err
-
-
-def test_a_margin_that_leaves_nothing(kv_here: KvHere) -> None:
-    code, out, err = kv_here("estimate", *CARD, "--margin", "100G")
-    assert (code, out) == (2, "") and "--margin 100G leaves nothing of 12,288 MiB" in err
 
 
 @pytest.mark.parametrize(
@@ -246,47 +192,6 @@ def test_sharing_and_ranks(kv_here: KvHere) -> None:
     assert kv_bytes("--batch-size", "10", "--shared-prefix", "2000") == 364 * page  # 31 + 10 x 33, to chunks of 4
     assert kv_bytes("--tp", "2") == 32 * page
     assert kv_bytes("--tp", "16") == kv_bytes("--tp", "8") == 8 * page
-
-
-def test_print_args_can_be_run(small: Path, kv_here: KvHere) -> None:
-    args = ok(kv_here("estimate", str(small), "--print-args", "--page-size", "32", "-ub", "128")).split()
-    expected = ["-m", str(small), "--cache-type-k", "f16", "--cache-type-v", "f16", "-c", "512"]
-    assert args == [*expected, "--page-size", "32", "-ub", "128"]
-    flags = ("--kv-tail", "0", "--kv-sink", "2")
-    args = ok(kv_here("estimate", str(small), "--print-args", "-ct", "int4", *flags)).split()
-    assert args[-4:] == list(flags) and "int4" in args
-
-
-def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
-    args = ok(kv_here("estimate", *CARD, "--print-args")).split()
-    assert args[args.index("--cache-type-k") + 1] in CODEC_SPECS
-    assert 0 < int(args[args.index("-c") + 1]) <= 65536
-
-
-def test_check(kv_here: KvHere) -> None:
-    assert ok(kv_here("estimate", *CARD, "-ct", "int8", "--check")) == ""
-    code, out, err = kv_here("estimate", *CARD, "--check")  # f16 is what kv run takes
-    assert (code, out) == (4, "") and "the largest context that fits is 47," in err
-
-
-def test_largest_context_is_offered_and_true(kv_here: KvHere) -> None:
-    row = json.loads(ok(kv_here("estimate", *CARD, "--json", "-ct", "int8")))["types"][0]
-    largest = row["max_ctx"]
-    assert 65536 < largest < 131072 and largest % 64 == 0
-    assert kv_here("estimate", *CARD[:1], "-c", str(largest), *CARD[3:], "-ct", "int8", "--check")[0] == 0
-    assert kv_here("estimate", *CARD[:1], "-c", str(largest + 64), *CARD[3:], "-ct", "int8", "--check")[0] == 4
-
-
-def test_beyond_the_training_context(kv_here: KvHere) -> None:
-    code, out, err = kv_here("estimate", "llama-2-7b", "-c", "8k", "--vram", "80G")
-    assert code == 0 and "needs RoPE scaling" in err
-    assert "-c 4096" in out and "-c 8192" not in out
-
-
-def test_what_does_not_fit_is_exit_4(kv_here: KvHere) -> None:
-    code, out, _ = kv_here("estimate", "llama-3.1-70b", "--vram", "24G")
-    assert code == 4 and "a smaller model" in out
-    assert kv_here("estimate", "llama-3.1-8b", "-c", "131072", "--vram", "6G")[0] == 4
 
 
 def test_what_was_measured_is_used(small: Path, kv_here: KvHere) -> None:
