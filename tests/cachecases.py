@@ -1,57 +1,83 @@
-"""Generations that take from caches and give to them, on tiny engines that are opened once."""
+"""A layout with a sliding and a full group, and rows that say which token, position and layer they belong to."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
-from engines import DRAWN, open_tiny, run
+import torch
 
-from kvcli.options import CacheOptions, PromptCacheOptions
+from kvcli.kernels import PagedKV
+from kvcli.kernels.store import store
+from kvcli.runtime.cache import grouplayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pages import PagePool, _Arena
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine import Engine
-from kvcli.runtime.events import End
-from kvcli.runtime.promptcaches.promptstore import entries, folders
-from kvcli.runtime.promptcaches.reuse import Tell
 
-FOUR = replace(DRAWN, max_tokens=4)
+SIZE, WINDOW = 16, 21
+KINDS = (SLIDING, FULL, SLIDING)  # groups are numbered as they appear: 0 slides, 1 is full
 
 
-class Told(Tell):
-    """Keeps what was said."""
+class SmallPool(PagePool):
+    """Commits little memory at a time: in a chunk of the usual size are thousands of tiny pages, each a tensor."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        super().__init__(*(self.lines.append for _ in range(3)))
-
-
-_ENGINES: dict[tuple[str, str, str, int, int], Engine] = {}
+    def _grow(self, arena: _Arena) -> bool:
+        with mock.patch.object(grouplayout, "CHUNK_BYTES", 1 << 14):
+            return super()._grow(arena)
 
 
-def engine_of(variant: str, k: str = "f16", v: str = "", tail: int = 1, page: int = 16) -> Engine:
-    key = variant, k, v or k, tail, page
-    if key not in _ENGINES:
-        options = CacheOptions(ctx_size=320, type_k=k, type_v=v or k, page_size=page, tail=tail)
-        _ENGINES[key] = open_tiny(variant, "native", options)
-    return _ENGINES[key]
+def tiny_layout(window: int = WINDOW, size: int = SIZE) -> KVLayout:
+    layers = tuple(LayerConfig(kind, 1, 2, 2, window if kind == SLIDING else 0) for kind in KINDS)
+    config = ModelConfig("llama", "tiny", 10, 2, 2, 1, 4096, 1e-5, layers, 1.0)
+    return KVLayout.build(config, "f32", "f32", size)
 
 
-def store_in(root: Path, **more: object) -> PromptCacheOptions:
-    return PromptCacheOptions(store=root / "prompts", min_tokens=8, **more)  # type: ignore[arg-type]
+def chunks(start: int, end: int, ubatch: int, size: int = SIZE) -> Iterator[tuple[int, int]]:
+    """As the engine cuts a prompt."""
+    return Engine.chunks(SimpleNamespace(layout=SimpleNamespace(page_size=size), ubatch=ubatch), start, end)
 
 
-def ask(engine: Engine, prompt: list[int], options: PromptCacheOptions, told: Told | None = None) -> End:
-    """As a process of its own would: an empty sequence, empty caches, all written at the end."""
-    with closing(engine.use_caches(options, told or Told())):
-        seq = engine.new_sequence()
-        end = run(engine, seq, prompt, FOUR)
-        seq.close()
-    engine.pool.check([])
-    return end
+def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the test keeps for tokens at positions start..: [T, 1, 2] keys and values that name both and the layer."""
+    token, position = (
+        torch.tensor(tokens, dtype=torch.float32),
+        torch.arange(start, start + len(tokens)).float(),
+    )
+    return torch.stack([token, position], 1)[:, None], torch.stack([token + 0.5, position + 1000 * layer], 1)[:, None]
 
 
-def files_in(root: Path) -> list[Path]:
-    return [entry.path for folder in folders(root / "prompts") for entry in entries(folder)]
+def write(step: Step, tokens: list[int]) -> None:
+    for layer in range(len(KINDS)):
+        store(*rows(tokens, step.start, layer), step.kv(layer), step.start)
 
 
-NOWHERE = PromptCacheOptions(memory=True)
+def append(seq: Sequence, tokens: list[int]) -> None:
+    write(seq.reserve(tokens), tokens)
+    seq.commit(tokens)
+
+
+def read(kv: PagedKV, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [start, end) of a layer, float32 [T, 1, 2] each."""
+    size, parts = kv.record.page_size, []
+    for page in range(start // size, -(-end // size)):
+        k, v = kv.slots(page, max(0, start - page * size), min(size, end - page * size))
+        parts.append([x[0].contiguous().view(torch.float32) for x in (k, v)])
+    k, v = (torch.cat(x)[:, None] for x in zip(*parts, strict=True))
+    return k, v
+
+
+def check_rows(seq: Sequence, tokens: list[int]) -> None:
+    """Every row that a query at the sequence's end, or a later one, can see."""
+    assert seq.tokens == tokens and seq.length == len(tokens)
+    index = {0: 0, 1: 0}
+    for layer, kind in enumerate(KINDS):
+        group = 0 if kind == SLIDING else 1
+        first = max(0, seq.length - WINDOW + 1) if kind == SLIDING else 0
+        if first < seq.length:
+            kv = seq.views()[group][index[group]]
+            for found, expected in zip(read(kv, first, seq.length), rows(tokens[first:], first, layer), strict=True):
+                assert torch.equal(found, expected), f"layer {layer} of {len(tokens)} tokens"
+        index[group] += 1

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-from cachecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 from engines import GREEDY, PROMPT, open_tiny, run
+from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions

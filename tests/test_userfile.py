@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cachecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 from engines import PROMPT, run
+from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
