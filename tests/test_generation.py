@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from engines import DRAWN, GREEDY, PROMPT, last_logits, open_tiny, run
 from kernelcases import same_bits
 
-from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
+from kvcli.errors import ContextOverflow, DoesNotFit, KVError, ModelError, UsageError
 from kvcli.options import CacheOptions, SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import Prefill
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.text.tokenizer import Tokenizer
+from kvcli.runtime.weights import Weights
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +61,34 @@ def test_ignore_eos_never_generates_an_end_token(quick: Engine, seq: Sequence):
     ):
         end = run(quick, seq, PROMPT[:50], options)
         assert len(end.ids) == 30 and not quick.tokenizer.eog_ids & set(end.ids)
+
+
+@pytest.mark.parametrize("variant", ["llama-padded", "llama-untied-padded"])
+def test_rows_that_belong_to_no_token_are_never_drawn(variant: str):
+    """An embedding of more rows than there are tokens, as files have whose sizes are rounded up."""
+    engine, n = open_tiny(variant, "auto"), tiny.make(variant).n_tokens
+    weights = Weights(GGUFFile.open(tiny.make(variant).path))
+    rows = weights.file.tensors["token_embd.weight"].shape[0]
+    assert engine.tokenizer.vocab_size == engine.config.vocab_size == n < rows
+    name = "output.weight" if "output.weight" in weights else "token_embd.weight"
+    seq = engine.new_sequence()
+    hidden = engine.forward(seq, PROMPT[:50])[-1:]
+    whole = hidden @ weights.matrix(name, rows, engine.config.d_model).decode().T
+    assert int(whole.argmax()) >= n  # it would be drawn
+    assert (engine.logits(hidden) - whole[:, :n]).abs().max() < 1e-4
+    for options in (GREEDY, replace(DRAWN, max_tokens=40), SampleOptions(1.0, 40, 0.9, seed=1, max_tokens=8)):
+        assert max(run(engine, seq, PROMPT[:50], options).ids) < n
+    with pytest.raises(UsageError, match=f"--logit-bias names token {n}, the vocabulary is 0 to {n - 1}"):
+        run(engine, seq, PROMPT[:50], SampleOptions(logit_bias={n: 1.0}))
+    with pytest.raises(UsageError, match="outside the vocabulary"):
+        run(engine, seq, [n])
+
+
+def test_a_vocabulary_longer_than_the_embedding_is_refused(monkeypatch: pytest.MonkeyPatch):
+    n = tiny.make("llama").n_tokens
+    monkeypatch.setattr(Tokenizer, "from_gguf", lambda metadata, force: SimpleNamespace(vocab_size=n + 1))
+    with pytest.raises(ModelError, match=f"the vocabulary has {n + 1} tokens, the embedding {n} rows"):
+        open_tiny("llama", "auto")
 
 
 def test_the_context_ends():

@@ -19,11 +19,13 @@ CONTEXT, WINDOW = 512, 20
 
 @dataclass(frozen=True)
 class Variant:
-    """`settings` go to the transformers config, `keys` into the file (after the architecture's name)."""
+    """`settings` go to the transformers config, `keys` into the file (after the architecture's name). The embedding has
+    `padding` rows more than there are tokens."""
 
     arch: str
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
+    padding: int = 0
 
 
 _LLAMA3 = {
@@ -43,6 +45,8 @@ def _slides(*layers: bool) -> list[str]:
 VARIANTS = {
     "llama": Variant("llama", {"tie_word_embeddings": True}),
     "llama-untied": Variant("llama", {"tie_word_embeddings": False}),
+    "llama-padded": Variant("llama", {"tie_word_embeddings": True}, padding=13),
+    "llama-untied-padded": Variant("llama", {"tie_word_embeddings": False}, padding=13),
     "llama-llama3-rope": Variant("llama", {"rope_scaling": _LLAMA3}),
     "llama-linear-rope": Variant(
         "llama", {"rope_scaling": _LINEAR}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
@@ -63,11 +67,12 @@ VARIANTS = {
 class Tiny:
     path: Path
     reference: torch.nn.Module  # the same weights in transformers, float32
+    n_tokens: int  # of the vocabulary
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """float32 [n, vocab_size], as transformers has them."""
+        """float32 [n, n_tokens], as transformers has them."""
         with torch.inference_mode():
-            return self.reference(torch.tensor([ids])).logits[0]
+            return self.reference(torch.tensor([ids])).logits[0][:, : self.n_tokens]
 
 
 @functools.cache
@@ -81,17 +86,18 @@ def make(name: str) -> Tiny:
     variant = VARIANTS[name]
     sizes = importlib.import_module(f"kvcli.runtime.archs.{variant.arch}").TINY
     tokenizer, _ = tinyvocab.byte_level()
-    reference = _reference(variant, sizes, len(tokenizer["tokenizer.ggml.tokens"]))
+    n_tokens = len(tokenizer["tokenizer.ggml.tokens"])
+    reference = _reference(variant, sizes, n_tokens + variant.padding)
     path = Path(_folder().name) / f"{name}.gguf"
     _write(path, variant, reference, tokenizer)
-    return Tiny(path, reference)
+    return Tiny(path, reference, n_tokens)
 
 
 @functools.cache
-def make_even(arch: str, quantized: bool) -> Path:
-    """A file without a tokenizer: 2 layers, 64 tokens, sizes that are multiples of 32; matrices but V as Q8_0, or F32.
+def make_even(arch: str, quantized: bool, tokens: int = 64) -> Path:
+    """A file of 2 layers, sizes that are multiples of 32, 64 rows of the embedding; matrices but V as Q8_0, or F32.
 
-    Layers of gemma3 slide and do not slide.
+    Layers of gemma3 slide and do not slide. The vocabulary has `tokens` names and no more: there is no tokenizer.
     """
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 2, "head_dim": 64 if arch == "gemma3" else 32}
@@ -100,8 +106,9 @@ def make_even(arch: str, quantized: bool) -> Path:
         variant = Variant(
             arch, {"layer_types": _slides(True, False)}, {"attention.sliding_window_pattern": [True, False]}
         )
-    path = Path(_folder().name) / f"{arch}-even-{quantized}.gguf"
-    _write(path, variant, _reference(variant, sizes, 64), {}, quantized)
+    path = Path(_folder().name) / f"{arch}-even-{quantized}-{tokens}.gguf"
+    names = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(tokens)]}
+    _write(path, variant, _reference(variant, sizes, 64), names, quantized)
     return path
 
 
@@ -124,6 +131,8 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
         scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[1] ** -0.5
         mean = 1.0 if weight.dim() == 1 and variant.arch != "gemma3" else 0.0
         weight.data = mean + scale * torch.randn(weight.shape, generator=generator)
+    if variant.padding:
+        model.get_output_embeddings().weight.data[-variant.padding :] *= 50  # they would win every draw
     return model
 
 

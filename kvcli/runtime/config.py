@@ -50,7 +50,10 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder-only transformer. All dims in elements."""
+    """Sizes of a decoder-only transformer. All dims in elements.
+
+    `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token.
+    """
 
     arch: str
     name: str
@@ -131,17 +134,23 @@ def _common(keys: _Keys, metadata: Mapping[str, Any], shapes: Mapping[str, tuple
     n_heads = keys.integer("attention.head_count", limit=4096)
     d_model = keys.integer("embedding_length", limit=1 << 20)
     embedding = shapes.get("token_embd.weight")
-    vocab = embedding[0] if embedding else keys.integer("vocab_size")
+    rows = embedding[0] if embedding else keys.integer("vocab_size")
     return {
         "arch": keys.arch,
         "name": str(metadata.get("general.name") or keys.arch),
-        "vocab_size": int(vocab),
+        "vocab_size": tokens_with_rows(metadata, rows),
         "d_model": d_model,
         "d_ff": keys.integer("feed_forward_length", limit=1 << 22),
         "n_heads": n_heads,
         "context_length": keys.integer("context_length"),
         "norm_eps": float(keys.number("attention.layer_norm_rms_epsilon")),
     }
+
+
+def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
+    """How many of an embedding's rows belong to a token of the file's vocabulary; all where it has none."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return min(rows, len(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
 
 
 def _heads(keys: _Keys, common: dict[str, Any]) -> tuple[int, int, int]:

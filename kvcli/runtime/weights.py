@@ -22,10 +22,13 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
 
-    def matrix(self, name: str, rows: int, cols: int) -> QuantTensor:
-        """The matrix [rows, cols] of that name. Raises ModelError if it is missing, or of another shape or type."""
-        info = self._info(name, (rows, cols))
-        return QuantTensor(info.type, self._bytes(name).view(rows, -1), cols)
+    def matrix(self, name: str, rows: int, cols: int, padded: bool = False) -> QuantTensor:
+        """The matrix [rows, cols] of that name, the first rows of a `padded` one that has more.
+
+        Raises ModelError if it is missing, or of another shape or type.
+        """
+        info = self._info(name, (rows, cols), padded)
+        return QuantTensor(info.type, self._bytes(name).view(info.shape[0], -1)[:rows], cols)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector of that name as float32 [size]."""
@@ -33,20 +36,23 @@ class Weights:
         return ggml.decode(info.type, self._bytes(name)).clone()
 
     def embedding(self, config: ModelConfig) -> QuantTensor:
-        """The token embedding [vocab_size, d_model]."""
-        return self.matrix("token_embd.weight", config.vocab_size, config.d_model)
+        """The token embedding [vocab_size, d_model], without rows that belong to no token."""
+        return self.matrix("token_embd.weight", config.vocab_size, config.d_model, padded=True)
 
     def head(self, config: ModelConfig) -> QuantTensor:
-        """The output matrix [vocab_size, d_model]: the embedding where the file has none of its own."""
-        name = "output.weight" if "output.weight" in self else "token_embd.weight"
-        return self.matrix(name, config.vocab_size, config.d_model)
+        """The output matrix [vocab_size, d_model]: the embedding where the file has none of its own.
 
-    def _info(self, name: str, shape: tuple[int, ...]):
+        There are no logits of rows that belong to no token, so nothing can draw one and no softmax counts it.
+        """
+        name = "output.weight" if "output.weight" in self else "token_embd.weight"
+        return self.matrix(name, config.vocab_size, config.d_model, padded=True)
+
+    def _info(self, name: str, shape: tuple[int, ...], padded: bool = False):
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
             raise ModelError(f"the file has no tensor {name}", "it is incomplete or of another architecture")
-        if info.shape != shape:
+        if info.shape != shape and not (padded and info.shape[1:] == shape[1:] and info.shape[0] > shape[0]):
             raise ModelError(f"tensor {name} has the shape {list(info.shape)}, {list(shape)} is needed")
         if info.type not in ggml.DECODERS:
             raise ModelError(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig, from_gguf
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig, from_gguf, tokens_with_rows
 from kvcli.runtime.planning.shapes import Given, flag_of, override, planning_config
 
 _LIMITS = {"block_count": 4096}
@@ -112,7 +112,7 @@ class _Reader:
             self.arch,
             name if isinstance(name, str) else self.arch,
             layers,
-            vocab_size=embedding[0] if embedding else self._vocabulary(),
+            vocab_size=tokens_with_rows(self.metadata, embedding[0]) if embedding else self._vocabulary(),
             d_model=self.hidden,
             d_ff=width,
             n_heads=max(self.heads) or 1,
