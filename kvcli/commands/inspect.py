@@ -57,7 +57,7 @@ def inspect(
 def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """Label and text of each line that people read."""
     size = render.human_bytes(facts.file_bytes)
-    lines = [("file", f"{facts.path} ({size})")]
+    lines = [("file", f"{facts.path} ({size})" if facts.parts == 1 else f"{facts.path} ({facts.parts} parts, {size})")]
     named = [facts.name, facts.arch, f"license {facts.license}" if facts.license else ""]
     if facts.parameters:
         named.append(f"{render.human_count(facts.parameters)} parameters")
@@ -121,6 +121,7 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
     value: dict[str, Any] = {
         "kv_schema": 1,
         "path": str(facts.path),
+        "parts": facts.parts,
         "file_bytes": facts.file_bytes,
         "name": facts.name,
         "arch": facts.arch,

@@ -15,7 +15,8 @@ from kvcli.runtime.download.ranges import MAX_FILE_BYTES, RemoteFile, read_docum
 from kvcli.runtime.download.websession import Session
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.formats.safetensors import MAX_SHARDS
-from kvcli.runtime.planning.headers import GGUF, INDEX, PART, SAFETENSORS
+from kvcli.runtime.formats.splitgguf import part_of
+from kvcli.runtime.planning.headers import GGUF, INDEX, SAFETENSORS
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors", re.ASCII)
@@ -111,8 +112,7 @@ def choices(listing: Listing) -> list[Choice]:
     """The models of a repository: each GGUF file or complete set of parts as listed, then safetensors."""
     groups: dict[tuple[str, int], dict[int, HubFile]] = {}
     for name, file in listing.files.items():
-        part = PART.fullmatch(name)
-        stem, number, total = (part[1] + ".gguf", int(part[2]), int(part[3])) if part else (name, 1, 1)
+        stem, number, total = part_of(name) or (name, 1, 1)
         if total <= MAX_SHARDS and hubrepo.choose_file([stem], stem):  # a model, not a projector or the like
             groups.setdefault((stem, total), {})[number] = file
     found = []
@@ -151,10 +151,10 @@ def _is_named(choice: Choice, wanted: str) -> bool:
     names = {choice.label.lower()}
     for file in choice.files[:1]:
         base = file.name.rsplit("/", 1)[-1]
-        part = PART.fullmatch(base)
+        part = part_of(base)
         names |= {
             file.name.lower(),
             base.lower(),
-            hubrepo.quant_of(f"{part[1]}.gguf" if part else base).lower(),
+            hubrepo.quant_of(part[0] if part else base).lower(),
         }
     return wanted.lower() in names

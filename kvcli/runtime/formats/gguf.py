@@ -1,4 +1,4 @@
-"""GGUF files: a checked header and memory-mapped tensor data. No torch.
+"""GGUF files: a checked header and memory-mapped tensor data. No torch. Several files may be one model (splitgguf.py).
 
 Layout (little-endian; versions 2 and 3): "GGUF", u32 version, u64 tensors, u64 keys; the keys, each a string,
 a u32 value type and the value; the tensors, each a string, u32 dims, u64 per dim (fastest first), u32 block
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcli.errors import ModelError
+from kvcli.runtime.formats import splitgguf
 from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, Cursor, NeedMoreBytes, quote
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ GGML_TYPES: dict[str, BlockType] = {
     "Q1_0": BlockType(41, 128, 18),
 }
 _TYPE_NAMES = {block.id: name for name, block in GGML_TYPES.items()}
+# What llama.cpp once wrote and no longer reads: numbers of types, their names, and what to use in their place.
+_REMOVED_TYPES = {
+    **dict.fromkeys((4, 5), ("Q4_2 or Q4_3", "Q4_0 or Q4_K_M")),
+    **dict(zip((31, 32, 33), ((name, "Q4_0") for name in ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8")), strict=True)),
+    **dict(zip((36, 37, 38), ((name, "IQ4_NL") for name in ("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8")), strict=True)),
+}
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 16, 4  # far above any real file
 _LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
@@ -87,13 +95,14 @@ _LOOKALIKES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. `shape` is row-major, `offset` counts bytes from the start of the file."""
+    """One tensor of a model. `shape` is row-major, `offset` counts bytes from the start of file `part` of the model."""
 
     name: str
     shape: tuple[int, ...]
     type: str  # a key of GGML_TYPES
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,10 @@ def _read_tensor(cursor: Cursor, index: int) -> TensorInfo:
     dims = [cursor.u64(what) for _ in range(n_dims)]
     type_id = cursor.u32(what)
     offset = cursor.u64(what)
+    if type_id in _REMOVED_TYPES:
+        removed, instead = _REMOVED_TYPES[type_id]
+        hint = f"use a file of this model in {instead}"
+        raise cursor.error(f"tensor {quote(name)} is stored as {removed}, an old format that no longer exists", hint)
     if type_id not in _TYPE_NAMES:
         hint = "the file is damaged, or written for a newer version of kv"
         raise cursor.error(f"tensor {quote(name)} has the unknown type {type_id}", hint)
@@ -232,26 +245,27 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class GGUFFile:
-    """An open, checked GGUF file whose tensor data stays on disk until it is touched."""
+    """An open, checked model in one GGUF file or several, whose tensor data stays on disk until it is touched.
 
-    def __init__(self, path: Path, header: Header, mapped: mmap.mmap) -> None:
-        self.path, self.header, self.size = path, header, len(mapped)
-        self._map: mmap.mmap | None = mapped
+    `paths` are its files, `path` the first; `size` is the bytes of all.
+    """
+
+    def __init__(self, paths: Sequence[Path], header: Header, maps: Sequence[mmap.mmap]) -> None:
+        self.paths, self.path, self.header = tuple(paths), paths[0], header
+        self.size = sum(len(mapped) for mapped in maps)
+        self._maps: Sequence[mmap.mmap] | None = maps
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
-        """Map the file and check all of its header; a file without tensors (a vocabulary) is fine.
+        """Map the file (of a split model: every part) and check all of its header; a mere vocabulary is fine.
 
-        Raises ModelError: missing, unreadable, not GGUF, damaged, truncated, one part of a split model.
+        Raises ModelError: missing, unreadable, not GGUF, damaged, truncated, a part of the model is not there.
         """
-        path = Path(path)
-        mapped = _map_file(path)
-        header = parse_header(mapped, len(mapped), str(path))
-        parts = header.metadata.get("split.count", 1)
-        if parts not in (0, 1):
-            hint = "merge the parts with llama-gguf-split --merge"
-            raise ModelError(f"{path} is one of {parts} parts of a split model, kv reads single files", hint)
-        return cls(path, header, mapped)
+        paths = splitgguf.part_paths(Path(path))
+        maps = [_map_file(each) for each in paths]
+        labels = [str(each) for each in paths]
+        headers = [parse_header(mapped, len(mapped), label) for mapped, label in zip(maps, labels, strict=True)]
+        return cls(paths, splitgguf.merge(headers, labels), maps)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -268,18 +282,18 @@ class GGUFFile:
 
     def data(self, name: str) -> np.ndarray:
         """The packed bytes of a tensor: uint8 [nbytes], a read-only view. ModelError if there is none."""
-        if self._map is None:
+        if self._maps is None:
             raise ValueError(f"{self.path} is closed")
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {quote(name)}", DAMAGED)
         import numpy as np
 
-        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        return np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
 
     def close(self) -> None:
-        """Let go of the file. The memory stays mapped until the last view or lazy array of it is gone."""
-        self._map = None
+        """Let go of the files. The memory stays mapped until the last view or lazy array of it is gone."""
+        self._maps = None
 
     def __enter__(self) -> GGUFFile:
         return self

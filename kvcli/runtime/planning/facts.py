@@ -57,6 +57,7 @@ class ModelFacts:
     """All that `kv inspect` prints. `config` is None for a file that kv cannot run, and why is beside it."""
 
     path: Path
+    parts: int  # files that the model lies in, of which `path` is the first
     file_bytes: int
     name: str
     arch: str
@@ -97,6 +98,7 @@ def read_facts(file: GGUFFile) -> ModelFacts:
             problem = error.message
     return ModelFacts(
         path=file.path,
+        parts=len(file.paths),
         file_bytes=file.size,
         name=str(metadata.get("general.name", "")),
         arch=str(metadata.get("general.architecture", "")),

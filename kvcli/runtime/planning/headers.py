@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from kvcli.errors import ModelError
 from kvcli.runtime.download import hub, hubrepo
 from kvcli.runtime.download.recipes import find_recipe
-from kvcli.runtime.formats import gguf, safetensors
+from kvcli.runtime.formats import gguf, safetensors, splitgguf
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, NeedMoreBytes
 from kvcli.runtime.formats.localfile import LocalFile
 
 GGUF, SAFETENSORS = "gguf", "safetensors"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 CONFIG = "config.json"
 FIRST_GGUF_BYTES, MAX_GGUF_BYTES = 1 << 20, 64 << 20  # of the growing prefix
 FIRST_PART_BYTES = 1 << 16  # later parts of a split model have no vocabulary
@@ -122,8 +120,8 @@ def _parse_growing(
 
 
 def _gguf_header(file: Prefix) -> gguf.Header:
-    part = PART.fullmatch(file.label)
-    first = FIRST_GGUF_BYTES if part is None or int(part[2]) == 1 else FIRST_PART_BYTES
+    part = splitgguf.part_of(file.label)
+    first = FIRST_GGUF_BYTES if part is None or part[1] == 1 else FIRST_PART_BYTES
     header = _parse_growing(file, gguf.parse_header, first, MAX_GGUF_BYTES, double=True)
     file.keep(min(header.data_offset, file.size))
     return header
@@ -150,26 +148,9 @@ def document(file: Prefix, limit: int) -> bytes:
 
 def gguf_model(files: Sequence[Prefix]) -> ModelHeader:
     """One header from all parts of a GGUF model, the first part first."""
-    headers = _in_parallel(_gguf_header, files)
-    first = headers[0]
-    parts = first.metadata.get("split.count", 1) or 1
-    if parts != len(files):
-        hint = "its parts must lie side by side under the names llama-gguf-split gives them"
-        raise ModelError(f"{files[0].label} is one of {str(parts)[:20]} parts, {len(files)} are there", hint)
-    tensors: dict[str, HeaderTensor] = {}
-    for file, header in zip(files, headers, strict=True):
-        if header.metadata.get("split.count", 1) not in (parts, 0):
-            raise ModelError(f"{file.label} is a part of another model", DAMAGED)
-        for name, tensor in header.tensors.items():
-            if name in tensors:
-                raise ModelError(f"{file.label}: tensor {name[:80]!r} is in an earlier part, too", DAMAGED)
-            tensors[name] = HeaderTensor(tensor.shape, tensor.type, tensor.nbytes)
-    total = sum(file.size for file in files)
-    claimed = first.metadata.get("split.tensors.count", len(tensors))
-    if len(files) > 1 and claimed != len(tensors):
-        what = f"its parts hold {len(tensors):,} tensors, {str(claimed)[:20]} are announced"
-        raise ModelError(f"{files[0].label}: {what}", DAMAGED)
-    return ModelHeader(files[0].label, GGUF, first.metadata, {}, tensors, total)
+    header = splitgguf.merge(_in_parallel(_gguf_header, files), [file.label for file in files])
+    tensors = {name: HeaderTensor(t.shape, t.type, t.nbytes) for name, t in header.tensors.items()}
+    return ModelHeader(files[0].label, GGUF, header.metadata, {}, tensors, sum(file.size for file in files))
 
 
 def safetensors_model(
@@ -204,13 +185,7 @@ def _read_local(name: str) -> ModelHeader:
     if path.suffix == ".safetensors":
         return _local_safetensors(path.parent, {path.name: LocalFile(path)}, {})
     hub.check_path(name)
-    part = PART.fullmatch(path.name)
-    if part is None:
-        return gguf_model([LocalFile(path)])
-    stem, total = part[1], int(part[3])
-    names = (f"{stem}-{number:05d}-of-{total:05d}.gguf" for number in range(1, total + 1))
-    there = [path.with_name(each) for each in names if path.with_name(each).exists()]
-    return gguf_model([LocalFile(each) for each in there])
+    return gguf_model([LocalFile(each) for each in splitgguf.part_paths(path)])
 
 
 def _read_folder(folder: Path) -> ModelHeader:

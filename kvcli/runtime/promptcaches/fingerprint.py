@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
 
 
 def model_hashes(file: GGUFFile) -> dict[str, str]:
-    """Hashes of the weights, the tokenizer and the chat template of a file; read from disk only once for each file."""
-    record, key = _record(file.path), _stamp(file.path)
+    """Hashes of the weights, the tokenizer and the chat template of a model; its files are read only once."""
+    record, key = _record(file.path), _stamp(file.paths)
     try:
         kept = json.loads(record.read_text("utf-8"))
         if kept["file"] == key and set(kept["hashes"]) == {"weights", "tokenizer", "template"}:
@@ -59,7 +59,7 @@ def model_hashes(file: GGUFFile) -> dict[str, str]:
     except (OSError, ValueError, LookupError, TypeError):
         pass  # mostly: not there yet
     hashes = _hash(file)
-    if _stamp(file.path) == key:
+    if _stamp(file.paths) == key:
         _keep(record, {"file": key, "hashes": hashes})
     return hashes
 
@@ -74,9 +74,12 @@ def _record(path: Path) -> Path:
     return paths.cache_dir() / "fingerprints" / f"{name}.json"
 
 
-def _stamp(path: Path) -> list[Any]:
-    status = os.stat(path)
-    return [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+def _stamp(paths: Sequence[Path]) -> list[Any]:
+    stamp: list[Any] = []
+    for path in paths:
+        status = os.stat(path)
+        stamp += [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return stamp
 
 
 def _keep(record: Path, value: dict[str, Any]) -> None:
