@@ -184,7 +184,7 @@ def test_missing_parts(site: RangeSite, tmp_path: Path) -> None:
     files = _parts(tmp_path)
     missing = list(files)[1]
     (tmp_path / missing).unlink()
-    with pytest.raises(ModelError, match="part 2 of 3 of the model is missing: .*00002-of-00003"):
+    with pytest.raises(ModelError, match=r"part 2 of 3 of the model is missing: .*00002-of-00003"):
         read_header(str(tmp_path / next(iter(files))))
     del files[missing]
     add_repository(site, REPO, files)

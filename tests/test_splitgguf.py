@@ -1,4 +1,4 @@
-"""A model in several files is the model in one: the same tensors, keys, identity and answers, whichever part is named."""
+"""A model in several files is the model in one: its tensors, keys, identity and answers, whichever part is named."""
 
 from __future__ import annotations
 
