@@ -28,21 +28,28 @@ if TYPE_CHECKING:
 
     from kvcli.invocation import Invocation
 
-# Modules of kvcli.commands.
+# Modules of kvcli.commands, in the order of the help page.
 COMMANDS = (
     "run",
     "chat",
     "estimate",
     "doctor",
+    "bench",
+    "perplexity",
+    "eval",
     "pull",
     "models",
     "inspect",
     "tokenize",
-    "perplexity",
-    "eval",
-    "bench",
     "cache",
 )
+
+EXAMPLES = """
+kv run "Why is the sky blue?"
+cat notes.txt | kv run "Summarize this."
+kv chat
+kv COMMAND --help
+"""
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -105,20 +112,14 @@ def _command(args: list[str]) -> Any:
     import typer
 
     from kvcli import globaloptions
+    from kvcli.app import App
 
-    # Framed help is for people: in a pipe, and as the answer to a bare `kv`, it is plain text.
-    framed = sys.stdout.isatty() and bool(args)
-    app = typer.Typer(
-        add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich" if framed else None,
-        help="Local inference whose heart is the KV cache: paged, quantized, planned before it loads.",
-    )
+    app = App(help="Run language models on your own machine, with a quantized and paged KV cache.", epilog=EXAMPLES)
     globaloptions.register(app)
     for name in [args[0]] if args and args[0] in COMMANDS else COMMANDS:
         importlib.import_module(f"kvcli.commands.{name}").register(app)
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
+    command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
     globaloptions.add_to_commands(command)
     return command
 

@@ -32,7 +32,7 @@ def _plan(*names: str, help: str, metavar: str | None = None) -> typer.models.Op
 
 
 def _shape(*names: str, help: str, metavar: str = "N") -> typer.models.OptionInfo:
-    return _option("Shape by hand (also over a model's own)", *names, help=help, metavar=metavar)
+    return _option("Shape by hand", *names, help=help, metavar=metavar)
 
 
 def _device(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:

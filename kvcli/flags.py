@@ -246,7 +246,7 @@ class SampleFlags:
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end of the text.")] = False
     logit_bias: Annotated[
         list[str],
-        _sampling("--logit-bias", metavar="ID±B", help="Add B to a token's logit, e.g. 29-inf (repeat)."),
+        _sampling("--logit-bias", metavar="ID+B", help="Add B to a token's logit, e.g. 29-inf (repeat)."),
     ] = field(default_factory=list)
 
     def options(self) -> SampleOptions:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
+import sys
 from typing import Annotated, Any
 
 import typer
 
-from kvcli import __version__
+from kvcli import __version__, helptext, render
 from kvcli.invocation import Bars, When
 from kvcli.streams import write_err
 
@@ -21,8 +21,7 @@ def register(app: typer.Typer) -> None:
 def require_command(ctx: typer.Context) -> None:
     """For a group called without a command: its help on stderr, exit code 2."""
     if ctx.invoked_subcommand is None:
-        ctx.command.rich_markup_mode = None  # type: ignore[attr-defined]  # else Rich prints it on stdout
-        write_err(ctx.get_help() + "\n")
+        write_err(helptext.page(ctx, render.use_color(sys.stderr, ctx.obj.color)))
         raise typer.Exit(2)
 
 
@@ -63,13 +62,6 @@ def _note(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     return value
 
 
-def _note_color(ctx: typer.Context, param: typer.CallbackParam, value: When | None) -> When | None:
-    if value is When.never:
-        os.environ["NO_COLOR"] = "1"  # for the help pages, which Typer draws
-    return _note(ctx, param, value)
-
-
-_PANEL = "Global options"
 _NAMES = ("verbose", "quiet", "color", "progress", "offline")
 
 
@@ -83,7 +75,7 @@ def _root(
             count=True,
             metavar="",
             callback=_note_verbose,
-            rich_help_panel=_PANEL,
+            rich_help_panel=helptext.GLOBAL,
             show_default=False,
             help="Say more on stderr; -vv shows tracebacks.",
         ),
@@ -94,24 +86,46 @@ def _root(
             "-q",
             "--quiet",
             callback=_note,
-            rich_help_panel=_PANEL,
+            rich_help_panel=helptext.GLOBAL,
             help="Only errors and warnings on stderr.",
         ),
     ] = False,
     color: Annotated[
         When | None,
-        typer.Option(callback=_note_color, rich_help_panel=_PANEL, help="Colours.", show_default="auto"),
+        typer.Option(
+            "--color",
+            metavar="auto|always|never",
+            callback=_note,
+            is_eager=True,  # a help page asks for it
+            rich_help_panel=helptext.GLOBAL,
+            help="Colored output.",
+            show_default="auto",
+        ),
     ] = None,
     progress: Annotated[
         Bars | None,
-        typer.Option(callback=_note, rich_help_panel=_PANEL, help="Progress on stderr.", show_default="on a terminal"),
+        typer.Option(
+            "--progress",
+            metavar="auto|on|off",
+            callback=_note,
+            rich_help_panel=helptext.GLOBAL,
+            help="Progress bars on stderr.",
+            show_default="on a terminal",
+        ),
     ] = None,
     offline: Annotated[
         bool,
-        typer.Option("--offline", callback=_note, rich_help_panel=_PANEL, help="Never use the network."),
+        typer.Option("--offline", callback=_note, rich_help_panel=helptext.GLOBAL, help="Never use the network."),
     ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            *("-V", "--version"),
+            callback=_print_version,
+            is_eager=True,
+            rich_help_panel=helptext.GLOBAL,
+            help="Print the version and exit; with -v those of Python and libraries, too.",
+        ),
     ] = False,
 ) -> None:
     # The values were noted by the callbacks above, which also serve the same options behind a command's name.

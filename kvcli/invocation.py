@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from kvcli.helptext import OUTPUT
+
 
 class When(str, Enum):
     """The values of --color."""
@@ -56,7 +58,7 @@ def _note_json(ctx: typer.Context, value: bool) -> bool:
 
 def json_option(*names: str, help: str) -> typer.models.OptionInfo:
     """An option like --json: once it is given, `cli.main` prints errors as JSON on stdout."""
-    return typer.Option(*names, help=help, callback=_note_json, is_eager=True)
+    return typer.Option(*names, help=help, callback=_note_json, is_eager=True, rich_help_panel=OUTPUT)
 
 
 JsonFlag = Annotated[bool, json_option("--json", help="Print one JSON object on stdout; errors too.")]

@@ -55,8 +55,10 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
-kvcli.cacheflags kvcli.inputs kvcli.interrupt kvcli.invocation kvcli.lineeditor kvcli.streams
-kvcli.flags kvcli.globaloptions kvcli.render
+kvcli.cacheflags kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.lineeditor kvcli.streams
+kvcli.flags kvcli.invocation
+kvcli.render
+kvcli.app kvcli.globaloptions
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring

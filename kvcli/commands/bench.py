@@ -15,6 +15,7 @@ from kvcli.cacheflags import Types
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
+from kvcli.helptext import PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -32,7 +33,7 @@ MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
+    app.command("bench", rich_help_panel=PLANNING)(bench)
 
 
 def _option(*names: str, help: str, metavar: str = "LIST") -> typer.models.OptionInfo:
@@ -120,7 +121,7 @@ def bench(
 ) -> None:
     """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
 
-    Rates are medians over the repetitions, ± their standard deviation. The limit is what generation would reach if
+    Rates are medians over the repetitions, with their standard deviation. The limit is what generation would reach if
     reading weights and cache took all the time. Two tables, then one line of JSON with everything.
     """
     invocation: Invocation = ctx.obj

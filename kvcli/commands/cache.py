@@ -11,11 +11,13 @@ import typer
 
 from kvcli import cachefiles, opening, render, report
 from kvcli.answering import Job, answer, settle
+from kvcli.app import App
 from kvcli.commands.run import PromptFlags, Question
 from kvcli.errors import CacheFileError, CheckFailed, OutputError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.globaloptions import require_command
+from kvcli.helptext import STORES
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.options import PromptCacheOptions, SampleOptions
@@ -34,11 +36,11 @@ Ttl = Annotated[str, typer.Option("--cache-ttl", metavar="TIME", help="As given 
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    group = App()
     group.callback(invoke_without_command=True)(cache)
     for command in (ls, show, build, explain, verify, rm, prune, path):
         group.command(command.__name__)(command)
-    app.add_typer(group, name="cache")
+    app.add_typer(group, name="cache", rich_help_panel=STORES)
 
 
 def cache(ctx: typer.Context) -> None:

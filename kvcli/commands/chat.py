@@ -17,6 +17,7 @@ from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
 from kvcli.errors import ContextOverflow, KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.helptext import GENERATE
 from kvcli.inputs import decode_utf8
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
@@ -84,7 +85,7 @@ class ChatFlags:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("chat")(chat)
+    app.command("chat", rich_help_panel=GENERATE)(chat)
 
 
 @grouped

@@ -5,13 +5,14 @@ from __future__ import annotations
 import typer
 
 from kvcli import render
+from kvcli.helptext import PLANNING
 from kvcli.invocation import Invocation, JsonFlag
 
 _WIDTH, _INDENT = 80, 10
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+    app.command("doctor", rich_help_panel=PLANNING)(doctor)
 
 
 def doctor(ctx: typer.Context, json: JsonFlag = False) -> None:

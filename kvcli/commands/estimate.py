@@ -11,6 +11,7 @@ from kvcli.errors import DoesNotFit, UsageError
 from kvcli.estimateflags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import grouped
+from kvcli.helptext import PLANNING
 from kvcli.invocation import Invocation
 from kvcli.opening import tell_aliases
 from kvcli.options import CacheOptions, EvictOptions
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("estimate")(estimate)
+    app.command("estimate", rich_help_panel=PLANNING)(estimate)
 
 
 @grouped

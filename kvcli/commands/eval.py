@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import measuring, render
+from kvcli.app import App
 from kvcli.cacheflags import Types
 from kvcli.errors import UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.globaloptions import require_command
+from kvcli.helptext import PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -26,10 +28,10 @@ DEFAULT_TYPES = "f16,int8,int4"
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    group = App()
     group.callback(invoke_without_command=True)(evaluate)
     group.command("recall")(recall)
-    app.add_typer(group, name="eval")
+    app.add_typer(group, name="eval", rich_help_panel=PLANNING)
 
 
 def evaluate(ctx: typer.Context) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli import render
+from kvcli.helptext import STORES
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.locate import locate_model
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("inspect")(inspect)
+    app.command("inspect", rich_help_panel=STORES)(inspect)
     app.command("info", hidden=True)(inspect)
 
 

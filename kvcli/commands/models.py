@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli import render
+from kvcli.app import App
 from kvcli.errors import CheckFailed, UsageError
 from kvcli.globaloptions import require_command
+from kvcli.helptext import STORES
 from kvcli.invocation import Invocation, JsonFlag
 
 if TYPE_CHECKING:
@@ -19,13 +21,13 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv models
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    group = App()
     group.callback(invoke_without_command=True)(models)
     group.command("ls")(ls)
     group.command("path")(path)
     group.command("verify")(verify)
     group.command("rm")(rm)
-    app.add_typer(group, name="models")
+    app.add_typer(group, name="models", rich_help_panel=STORES)
 
 
 def models(ctx: typer.Context) -> None:

@@ -17,6 +17,7 @@ from kvcli.cacheflags import Types
 from kvcli.errors import CheckFailed, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
+from kvcli.helptext import PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -30,7 +31,7 @@ HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %"
 
 
 def register(app: typer.Typer) -> None:
-    app.command("perplexity")(perplexity)
+    app.command("perplexity", rich_help_panel=PLANNING)(perplexity)
     app.command("ppl", hidden=True)(perplexity)
 
 

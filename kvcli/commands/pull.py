@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from kvcli import render
+from kvcli.helptext import STORES
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.locate import showing_download
 
 
 def register(app: typer.Typer) -> None:
-    app.command("pull")(pull)
+    app.command("pull", rich_help_panel=STORES)(pull)
 
 
 def pull(

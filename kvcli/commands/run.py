@@ -14,6 +14,7 @@ from kvcli.answering import Job, answer, settle
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, ModelError, UsageError
 from kvcli.evictflags import EvictFlags, OverflowFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.helptext import GENERATE
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
@@ -159,7 +160,7 @@ def _fitting(engine: Engine, question: Question, policy: str, max_tokens: int) -
 
 
 def register(app: typer.Typer) -> None:
-    app.command("run")(run)
+    app.command("run", rich_help_panel=GENERATE)(run)
 
 
 @grouped

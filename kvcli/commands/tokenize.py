@@ -12,6 +12,7 @@ import typer
 from kvcli import inputs, render
 from kvcli.errors import UsageError
 from kvcli.flags import DEFAULT_MODEL
+from kvcli.helptext import STORES
 from kvcli.invocation import JsonFlag
 from kvcli.locate import locate_model
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("tokenize")(tokenize)
+    app.command("tokenize", rich_help_panel=STORES)(tokenize)
 
 
 def tokenize(
