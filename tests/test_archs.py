@@ -32,7 +32,7 @@ def _one_thread():
 
 
 class Loaded:
-    def __init__(self, path: Path, name: str, changed: dict[str, int] | None = None) -> None:
+    def __init__(self, path: Path, name: str, changed: dict[str, object] | None = None) -> None:
         file = GGUFFile.open(path)
         file.metadata.update(changed or {})
         self.config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
@@ -79,7 +79,7 @@ def test_gemma3_slides_with_or_without_being_told_how():
 def test_the_tiny_models_differ_where_they_should():
     """Scaled frequencies, the head and the window change the logits: no comparison above is idle."""
     by_name = {name: tiny.make(name).logits(IDS) for name in tiny.VARIANTS}
-    for name in ("llama-untied", "llama-llama3-rope", "llama-linear-rope"):
+    for name in ("llama-untied", "llama-llama3-rope", "llama-linear-rope", "llama-sliding"):
         assert (by_name[name] - by_name["llama"]).abs().max() > 0.01
     wide = Loaded(tiny.make("gemma3").path, "reference", {"gemma3.attention.sliding_window": LENGTH})
     assert (wide.run(Sequence(wide.pool), IDS) - by_name["gemma3"]).abs().max() > 0.01

@@ -27,7 +27,8 @@ kvcli
 kvcli.errors kvcli.options kvcli.paths
 kvcli.kernels
 kvcli.runtime .cache .download .host .planning .promptcaches .text
-.cache.cachetypes .config .events .eviction .download.growth
+.cache.cachetypes .events .eviction .download.growth .ggufkeys
+.config
 .cache.grouplayout .download.headercache .host.memory
 .host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
 .host.cores

@@ -12,6 +12,7 @@ from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import PAGE_SIZES, KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.eviction import Retention
 
 
 def model(layers: tuple[LayerConfig, ...]) -> ModelConfig:
@@ -124,6 +125,15 @@ def test_long_contexts_cost_a_sliding_group_nothing():
     assert sliding.pages(1024, 512) == sliding.pages(1 << 20, 512) == 16
     assert sliding.pages(1 << 20, 1) == 9 and sliding.pages(64, 512) == 1
     assert replace(sliding, window=1).pages(1 << 20, 64) == 1
+
+
+def test_where_every_layer_slides_there_is_nothing_to_evict():
+    """A flag that would do nothing is refused."""
+    retention, slides = Retention(4, 100, 64), KVLayout.build(model((_LOCAL,) * 3), "f16", "f16")
+    assert slides.evicting(None) == slides
+    with pytest.raises(UsageError, match="nothing to evict"):
+        slides.evicting(retention)
+    assert KVLayout.build(GEMMA3, "f16", "f16").evicting(retention).retention == retention
 
 
 @pytest.mark.parametrize("name", ("f64", "", "F16", "auto", "int3"))

@@ -26,6 +26,7 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     padding: int = 0
+    kind: str = ""  # in transformers, where its name is another than the architecture's
 
 
 _LLAMA3 = {
@@ -50,6 +51,13 @@ VARIANTS = {
     "llama-llama3-rope": Variant("llama", {"rope_scaling": _LLAMA3}),
     "llama-linear-rope": Variant(
         "llama", {"rope_scaling": _LINEAR}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    ),
+    # Mistral 7B v0.1 and its like: every layer has the same window.
+    "llama-sliding": Variant(
+        "llama",
+        {"sliding_window": WINDOW, "tie_word_embeddings": False},
+        {"attention.sliding_window": WINDOW},
+        kind="mistral",
     ),
     "gemma3": Variant(
         "gemma3",
@@ -123,7 +131,7 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | sizes
     if variant.arch == "gemma3":
         settings |= {"sliding_window": WINDOW, "query_pre_attn_scalar": sizes["head_dim"]}
-    kind = {"gemma3": "gemma3_text"}.get(variant.arch, variant.arch)
+    kind = variant.kind or {"gemma3": "gemma3_text"}.get(variant.arch, variant.arch)
     config = AutoConfig.for_model(kind, **settings | variant.settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(7)

@@ -1,16 +1,17 @@
 """`ModelConfig`: every size, layer kind and RoPE parameter of a model, from whichever container it was read.
 
-Pure data: no torch, no paths, no user options. `from_gguf` is the only reader so far; the field names of GGUF
-metadata are those of the `gguf` package's constants.
+Pure data: no torch, no paths, no user options. `from_gguf` has one reader an architecture; each obeys the keys that
+change what is computed, and those it does not read are refused (`ggufkeys.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcli.errors import ModelError
+from kvcli.runtime.ggufkeys import Keys
 
 FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 
@@ -19,8 +20,8 @@ FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 class RopeConfig:
     """Rotary embedding of one layer (arXiv 2104.09864), applied to dims [0, dim) in half-split order.
 
-    `scaling` is "none", "linear" (positions divided by `factor`) or "llama3" (per-frequency factors, given by the
-    file's `rope_freqs` tensor).
+    Positions are divided by `factor`. `scaling` is "none", "linear" (that alone) or "llama3" (each frequency is also
+    divided by the file's own, its `rope_freqs` tensor).
     """
 
     base: float
@@ -87,31 +88,6 @@ class ModelConfig:
         return "none"
 
 
-class _Keys:
-    """Typed access to GGUF metadata under one architecture prefix; a missing or odd value names its key."""
-
-    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
-        self.metadata, self.arch = metadata, arch
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.arch}.{key}", default)
-
-    def number(self, key: str, default: float | None = None, positive: bool = True) -> float:
-        value = self.get(key, default)
-        full = f"{self.arch}.{key}"
-        if value is None:
-            raise ModelError(f"the GGUF file lacks the key {full}", "the file is incomplete; convert it again")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (positive and not value > 0):
-            raise ModelError(f"the GGUF key {full} has the value {value!r}, a positive number is needed")
-        return value
-
-    def integer(self, key: str, default: int | None = None, limit: int = 1 << 31) -> int:
-        value = self.number(key, default)
-        if value != int(value) or value > limit:
-            raise ModelError(f"the GGUF key {self.arch}.{key} has the value {value!r}, out of range")
-        return int(value)
-
-
 def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     """Build the config of a GGUF file.
 
@@ -125,20 +101,22 @@ def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int
         )
     reader = _READERS.get(arch)
     if reader is None:
-        known = ", ".join(sorted(_READERS))
-        raise ModelError(f"unknown architecture '{arch}'", f"kv runs: {known}")
-    return reader(metadata, tensor_shapes)
+        raise ModelError(f"kv does not run the architecture '{arch}'", f"it runs {' and '.join(RUNNABLE)}")
+    keys = Keys(metadata, arch)
+    config = reader(keys, tensor_shapes)
+    keys.expect_only_known()
+    return config
 
 
-def _common(keys: _Keys, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _common(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     n_heads = keys.integer("attention.head_count", limit=4096)
     d_model = keys.integer("embedding_length", limit=1 << 20)
     embedding = shapes.get("token_embd.weight")
     rows = embedding[0] if embedding else keys.integer("vocab_size")
     return {
         "arch": keys.arch,
-        "name": str(metadata.get("general.name") or keys.arch),
-        "vocab_size": tokens_with_rows(metadata, rows),
+        "name": str(keys.metadata.get("general.name") or keys.arch),
+        "vocab_size": tokens_with_rows(keys.metadata, rows),
         "d_model": d_model,
         "d_ff": keys.integer("feed_forward_length", limit=1 << 22),
         "n_heads": n_heads,
@@ -153,72 +131,94 @@ def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
     return min(rows, len(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
 
 
-def _heads(keys: _Keys, common: dict[str, Any]) -> tuple[int, int, int]:
-    """(kv heads, dim_k, dim_v) where all layers agree."""
+def _rows(keys: Keys, common: dict[str, Any]) -> LayerConfig:
+    """A layer that sees everything, without RoPE; all layers agree but for windows and RoPE."""
     kv_heads = keys.integer("attention.head_count_kv", common["n_heads"], limit=4096)
     default = common["d_model"] // common["n_heads"]
     dim_k = keys.integer("attention.key_length", default, limit=4096)
     dim_v = keys.integer("attention.value_length", default, limit=4096)
+    keys.expect("attention.key_length_swa", dim_k)
+    keys.expect("attention.value_length_swa", dim_v)
     if common["n_heads"] % kv_heads:
         raise ModelError(f"{common['n_heads']} query heads are not a multiple of {kv_heads} KV heads")
-    return kv_heads, dim_k, dim_v
+    return LayerConfig(FULL, kv_heads, dim_k, dim_v)
 
 
-def _rope(keys: _Keys, shapes: Mapping[str, tuple[int, ...]], dim: int) -> RopeConfig:
-    scaling = str(keys.get("rope.scaling.type", "none") or "none")
-    factor = float(keys.number("rope.scaling.factor", 1.0))
-    if "rope_freqs.weight" in shapes:
-        scaling = "llama3"
-    if scaling not in ("none", "linear", "llama3"):
-        raise ModelError(f"RoPE scaling '{scaling}' is not supported", "supported: none, linear, llama3 factors")
+def _rope(keys: Keys, shapes: Mapping[str, tuple[int, ...]], dim: int) -> RopeConfig:
     rope_dim = keys.integer("rope.dimension_count", dim, limit=4096)
     if rope_dim > dim or rope_dim % 2:
         raise ModelError(f"the GGUF key {keys.arch}.rope.dimension_count is {rope_dim}, head dim is {dim}")
+    keys.expect("rope.dimension_count_swa", rope_dim)
+    factor = _linear_factor(keys)
+    scaling = "llama3" if "rope_freqs.weight" in shapes else "none" if factor == 1 else "linear"
     return RopeConfig(float(keys.number("rope.freq_base", 10000.0)), rope_dim, scaling, factor)
 
 
-def _n_layers(keys: _Keys) -> int:
-    return keys.integer("block_count", limit=4096)
+def _linear_factor(keys: Keys) -> float:
+    """What positions are divided by; older files name it rope.scale_linear. Without a type the scaling is linear."""
+    old = float(keys.number("rope.scale_linear", 1.0, zero=True)) or 1.0
+    factor = float(keys.number("rope.scaling.factor", old, zero=True)) or 1.0
+    if factor != old != 1:
+        raise ModelError(
+            f"{keys.arch}.rope.scale_linear is {old:g}, and {keys.arch}.rope.scaling.factor is {factor:g}",
+            "they mean the same and cannot both hold",
+        )
+    kind = keys.get("rope.scaling.type", "linear")
+    if kind == "none":
+        return 1.0
+    if factor != 1:
+        keys.expect("rope.scaling.type", "linear")
+    return factor
 
 
-def _llama(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    keys = _Keys(metadata, "llama")
-    common = _common(keys, metadata, shapes)
-    if keys.get("expert_count"):
-        raise ModelError("mixture-of-experts llama files are not supported yet")
-    kv_heads, dim_k, dim_v = _heads(keys, common)
-    rope = _rope(keys, shapes, dim_k)
-    layer = LayerConfig(FULL, kv_heads, dim_k, dim_v, 0, rope)
-    return ModelConfig(**common, layers=(layer,) * _n_layers(keys), attn_scale=dim_k**-0.5)
-
-
-def _gemma3(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    keys = _Keys(metadata, "gemma3")
-    common = _common(keys, metadata, shapes)
-    kv_heads, dim_k, dim_v = _heads(keys, common)
-    window = keys.integer("attention.sliding_window")
-    rope = _rope(keys, shapes, dim_k)
-    # Files may lack both keys: the published models use five local layers to one global, and base 10,000 locally.
-    local_rope = RopeConfig(float(keys.number("rope.freq_base_swa", 10000.0)), rope.dim)
-    pattern = keys.get("attention.sliding_window_pattern")
-    n_layers = _n_layers(keys)
+def _slides(keys: Keys, n_layers: int, every: int) -> list[bool]:
+    """Which layers have a sliding window: those that the file names, else all but one in `every` (0 = all)."""
+    pattern = keys.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, Sequence) and not isinstance(pattern, str):
-        local = [bool(x) for x in pattern]
-        if len(local) != n_layers:
-            raise ModelError(f"gemma3.attention.sliding_window_pattern names {len(local)} layers of {n_layers}")
-    else:
-        every = keys.integer("attention.sliding_window_pattern", 6, limit=4096)
-        local = [(i + 1) % every != 0 for i in range(n_layers)]
-    full = LayerConfig(FULL, kv_heads, dim_k, dim_v, 0, rope)
-    sliding = LayerConfig(SLIDING, kv_heads, dim_k, dim_v, window, local_rope)
-    # The 27B model scales queries by d_model / n_heads instead of the head dim.
-    scale_dim = common["d_model"] // common["n_heads"] if n_layers == 62 else dim_k
+        if len(pattern) != n_layers:
+            raise ModelError(f"{keys.arch}.attention.sliding_window_pattern names {len(pattern)} layers of {n_layers}")
+        return [bool(x) for x in pattern]
+    every = keys.integer("attention.sliding_window_pattern", every, limit=4096, zero=True)
+    return [every == 0 or (i + 1) % every != 0 for i in range(n_layers)]
+
+
+def _llama(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    common = _common(keys, shapes)
+    full, n_layers = _rows(keys, common), keys.integer("block_count", limit=4096)
+    rope = _rope(keys, shapes, full.dim_k)
+    local_rope = replace(rope, base=float(keys.number("rope.freq_base_swa", rope.base)))
+    window = keys.integer("attention.sliding_window", 0, zero=True)
+    local = [slides and window > 0 for slides in _slides(keys, n_layers, every=0)]
+    full = replace(full, rope=rope)
+    sliding = replace(full, kind=SLIDING, window=window, rope=local_rope)
     return ModelConfig(
         **common,
         layers=tuple(sliding if is_local else full for is_local in local),
-        attn_scale=scale_dim**-0.5,
+        attn_scale=float(keys.number("attention.scale", 0.0, zero=True)) or full.dim_k**-0.5,
+        embed_scale=float(keys.number("embedding_scale", 0.0, zero=True)) or 1.0,
+        attn_softcap=float(keys.number("attn_logit_softcapping", 0.0, zero=True)),
+    )
+
+
+def _gemma3(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    common = _common(keys, shapes)
+    full, n_layers = _rows(keys, common), keys.integer("block_count", limit=4096)
+    rope = _rope(keys, shapes, full.dim_k)
+    # Files may lack both keys: the published models use five local layers to one global, and base 10,000 locally.
+    local_rope = RopeConfig(float(keys.number("rope.freq_base_swa", 10000.0)), rope.dim)
+    local = _slides(keys, n_layers, every=6)
+    full = replace(full, rope=rope)
+    sliding = replace(full, kind=SLIDING, window=keys.integer("attention.sliding_window"), rope=local_rope)
+    # The 27B model scales queries by d_model / n_heads instead of the head dim.
+    scale_dim = common["d_model"] // common["n_heads"] if n_layers == 62 else full.dim_k
+    return ModelConfig(
+        **common,
+        layers=tuple(sliding if is_local else full for is_local in local),
+        attn_scale=float(keys.number("attention.scale", 0.0, zero=True)) or scale_dim**-0.5,
         embed_scale=common["d_model"] ** 0.5,
+        attn_softcap=float(keys.number("attn_logit_softcapping", 0.0, zero=True)),
     )
 
 
 _READERS = {"llama": _llama, "gemma3": _gemma3}
+RUNNABLE = tuple(sorted(_READERS))  # the architectures that kv runs

@@ -15,14 +15,12 @@ class RopeTable:
     """Cosines and sines of one RoPE configuration; angles in float64, so large positions stay right."""
 
     def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None) -> None:
-        """`factors` float32 [dim / 2] divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
+        """`factors` float32 [dim / 2] also divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
         half = rope.dim // 2
         self._last: tuple[tuple[int, int], Angles]
         self._on_device: dict[torch.device, torch.Tensor] = {}
-        self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim)
-        if rope.scaling == "linear":
-            self.frequencies /= rope.factor
-        if rope.scaling == "llama3" and factors is not None:
+        self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim) / rope.factor
+        if factors is not None:
             self.frequencies /= factors.double().numpy()
         self._last = (0, 1), self.at_positions(np.zeros(1))
         self._inside = 0, np.zeros(1, dtype=np.int64), self._last[1]

@@ -92,7 +92,12 @@ class KVLayout:
         return cls.build(config, *types, cache.page_size, sinks=cache.sinks, tail=cache.tail)
 
     def evicting(self, retention: Retention | None) -> KVLayout:
-        """The same with rows evicted, but in sliding groups, which have windows of their own."""
+        """The same with rows evicted, but in sliding groups: these have windows of their own. UsageError if all are."""
+        if retention and all(g.kind == SLIDING for g in self.groups):
+            raise UsageError(
+                "there is nothing to evict: every layer of this model has a sliding window of its own",
+                "leave --evict out; a larger -c costs no memory once the windows are full",
+            )
         groups = (g if g.kind == SLIDING else replace(g, retention=retention) for g in self.groups)
         return replace(self, groups=tuple(groups))
 

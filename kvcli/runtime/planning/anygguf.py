@@ -183,7 +183,7 @@ class _Reader:
                 raise ModelError(f"{self.arch}.attention.sliding_window_pattern names {len(pattern)} layers")
             return [window if slides else 0 for slides in pattern[: self.n_layers]]
         every = self._checked("attention.sliding_window_pattern", pattern)
-        return [window if every < 2 or (i + 1) % every else 0 for i in range(self.n_layers)]
+        return [window if every == 0 or (i + 1) % every else 0 for i in range(self.n_layers)]
 
     def _recurrent(self, kv_heads: list[int]) -> list[bool]:
         if not self._has_rows():

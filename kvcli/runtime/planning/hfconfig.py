@@ -131,7 +131,7 @@ class _Reader:
         )
         # Qwen2 slides from this layer on only; its other layers see everything.
         first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0
-        slides = [i >= first and (every < 2 or (i + 1) % every != 0) for i in range(self.n_layers)]
+        slides = [i >= first and (every == 0 or (i + 1) % every != 0) for i in range(self.n_layers)]
         return [SLIDING if each else FULL for each in slides]
 
     def _kind(self, name: Any, window: int) -> str:
