@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli import locate, render
@@ -39,4 +40,5 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
     for text in engine.notices:
         tell = render.announce if text == engine.shortened else render.notice
         tell(text, invocation)
+    engine.tell = partial(render.warn, invocation=invocation)
     return engine

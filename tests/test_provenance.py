@@ -27,7 +27,11 @@ def test_marked_strings_are_strings_whose_marks_follow_their_letters(parts, star
         ("split", ()), ("split", (sep,)), ("split", (sep, 1)), ("rsplit", (sep, 1)), ("rsplit", (None, 1)),
         ("split", (None, 1)), ("splitlines", ()), ("splitlines", (True,)), ("partition", (sep,)),
         ("rpartition", (sep,)), ("replace", (sep, "x")), ("replace", (sep, "x", 1)), ("replace", ("", "-")),
-        ("upper", ()), ("center", (9,)),
+        ("upper", ()), ("lower", ()), ("title", ()), ("capitalize", ()), ("swapcase", ()), ("casefold", ()),
+        ("center", (9,)), ("center", (10, "-")), ("ljust", (7,)), ("rjust", (7, "*")), ("rjust", (0,)),
+        ("__mul__", (3,)),
+        ("__mul__", (-1,)), ("__mod__", ((),)), ("__getitem__", (slice(None, None, -1),)),
+        ("__getitem__", (slice(4, 0, -2),)),
     ):  # fmt: skip
         assert getattr(marked, name)(*args) == getattr(plain, name)(*args), name
 
@@ -48,6 +52,44 @@ def test_marks_survive_cutting_and_joining_again(parts, sep):
         )
 
 
+@settings(deadline=None)
+@given(parts=st.lists(st.tuples(st.text("aSßİΣ ", max_size=4), st.booleans()), max_size=5))
+def test_changing_letters_moves_no_mark(parts):
+    marked = from_parts(parts)
+    plain = "".join(text for text, _ in parts)
+    for name in ("upper", "lower", "title", "capitalize", "swapcase", "casefold"):
+        changed = getattr(marked, name)()
+        assert changed == getattr(plain, name)()
+        if len(changed) == len(plain):
+            assert marks(changed) == marks(marked)
+        elif not any(trusted for text, trusted in parts if text):
+            assert "t" not in marks(changed)
+    assert marks("".join(list(marked))) == "u" * len(plain) and marks(concat(list(marked))) == marks(marked)
+
+
+@settings(deadline=None)
+@given(
+    form=st.lists(
+        st.sampled_from(["<|", "|>", "{}", "{:>5}", "{0}", "{:.2}", "{x}", "{!r}", "{{", "{:{}}"]), max_size=5
+    ),
+    values=st.lists(st.text("ab<|>", max_size=4), min_size=6, max_size=6),
+    trusted=st.booleans(),
+)
+def test_formats_are_those_of_str_and_only_a_trusted_one_keeps_marks(form, values, trusted):
+    text = "".join(form)
+    form_marked = trust(text) if trusted else Marked(text)
+    try:
+        expected = text.format(*values, x="y")
+    except (ValueError, IndexError) as error:
+        with pytest.raises(type(error)):
+            form_marked.format(*values, x="y")
+        return
+    result = form_marked.format(*map(Marked, values), x="y")
+    assert result == expected == form_marked.format(*values, x="y")
+    assert trusted or "t" not in marks(result)
+    assert marks(Marked(text).format(*map(trust, values), x="y")) == "u" * len(expected)
+
+
 def test_a_mark_is_never_gained():
     own, typed = trust("<|a|>"), "<|b|>"
     assert parts_of(own + typed) == (("<|a|>", True), ("<|b|>", False))
@@ -55,7 +97,9 @@ def test_a_mark_is_never_gained():
     assert parts_of(own.replace("a", typed)) == (("<|", True), ("<|b|>", False), ("|>", True))
     assert parts_of(Marked(typed).replace("b", own)) == (("<|", False), ("<|a|>", True), ("|>", False))
     assert parts_of(own.join([typed, typed]))[1] == ("<|a|>", True)
-    for lost in (typed.replace("b", own), own.upper(), own * 2, own[::-1], f"{own}!", own.title()):
+    assert parts_of(trust("%s{}") % typed) == (("<|b|>", False), ("{}", True))
+    assert parts_of(trust("[{:6}]").format(Marked(typed))) == (("[", True), ("<|b|>", False), (" ]", True))
+    for lost in (typed.replace("b", own), f"{own}!", Marked("%s") % own, Marked("{}").format(own), own.expandtabs()):
         assert not any(trusted for _, trusted in parts_of(lost))
     assert parts_of(Marked(own)) == parts_of(own) and parts_of("") == ()
     with pytest.raises(TypeError):

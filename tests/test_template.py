@@ -118,6 +118,58 @@ def test_the_templates_own_markers_stay_control_tokens(style):
     assert "<|im_end|>" in untrusted(segments)
 
 
+# Ways to write the marker `<|im_end|>` after a content `c`, each on published templates or a filter away from one.
+BUILT = [
+    "'%s%s' % (c, '<|im_end|>')", "'%(c)s<|im_end|>' % {'c': c}", "'<|im_%s|>' % 'end'", "'%-3s' % '<|im_end|>'",
+    "'<|im_{}|>'.format('end')", "'{0}<|im_{1}|>'.format(c, 'end')", "'<|im_{e}|>'.format(e='end')",
+    "'{:>12}'.format('<|im_end|>')",
+    "'<|{k[0]}_end|>'.format(k=['im'])", "'<|im_{e}|>'.format_map({'e': 'end'})", "'<|im_%s|>' | format('end')",
+    "'<|IM_END|>' | lower",
+    "'<|IM_END|>'.lower()", "('<|im_end|>' | upper).lower()", "'<|im_end|>' * 1", "2 * '<|im_end|>'",
+    "'<|im_end|>' | safe",
+    "'<|im_end|>' | list | join", "'<|im_end|>'[::-1] | reverse", "'<|im_end|>'.center(14)",
+    "'<|im_end|>' | center(14)", "'<|im_end|>'.ljust(12)",
+    "'<|im_end|>'.rjust(12)", "(c ~ '<|im_end|>') | indent(2)", "('a\n<|im_end|>') | indent",
+    "('a\n\n<|im_end|>') | indent(2, true, true)",
+    "'<|im_' ~ ('END' | lower) ~ '|>'", "'<|im_end|>'.casefold()", "'<|IM_END|>'.swapcase()", "['<|im_end|>'] | first",
+    "('<|im_end|>', c) | last ~ '<|im_end|>'",
+    "('<|' ~ c ~ '|>').replace(c, 'im_end')", "'<|im_end|>' | string", "'<|im_end|>' | trim",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", BUILT)
+def test_a_marker_that_a_template_builds_is_a_control_token(expression):
+    """And the text is what Jinja makes of it, whatever the content, of which nothing becomes a control token."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    used = tokenizer()
+    end = used.vocabulary.tokens.index("<|im_end|>")
+    for content in ("hi", "<|im_end|> %s {} ", "İß <|im_start|>"):
+        source = "{% set c = messages[0].content %}{{ EXPRESSION }}".replace("EXPRESSION", expression)
+        segments = ChatTemplate(source).render_segments(chat(content))
+        plain = ImmutableSandboxedEnvironment().from_string(source).render(messages=chat(content))
+        assert "".join(text for text, _ in segments) == plain
+        found = control_ids(segments, used)
+        assert set(found) == {end} and len(found) == plain.replace(content, "").count("<|im_end|>") > 0
+    block = "{% filter lower | indent(1, true) %}A{{ messages[0].content }}<|IM_END|>{% endfilter %}"
+    assert control_ids(ChatTemplate(block).render_segments(chat("<|im_start|>")), used) == [end]
+
+
+def test_a_marker_whose_origin_is_lost_is_told():
+    """A filter that keeps no marks: the model would read letters. What a message holds is none of it."""
+    used, told = tokenizer(), []
+    template = ChatTemplate("{{ ('<|im_start|>' ~ messages[0].content) | wordwrap(99) }}<|im_end|>")
+    template.watch(used.controls, told.append)
+    segments = template.render_segments(chat("hi"))
+    assert told == ["<|im_start|>"] and len(control_ids(segments, used)) == 1
+    template.render_segments(chat("say <|im_start|>"))
+    assert told == ["<|im_start|>"]
+    plain = ChatTemplate(CHATML)
+    plain.watch(used.controls, told.append)
+    plain.render_segments(chat("<|im_end|>", "<|im_end", "|>"))
+    assert told == ["<|im_start|>"]
+
+
 def test_a_known_role_may_be_part_of_a_marker_and_an_unknown_one_may_not():
     source = "{{ '<|im_' + messages[0].role + '|>' }}"
     assert ChatTemplate(source).render_segments([{"role": "user", "content": ""}]) == [("<|im_user|>", True)]
@@ -129,7 +181,11 @@ def test_a_known_role_may_be_part_of_a_marker_and_an_unknown_one_may_not():
     [
         "'%s' % c", "'{}'.format(c)", "c | upper | lower", "c | list | join", "(c ~ 'x')[:-1]", "c | tojson",
         "c | replace('|', '|')", "c.replace('<', '<')", "[c] | string", "c | reverse | reverse", "c * 1",
-        "(c + '').strip()", "c | e", "c | wordwrap(20)", "c.split('|') | join('|')",
+        "(c + '').strip()", "c | e", "c | wordwrap(20)", "c.split('|') | join('|')", "c % ()", "c.format()",
+        "c | title",
+        "c | safe", "c | indent", "c.center(60)", "c.format_map({})", "'{:{}}'.format(c, 40)", "'%*s' % (40, c)",
+        "c | forceescape",
+        "'{!r}'.format(c)", "'%r' % c", "'{:.99}'.format(c)", "c | capitalize", "c.swapcase()", "c | first ~ c[1:]",
     ],
 )  # fmt: skip
 def test_no_expression_makes_content_trusted(expression):

@@ -15,6 +15,7 @@ from tinyvocab import tiny, tiny_sp
 from kvcli.errors import InputBytesError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.text.vocabulary import END_TEXTS, NORMAL, UNUSED, USER_DEFINED
 
 DATA = Path(__file__).parent / "data"
 GOLDENS = {name: json.loads((DATA / f"goldens_{name}.json").read_text()) for name in ("smollm2", "gemma3")}
@@ -166,12 +167,54 @@ def test_a_space_before_text_goes_and_comes():
     assert tiny_sp(True, ("\n",)).decode(between) == "a\nthe"
 
 
-def test_ends_of_generation_are_control_tokens_only():
+def test_ends_of_generation():
     assert tiny().eog_ids == {0, 2}  # <|endoftext|> by its text, <|im_end|> by its id
-    assert tiny_sp(user_defined=("<end_of_turn>",)).eog_ids == {2}
     metadata = tinyvocab.byte_level()[0]
     named = metadata | {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 11}
     assert Tokenizer.from_gguf(named).eog_ids == {0, 2, 9, 11}
+
+
+@pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, UNUSED])
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>", "<end_of_turn>", "</s>", "<|fim_prefix|>", "<|im_start|>", "<｜User｜>"]
+)
+def test_a_token_with_the_text_of_a_control_token_is_one_whatever_its_type(kind, text):
+    """As the end of a turn it ends the answer; it is not shown, and no user's text becomes it."""
+    metadata = tinyvocab.byte_level()[0]
+    tokens, kinds = [*metadata["tokenizer.ggml.tokens"], "<|end|>"], [*metadata["tokenizer.ggml.token_type"], 3]
+    token = tokens.index(text) if text in tokens else len(tokens) - 2
+    tokens[token], kinds[token] = text, kind
+    changed = {"tokens": tokens, "token_type": kinds, "eos_token_id": len(tokens) - 1}
+    tokenizer = Tokenizer.from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in changed.items()})
+    assert (token in tokenizer.eog_ids) == (text in END_TEXTS)
+    assert tokenizer.encode(f"a{text}b", parse_special=True).count(token) == 1
+    assert token not in tokenizer.encode(f"a{text}b") and tokenizer.decode(tokenizer.encode(f"a{text}b")) == f"a{text}b"
+    assert tokenizer.token_bytes(token) == b"" and tokenizer.piece(token) == text
+
+
+def test_a_tag_of_html_is_a_word_in_a_vocabulary_that_has_its_like():
+    """Gemma's </s>, which strikes text out; in others it ends the text."""
+    words = tinyvocab.sentencepiece(user_defined=("<u>", "</u>", "</s>"))
+    words["tokenizer.ggml.tokens"][2], words["tokenizer.ggml.eos_token_id"] = "<eos>", 2
+    tokenizer = Tokenizer.from_gguf(words)
+    struck = tokenizer.vocabulary.tokens.index("</s>")
+    assert tokenizer.eog_ids == {2} and tokenizer.encode("a</s>", add_bos=False)[-1] == struck
+    assert tokenizer.decode([struck]) == "</s>"
+
+
+@pytest.mark.parametrize("where", [{"general.architecture": "phi3"}, {"general.name": "Phi 3 Mini"}])
+def test_control_tokens_of_phi3_take_white_space_away(where):
+    metadata = tinyvocab.sentencepiece(user_defined=("<|user|>", "<|end|>", "<|assistant|>"))
+    metadata["tokenizer.ggml.token_type"][259:262] = [3, 3, 3]
+    plain, phi3 = Tokenizer.from_gguf(metadata), Tokenizer.from_gguf(metadata | where)
+    text = "<s> a<|user|>\n\t a b\u3000\x1f<|end|>\n<|assistant|>\n"
+    shown = [phi3.piece(i) for i in phi3.encode(text, add_bos=False, parse_special=True)]
+    assert shown[:3] == ["<s>", " a", "<|user|>"] and shown[-2:] == ["<|end|>", "<|assistant|>"]
+    body = phi3.encode("a b\u3000\x1f", add_bos=False)
+    assert phi3.encode(text, add_bos=False, parse_special=True)[3:-2] == body
+    assert len(plain.encode(text, parse_special=True)) > len(phi3.encode(text, parse_special=True)) + 3
+    ids = phi3.encode_segments([("<|user|>", True), ("\n x", False), ("<|end|>\n", True)], add_bos=False)
+    assert [phi3.piece(i) for i in ids] == ["<|user|>", "x", "<|end|>"]
 
 
 # --- decoding

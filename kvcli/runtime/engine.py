@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
+        self.tell: Callable[[str], None] = lambda text: None  # of what is noticed after the model is open
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.device = self._choose(load, file)
         if self.device.notice:
@@ -75,6 +76,8 @@ class Engine:
             "" if i is None else self.tokenizer.piece(i) for i in (self.tokenizer.bos_id, self.tokenizer.eos_id)
         )
         self.template = ChatTemplate.from_gguf(file.metadata, bos, eos)
+        if self.template:
+            self.template.watch(self.tokenizer.controls, self._tell_lost_control)
         self.sampling_defaults = _sampling_defaults(file)
         torch.set_num_threads(threads)
         ops, notice = kernels.backend(load.backend, threads, str(self.device))
@@ -92,6 +95,17 @@ class Engine:
         self.graph = None if self.keeps_prompt else self._token_graph()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
+
+    def notice(self, text: str) -> None:
+        """Note what the user should know, once, and tell it."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self.tell(text)
+
+    def _tell_lost_control(self, token: str) -> None:
+        self.notice(
+            f"the chat template writes {token} in a way that kv cannot follow: the model reads it as plain text"
+        )
 
     def _choose(self, load: LoadOptions, file: GGUFFile) -> Device:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""

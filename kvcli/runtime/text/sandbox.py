@@ -14,12 +14,12 @@ from typing import Any
 from jinja2 import Template, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension
-from jinja2.filters import do_join
+from jinja2.filters import do_join, do_title
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
-from kvcli.runtime.text.provenance import Marked, concat, trust
+from kvcli.runtime.text.provenance import Marked, MarkedFormatter, concat, trust
 
 __all__ = ["Refused", "SecurityError", "TemplateSyntaxError", "compile_template"]
 
@@ -43,8 +43,22 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-        self.filters |= {"tojson": _tojson, "join": _join, _CONCAT: _concat_any}
+        self.filters |= {"tojson": _tojson, "join": _join, _CONCAT: _concat_any, "safe": str, "title": _title}
+        self.filters |= {"escape": _escape, "e": _escape, "forceescape": _escape, "indent": _indent}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`str.format` and `str.format_map` without access to attributes that are forbidden, and with marks."""
+        if super().wrap_str_format(value) is None:
+            return None
+        form, formatter = value.__self__, _Formatter(self)
+        if value.__name__ == "format_map":
+            return lambda named: formatter.vformat(form, (), named)
+        return lambda *values, **named: formatter.vformat(form, values, named)
+
+
+class _Formatter(MarkedFormatter, SandboxedFormatter):
+    """MarkedFormatter over what the sandbox allows."""
 
 
 _CONCAT = "_concat"
@@ -96,6 +110,27 @@ def _concat_any(items: tuple[Any, ...]) -> Marked:
 @pass_eval_context
 def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     return do_join(context, value, Marked(d), attribute)
+
+
+def _title(text: Any) -> Marked:
+    """Jinja's `title`, which begins words elsewhere than `str.title` does."""
+    return Marked(str(text)).with_letters(do_title)
+
+
+def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja's `indent`: `width` letters, or that text, before each line, the first one and blank ones if asked."""
+    margin = width if isinstance(width, str) else " " * width
+    lines = (Marked(text) + "\n").splitlines()
+    moved = [first if number == 0 else blank or line != "" for number, line in enumerate(lines)]
+    return Marked("\n").join(concat([margin, line]) if move else line for line, move in zip(lines, moved, strict=True))
+
+
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"}
+
+
+def _escape(text: Any) -> Marked:
+    """HTML's special characters as entities; unlike Jinja's, a string like any other."""
+    return concat(_ENTITIES.get(letter, letter) for letter in Marked(str(text)))
 
 
 def _tojson(

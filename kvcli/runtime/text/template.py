@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,8 @@ class ChatTemplate:
     def __init__(self, source: str, bos: str = "", eos: str = "", origin: str = "file") -> None:
         """`bos`, `eos`: the texts of those tokens. `origin`: "file" or "built-in"."""
         self.source, self.bos, self.eos, self.origin = source, bos, eos, origin
+        self._controls: Callable[[str], list[tuple[int, str]]] = lambda text: []
+        self._tell: Callable[[str], None] = lambda token: None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], bos: str, eos: str) -> ChatTemplate | None:
@@ -60,6 +62,14 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise ModelError("tokenizer.chat_template is not a string", "the file is damaged")
         return cls(source, bos, eos)
+
+    def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:
+        """From now on tell of control tokens that the template spells in a way that hides that they are its own.
+
+        `controls(text)`: where control tokens stand in a text, and which. `tell(token)` is called while rendering for
+        each one that would become letters although no message holds it.
+        """
+        self._controls, self._tell = controls, tell
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -80,7 +90,20 @@ class ChatTemplate:
         values = {"tools": None, "documents": None} | names | variables
         values["messages"] = [_with_trusted_role(message) for message in messages]
         values["add_generation_prompt"] = add_generation_prompt
-        return list(parts_of(self._run(values)))
+        segments = list(parts_of(self._run(values)))
+        for token in self._lost(segments, [*_strings(messages), *_strings(variables)]):
+            self._tell(token)
+        return segments
+
+    def _lost(self, segments: list[tuple[str, bool]], given: list[str]) -> list[str]:
+        """Control tokens that the text spells outside of trusted segments and that are in none of the `given` texts."""
+        ends, at = [], 0
+        for text, trusted in segments:
+            ends.append((at, at + len(text), trusted))
+            at += len(text)
+        found = self._controls("".join(text for text, _ in segments))
+        kept = [(start, token) for start, token in found if not _inside(start, start + len(token), ends)]
+        return sorted({token for _, token in kept if not any(token in text for text in given)})
 
     @cached_property
     def _compiled(self) -> Any:
@@ -110,6 +133,23 @@ class ChatTemplate:
             where = f" in line {lines[-1]}" if lines else ""
             what = f"{type(error).__name__}: {error}"
             raise TemplateError(f"the chat template failed{where}: {what}", _GO_WITHOUT) from error
+
+
+def _inside(start: int, stop: int, spans: list[tuple[int, int, bool]]) -> bool:
+    """Whether [start, stop) lies in one trusted span."""
+    return any(trusted and low <= start and stop <= high for low, high, trusted in spans)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in (*value.keys(), *value.values()):
+            yield from _strings(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner)
 
 
 _GO_WITHOUT = "--raw sends the prompt without a template"

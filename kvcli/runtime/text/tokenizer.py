@@ -1,7 +1,7 @@
 """Text <-> token ids for the tokenizers found in GGUF files, and streaming UTF-8 decoding. No torch.
 
-Special tokens: control tokens (<|im_end|>, BOS...) are recognised in trusted text only, so that nothing a
-user types becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id
+Special tokens: control tokens (<|im_end|>, BOS...; see vocabulary.py) are recognised in trusted text only, so that
+nothing a user types becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id
 of their own and are recognised everywhere, before all else, as llama.cpp and SentencePiece do. Where several
 could start, the leftmost wins, then the longest. `add_eos_token` is not obeyed: after a prompt with EOS
 nothing would follow.
@@ -19,6 +19,9 @@ import numpy as np
 
 from kvcli.errors import InputBytesError, ModelError
 from kvcli.runtime.text.vocabulary import USER_DEFINED, Vocabulary, flag, numbers
+
+# What Unicode calls white space; Python's own notion has four control characters more.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
 class _Model(Protocol):
@@ -114,8 +117,12 @@ class Tokenizer:
         for run in runs:
             if isinstance(run, int):
                 ids.append(run)
-            else:
-                self._encode_run("".join(run), ids)
+                continue
+            text = "".join(run)
+            if ids and ids[-1] in self.vocabulary.swallowing:
+                text = text.lstrip(_WHITE_SPACE)
+            if text:
+                self._encode_run(text, ids)
         if add_bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -132,6 +139,16 @@ class Tokenizer:
                 ids.append(part)
             else:
                 ids += self._model.encode(part)
+
+    def controls(self, text: str) -> list[tuple[int, str]]:
+        """Where control tokens stand in `text`, were it trusted: (offset, token) in order."""
+        found, at = [], 0
+        for part in self._control.split(text):
+            part = self.vocabulary.tokens[part] if (is_token := isinstance(part, int)) else part
+            if is_token:
+                found.append((at, part))
+            at += len(part)
+        return found
 
     @cached_property
     def _control(self) -> _Finder:

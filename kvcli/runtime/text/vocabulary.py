@@ -13,30 +13,80 @@ from kvcli.errors import ModelError
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-# Texts of control tokens after which a turn or a document is over, for files that name only one end token.
+# Texts of tokens after which a turn or a document is over. They end an answer whatever the file says of their kind:
+# converters type them as they find them, and a model that was tuned with another end of turn still writes this one.
 END_TEXTS = frozenset(
     {
         "</s>",
         "<eos>",
         "<EOT>",
+        "_<EOT>",
         "[EOT]",
+        "[EOS]",
+        "<turn|>",
         "<end_of_turn>",
         "<end_of_utterance>",
         "<|end|>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<|end_of_turn|>",
+        "<|end_turn|>",
         "<|eom_id|>",
+        "<|eot|>",
         "<|eot_id|>",
         "<|im_end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|role_end|>",
+        "<|END_OF_TURN_TOKEN|>",
         "<｜end▁of▁sentence｜>",
     }
 )
 
+# Texts of tokens that begin turns, and of those that code models mark a gap, a file or a repository with: no text of a
+# user becomes one, and an answer does not show them.
+MARK_TEXTS = frozenset(
+    {
+        "<|im_start|>",
+        "<|im_sep|>",
+        "<start_of_turn>",
+        "<|turn>",
+        "<|start|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<｜begin▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        *(
+            f"<{bar}fim{gap}{part}{bar}>"
+            for bar in ("", "|")
+            for gap in "_-"
+            for part in ("prefix", "suffix", "middle")
+        ),
+        *(f"<{bar}{name}{bar}>" for bar in ("", "|") for name in ("fim_pad", "repo_name", "reponame", "file_sep")),
+        *(f"<|code_{part}|>" for part in ("prefix", "suffix", "middle")),
+        *(f"<｜fim▁{part}｜>" for part in ("begin", "hole", "end")),
+        *(f"{space}<{part}>" for space in ("", "▁") for part in ("PRE", "SUF", "MID")),
+    }
+)
+
+# What HTML writes in the letters of an end of text: Gemma's vocabulary has both tags of a struck-out text as words.
+_HTML_NEIGHBOUR = {"</s>": "</u>"}
+
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id. `control` (the unknown token too) is what text becomes only where it is trusted."""
+    """Tokens by id.
+
+    `control` is what text becomes only where it is trusted: tokens that the file types so, names as BOS, EOS and the
+    like, or whose text is that of an end or mark above; the unknown token, too. `swallowing`: those of them that take
+    white space behind them away.
+    """
 
     tokens: list[str]
     kinds: np.ndarray  # [n] int32, values as above
@@ -46,6 +96,7 @@ class Vocabulary:
     control: frozenset[int]
     user_defined: tuple[int, ...]
     eog_ids: frozenset[int]  # end of generation
+    swallowing: frozenset[int] = frozenset()
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Vocabulary:
@@ -59,7 +110,8 @@ class Vocabulary:
         )
         ends = {_special_id(metadata, name, len(tokens), None) for name in ("eot", "eom")} | {eos}
         named = (ends | {bos, unk}) - {None}
-        control = {*np.flatnonzero((kinds == CONTROL) | (kinds == UNKNOWN)).tolist(), *named}
+        known = _known(tokens)
+        control = {*np.flatnonzero((kinds == CONTROL) | (kinds == UNKNOWN)).tolist(), *named, *known}
         user_defined = [i for i in np.flatnonzero(kinds == USER_DEFINED).tolist() if i not in control]
         ends |= {i for i in control if tokens[i] in END_TEXTS}
         return cls(
@@ -71,6 +123,7 @@ class Vocabulary:
             frozenset(control),
             tuple(user_defined),
             frozenset(i for i in ends if i is not None),
+            frozenset(i for i in control if tokens[i] not in _PHI3_LEAVES) if _is_phi3(metadata) else frozenset(),
         )
 
     def ids_by_text(self) -> dict[str, int]:
@@ -81,6 +134,26 @@ class Vocabulary:
             if ids.get(self.tokens[i]) == i:
                 del ids[self.tokens[i]]
         return ids
+
+
+def _known(tokens: list[str]) -> set[int]:
+    """Ids of tokens that are control tokens by their text."""
+    found = {i for i, text in enumerate(tokens) if text in END_TEXTS or text in MARK_TEXTS}
+    texts = {tokens[i] for i in found}
+    words = {text for text, neighbour in _HTML_NEIGHBOUR.items() if text in texts and neighbour in tokens}
+    return {i for i in found if tokens[i] not in words}
+
+
+# Phi-3's tokenizer takes white space away behind its control tokens, these aside; a GGUF file does not say so.
+_PHI3_LEAVES = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+def _is_phi3(metadata: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer is Phi-3's: its SentencePiece vocabulary has tokens of turns. (Phi-4's is another.)"""
+    if metadata.get("tokenizer.ggml.model") != "llama":
+        return False
+    name = str(metadata.get("general.name", "")).lower().replace(" ", "-").replace("_", "-")
+    return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
 
 
 def numbers(metadata: Mapping[str, Any], key: str, count: int, dtype: type) -> np.ndarray | None:
