@@ -92,6 +92,8 @@ def _call(args: list[str], invocation: Invocation) -> int:
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
+    from kvcli import commandline
+
     command = _command(args)
     try:
         # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
@@ -99,6 +101,9 @@ def _call(args: list[str], invocation: Invocation) -> int:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
+    except UsageError as error:
+        error.message = commandline.as_typed(error.message, commandline.leaf(command, args), args)
+        raise
     return 0
 
 
@@ -202,6 +207,8 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
     """The error as a KVError, and whether its message is a help page to be printed as it is."""
     import typer
 
+    from kvcli import commandline
+
     if isinstance(error, KVError):
         return error, False
     usage_error = typer.BadParameter.__mro__[1]
@@ -210,9 +217,16 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
         if type(error).__name__ == "NoArgsIsHelpError":
             return UsageError(text), True
         context = getattr(error, "ctx", None)
-        help_page = f"see {context.command_path if context else 'kv'} --help"
-        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
+        path = context.command_path if context else "kv"
+        help_page = f"see {path} --help"
+        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, args, help_page)):
             return wrong, False
+        if context and (wrong := commandline.too_many(text, context.command, path)):
+            return wrong, False
+        if type(error).__name__ == "NoSuchOption" and context:
+            option = error.option_name  # type: ignore[attr-defined]
+            if wrong := commandline.dashed_text(option, context.command, args, path):
+                return wrong, False
         return UsageError(text.rstrip("."), help_page), False
     if isinstance(error, typer.Abort):
         interrupted = KVError("aborted")
@@ -228,15 +242,17 @@ def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
     return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback"), False
 
 
-def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None:
+def _wrong_value(error: typer.BadParameter, args: list[str], help_page: str) -> UsageError | None:
     """An option's value that is no number, or one out of bounds, in our words; None for all else.
 
     They follow from the cause, an error of pydantic, by which Typer reads values; one that does not keeps its words.
     """
+    from kvcli import commandline
+
     cause: Any = error.__cause__
     if error.param is None or not hasattr(cause, "errors"):
         return None
-    names = [name for name in error.param.opts if name.startswith("--")] or error.param.opts
+    name = commandline.option_name(error.param.opts, args)
     found = cause.errors()[0]
     if found["type"].startswith("int_"):
         must = "it is a whole number"
@@ -245,8 +261,8 @@ def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None
     elif found["type"] == "greater_than_equal":
         must = f"it is {found['ctx']['ge']} or more"
     else:
-        return UsageError(f"{names[0]}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
-    return UsageError(f"{names[0]} is '{found['input']}'", must)
+        return UsageError(f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
+    return UsageError(f"{name} is '{found['input']}'", must)
 
 
 def _asks_for_json(args: list[str]) -> bool:

@@ -207,16 +207,16 @@ class SampleFlags:
     """How the next token is chosen, and when to stop. None = the model's own default."""
 
     predict: Annotated[
-        int,
+        str,
         _sampling(
             "-n",
             "--predict",
             "--n-predict",
             "--max-tokens",
             metavar="N",
-            help="Most new tokens; -1 = no limit.",
+            help="Most new tokens (5k works); -1 = no limit.",
         ),
-    ] = -1
+    ] = "-1"
     temperature: Annotated[
         float | None,
         _sampling("--temp", "--temperature", metavar="F", help="0 = greedy.", show_default="the model's, else 0.8"),
@@ -251,8 +251,6 @@ class SampleFlags:
 
     def options(self) -> SampleOptions:
         """Raises UsageError for a value out of range."""
-        if self.predict < 0 and self.predict not in (-1, -2):
-            raise UsageError(f"--predict is {self.predict}", "it is a number of tokens, or -1 for no limit")
         for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
             _check_finite(getattr(self, name), "--" + name.replace("_", "-"))
         _at_least(0, self.temperature, "--temp")
@@ -277,7 +275,9 @@ class SampleFlags:
             frequency_penalty=self.frequency_penalty,
             seed=self.seed,
             logit_bias=parse_logit_bias(self.logit_bias),
-            max_tokens=max(-1, self.predict),
+            max_tokens=-1
+            if self.predict.strip() == "-1"
+            else parse_tokens(self.predict, "--predict", "; -1 = no limit"),
             ignore_eos=self.ignore_eos,
             stop=tuple(self.stop),
         )

@@ -164,7 +164,7 @@ def test_lists_of_types():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("run", "-ub", "abc"), "--ubatch-size is 'abc'\n  it is a whole number\n"),
+        (("run", "-ub", "abc"), "-ub/--ubatch-size is 'abc'\n  it is a whole number\n"),
         (("run", "--temp", "warm"), "--temp is 'warm'\n  it is a number\n"),
         (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n  see kv run --help\n"),
     ],
@@ -183,3 +183,32 @@ def test_numbers_of_tokens():
 
 def test_logit_biases():
     assert parse_logit_bias(["5-1", "6+.5", "7-inf"]) == {5: -1, 6: 0.5, 7: float("-inf")}
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("-n", "5q"), "-n/--predict is '5q', which"),
+        (("-n5q",), "-n/--predict is '5q', which"),
+        (("--max-tokens=5q",), "--max-tokens/--predict is '5q', which"),
+        (
+            ("--predict", "-2"),
+            "--predict is '-2', which is not a number of tokens\n  write 4096 or 32k; -1 = no limit\n",
+        ),
+        (("-c", "4.5k"), "-c/--ctx-size is '4.5k', which"),
+        (("-t", "-5"), "-t/--threads is -5\n"),
+        (("-ub", "abc"), "-ub/--ubatch-size is 'abc'\n"),
+        (("-ub", "0"), "-ub/--ubatch-size is 0\n"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_an_option_is_called_as_the_user_typed_it(kv, args, told):
+    outcome = kv("run", "hello", *args)
+    assert outcome.code == 2 and outcome.err.startswith(f"kv: error: {told}")
+
+
+def test_most_new_tokens_may_be_given_in_thousands(kv):
+    kv.engine.answers = ["x"] * 3
+    for given, number in (("5k", 5120), ("0", 0), ("-1", -1)):
+        kv("run", "hello", "-n", given)
+        assert kv.engine.calls[-1][1].max_tokens == number
