@@ -1,4 +1,4 @@
-"""The commands of `kv` as Typer builds them, less its reading of options and its help pages."""
+"""The commands of `kv` as Typer builds them, but for the reading of options and the help pages, which are ours."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli import arguments, helptext, render
+from kvcli import commandline, helptext, render
 
 
-class _Ours:
-    """What all commands have: options by `arguments`, help pages by `helptext`."""
-
-    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:
-            path, interspersed = ctx.command_path, ctx.allow_interspersed_args
-            args = arguments.as_ours(args, self.get_params(ctx), path, interspersed)
-        return super().parse_args(ctx, args)
-
-    def get_help(self, ctx: Any) -> str:
-        return helptext.page(ctx, render.use_color(sys.stdout, ctx.obj.color)).rstrip("\n")
-
-
-class Command(_Ours, TyperCommand):
+class Command(TyperCommand):
     """A command."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _read(ctx, args))
 
-class Group(_Ours, TyperGroup):
+    def get_help(self, ctx: Any) -> str:
+        return _page(ctx)
+
+
+class Group(TyperGroup):
     """A command with commands below it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _read(ctx, args))
+
+    def get_help(self, ctx: Any) -> str:
+        return _page(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in self.commands:
             names = [name for name, command in self.commands.items() if not command.hidden]
-            raise arguments.no_command(args[0], ctx.command_path, names)
+            raise commandline.no_command(args[0], ctx.command_path, names)
         return super().resolve_command(ctx, args)
 
 
@@ -47,3 +46,17 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Any:
         return super().command(name, **{"cls": Command, **options})
+
+
+def _read(ctx: Any, args: list[str]) -> list[str]:
+    """The words for a command as Typer may read them. Raises UsageError."""
+    if ctx.resilient_parsing:  # a shell completes them
+        return args
+    reader = commandline.Reader(ctx.command.get_params(ctx), ctx.command_path)
+    read = reader.read(args, ctx.allow_interspersed_args)
+    ctx.obj.called |= reader.called
+    return read
+
+
+def _page(ctx: Any) -> str:
+    return helptext.page(ctx, render.use_color(sys.stdout, ctx.obj.color)).rstrip("\n")

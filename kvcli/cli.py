@@ -92,8 +92,6 @@ def _call(args: list[str], invocation: Invocation) -> int:
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
-    from kvcli import commandline
-
     command = _command(args)
     try:
         # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
@@ -101,9 +99,6 @@ def _call(args: list[str], invocation: Invocation) -> int:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code
-    except UsageError as error:
-        error.message = commandline.as_typed(error.message, commandline.leaf(command, args), args)
-        raise
     return 0
 
 
@@ -175,12 +170,11 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    from kvcli import render, streams
+    from kvcli import commandline, render, streams
 
-    known, plain_text = _as_kverror(error, args)
-    if plain_text:
-        streams.write_err(known.message + "\n")
-        return known.exit_code
+    known = _as_kverror(error)
+    if invocation and isinstance(known, UsageError):
+        known.message = commandline.as_typed(known.message, invocation.called)
     if invocation and invocation.verbose >= 2:
         import traceback
 
@@ -203,66 +197,58 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
     return known.exit_code
 
 
-def _as_kverror(error: BaseException, args: list[str]) -> tuple[KVError, bool]:
-    """The error as a KVError, and whether its message is a help page to be printed as it is."""
+def _as_kverror(error: BaseException) -> KVError:
+    """The error as one of ours, with a message and a hint for people."""
     import typer
 
     from kvcli import commandline
 
     if isinstance(error, KVError):
-        return error, False
+        return error
     usage_error = typer.BadParameter.__mro__[1]
     if isinstance(error, usage_error):
         text = error.format_message()  # type: ignore[attr-defined]
-        if type(error).__name__ == "NoArgsIsHelpError":
-            return UsageError(text), True
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "kv"
         help_page = f"see {path} --help"
-        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, args, help_page)):
-            return wrong, False
+        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
+            return wrong
         if context and (wrong := commandline.too_many(text, context.command, path)):
-            return wrong, False
-        if type(error).__name__ == "NoSuchOption" and context:
-            option = error.option_name  # type: ignore[attr-defined]
-            if wrong := commandline.dashed_text(option, context.command, args, path):
-                return wrong, False
-        return UsageError(text.rstrip("."), help_page), False
+            return wrong
+        return UsageError(text.rstrip("."), help_page)
     if isinstance(error, typer.Abort):
         interrupted = KVError("aborted")
         interrupted.exit_code = EXIT_INTERRUPTED
-        return interrupted, False
+        return interrupted
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
-        return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model"), False
+        return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model")
     if type(error).__name__ == "OutOfResources":  # Triton's
-        return KVError("this GPU is too small for the kernels of this model", "use --device cpu"), False
+        return KVError("this GPU is too small for the kernels of this model", "use --device cpu")
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRNOS and error.filename is None:
-        return OutputError(f"could not write the output: {error.strerror}"), False
+        return OutputError(f"could not write the output: {error.strerror}")
     text = str(error).partition("\n")[0][:300] or "no message"
-    return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback"), False
+    return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback")
 
 
-def _wrong_value(error: typer.BadParameter, args: list[str], help_page: str) -> UsageError | None:
+def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None:
     """An option's value that is no number, or one out of bounds, in our words; None for all else.
 
-    They follow from the cause, an error of pydantic, by which Typer reads values; one that does not keeps its words.
+    They follow from the cause, an error of pydantic, by which newer Typers read values; else Typer's own words stay.
     """
-    from kvcli import commandline
-
-    cause: Any = error.__cause__
-    if error.param is None or not hasattr(cause, "errors"):
+    if error.param is None or type(error).__name__ != "BadParameter":
         return None
-    name = commandline.option_name(error.param.opts, args)
-    found = cause.errors()[0]
+    name = next((name for name in error.param.opts if name.startswith("--")), error.param.opts[0])
+    cause: Any = error.__cause__
+    found: Any = cause.errors()[0] if hasattr(cause, "errors") else {"type": ""}
     if found["type"].startswith("int_"):
-        must = "it is a whole number"
+        must = "a whole number"
     elif found["type"].startswith("float_"):
-        must = "it is a number"
+        must = "a number"
     elif found["type"] == "greater_than_equal":
-        must = f"it is {found['ctx']['ge']} or more"
+        must = f"{found['ctx']['ge']} or more"
     else:
         return UsageError(f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
-    return UsageError(f"{name} is '{found['input']}'", must)
+    return UsageError(f"{name} must be {must}, not '{found['input']}'")
 
 
 def _asks_for_json(args: list[str]) -> bool:

@@ -1,42 +1,127 @@
-"""What the user typed, for messages about it: which of an option's names, words that are too many, a dash in front."""
+"""How the words of a command line are read before Typer sees them, and what is said of words that make no sense.
+
+`-n5` and `-c32k` are options with their values, `-vq` is two options without. Any other word with a dash in front is
+one option: it is never taken apart into letters, and where there is no such option an error says what is meant.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvcli import foreign
 from kvcli.errors import UsageError
 
 _SHOWN = 3  # of the words that are too many
 _TEXTS = ("prompt", "text")  # what arguments that are a user's text are called
 
 
-def leaf(command: Any, args: Sequence[str]) -> Any:
-    """The command that the first words of `args` lead to; options among them are passed over."""
-    for word in args:
-        command = getattr(command, "commands", {}).get(word, command)
-    return command
+class Reader:
+    """Reads the words for one command, whose options and arguments are `params`. `path`: the words that name it.
+
+    `called` tells what to call an option in messages, by the name that they would use: {"--predict": "-n/--predict"}
+    where -n was typed.
+    """
+
+    def __init__(self, params: Sequence[Any], path: str) -> None:
+        self.params, self.path = params, path
+        self.options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+        self.called: dict[str, str] = {}
+
+    def read(self, args: Sequence[str], interspersed: bool = True) -> list[str]:
+        """The words, with options of other programs replaced by ours of the same meaning.
+
+        Not `interspersed`: options end at the first word that is none. Raises UsageError for an option that the command
+        does not have.
+        """
+        words, found = list(args), list[str]()
+        while words and words[0] != "--":
+            word = words.pop(0)
+            if word.startswith("-") and word != "-":
+                found += self._option(word, words)
+            else:
+                found.append(word)
+                if not interspersed:
+                    break
+        return found + words
+
+    def _option(self, word: str, rest: list[str]) -> list[str]:
+        """The words that stand for an option; its value may be taken from the rest."""
+        name, value = self._parts(word)
+        ours = self._ours(name)
+        if ours is None:
+            if value is None and self._is_row(word):
+                return [word]
+            raise self._missing(word, name)
+        self.called |= {each: f"{name}/{each}" for each in self.options[ours].opts if name != each}
+        if not _takes_value(self.options[ours]):
+            if value is not None:
+                raise UsageError(f"{name} takes no value: {word}", f"see {self.path} --help")
+            return [ours]
+        if value is None and rest:
+            value = rest.pop(0)
+        if value is None:
+            return [ours]
+        return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
+
+    def _parts(self, word: str) -> tuple[str, str | None]:
+        """--name=value, -n=value or -n5: a name, and the value that is part of the word."""
+        name, equals, value = word.partition("=")
+        if not equals and word not in self.options and (attached := re.match(r"(-[A-Za-z]+)([^A-Za-z].*)", word, re.S)):
+            return attached[1], attached[2]
+        return name, value if equals else None
+
+    def _ours(self, name: str) -> str | None:
+        """The option of this command that is meant, if its name or one of the same meaning is known."""
+        spelled = _dashed(name)
+        return next((each for each in (spelled, foreign.ALIASES.get(spelled)) if each in self.options), None)
+
+    def _is_row(self, word: str) -> bool:
+        """Whether a word is several options of one letter, none of which takes a value."""
+        each = [self.options.get(f"-{letter}") for letter in word[1:]]
+        return all(option is not None and not _takes_value(option) for option in each)
+
+    def _missing(self, word: str, name: str) -> UsageError:
+        """The error for an option that does not exist: what there is instead, as far as we know."""
+        spelled, hint = _dashed(name), f"see {self.path} --help"
+        if spelled in foreign.NOTES:
+            return UsageError(f"{name} {foreign.NOTES[spelled]}", hint)
+        alike = 0.7 if word.startswith("--") else 0.85
+        if near := difflib.get_close_matches(f"--{spelled.lstrip('-')}", self.options, 2, alike):
+            hint = f"did you mean {' or '.join(near)}?"
+        elif (option := self.options.get(word[:2])) and _takes_value(option):
+            hint = f"did you mean {word[:2]} {word[2:]}?"
+        elif not word.startswith("--") and _takes_text(self.params):
+            hint += f'; for a text that begins with -: {self.path} -- "-..."'
+        return UsageError(f"no such option: {name if '=' in word else word}", hint)
 
 
-def option_name(names: Sequence[str], args: Sequence[str], name: str = "") -> str:
-    """`name`, or the first long one of an option's names; where `args` have another one, behind that: -n/--predict."""
-    name = name or next((name for name in names if name.startswith("--")), names[0])
-    typed = [other for other in names if any(_is(other, word) for word in args)]
-    return f"{typed[0]}/{name}" if typed and name not in typed else name
+def _takes_value(param: Any) -> bool:
+    return not param.is_flag and not param.count
 
 
-def as_typed(message: str, command: Any, args: Sequence[str]) -> str:
-    """A message that begins with the name of an option, with the one that the user typed in front of it."""
+def _dashed(name: str) -> str:
+    """--ctx_size as --ctx-size."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def no_command(word: str, path: str, commands: Iterable[str]) -> UsageError:
+    """The error for a command that does not exist below `path`: what there is instead."""
+    help_page = f"see {path} --help"
+    if path == "kv" and word in foreign.COMMANDS:
+        help_page = foreign.COMMANDS[word]
+    elif near := difflib.get_close_matches(word, list(commands), 2):
+        help_page = f"did you mean {' or '.join(f'{path} {name}' for name in near)}?"
+    return UsageError(f"no such command: {path} {word}", help_page)
+
+
+def as_typed(message: str, given: Mapping[str, str]) -> str:
+    """A message that begins with the name of an option, which is called there as `given` says: -n/--predict."""
     name = re.match(r"--[\w-]*\w|", message)[0]  # type: ignore[index]
-    names = next((param.opts for param in command.params if name in param.opts), [name])
-    return option_name(names, args, name) + message.removeprefix(name)
-
-
-def _is(name: str, word: str) -> bool:
-    """Whether a word of the command line is this option: -c in '-c' and '-c5', --ctx-size in '--ctx-size=5'."""
-    return word == name or word.startswith(name if len(name) == 2 else f"{name}=")
+    return given.get(name, name) + message.removeprefix(name)
 
 
 def too_many(message: str, command: Any, path: str) -> UsageError | None:
@@ -47,32 +132,16 @@ def too_many(message: str, command: Any, path: str) -> UsageError | None:
     words = found[1].split(" ")
     more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
     told = f"unexpected argument{'s' if words[1:] else ''}: {' '.join(words[:_SHOWN])}{more}"
-    if not takes_text(command):
+    if not _takes_text(command.params):
         return UsageError(told, f"see {path} --help")
     if not any(os.path.isfile(word) for word in words):
         return UsageError(told, "put the text in quotes")
-    repeat = (
-        "repeat -f for each file, or " if any(param.multiple for param in command.params if _is_file(param)) else ""
-    )
+    many = any(param.multiple for param in command.params if "--file" in param.opts)
+    repeat = "repeat -f for each file, or " if many else ""
     return UsageError(told, f"{repeat}cat FILES | {path}")
 
 
-def _is_file(param: Any) -> bool:
-    return "--file" in param.opts
-
-
-def dashed_text(option: str, command: Any, args: Sequence[str], path: str) -> UsageError | None:
-    """For an option that does not exist and may be the text of the command `path`: -hello is a row of short ones."""
-    if option.startswith("--") or not takes_text(command):
-        return None
-    word = next((word for word in args if re.match(r"-[^-]", word) and option[1] in word), option)
-    where = "" if word == option else f" (in {word!r})"
-    return UsageError(
-        f"no such option: {option}{where}", f'see {path} --help; for a text that begins with -: {path} -- "-..."'
-    )
-
-
-def takes_text(command: Any) -> bool:
-    """Whether one of its arguments is a text of the user's."""
-    arguments = (param for param in command.params if param.param_type_name == "argument")
+def _takes_text(params: Sequence[Any]) -> bool:
+    """Whether an argument among these is a text of the user's."""
+    arguments = (param for param in params if param.param_type_name == "argument")
     return any(str(param.metavar or param.name).lower() in _TEXTS for param in arguments)

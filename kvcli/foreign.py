@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # Ours, and names of the same meaning.
 _ALIASES = {
-    "--ctx-size": "--num-ctx --n-ctx --context-length --context-size --max-model-len --max-seq-len --max-context-length",
+    "--ctx-size": "--num-ctx --n-ctx --context-length --context-size --max-model-len --max-seq-len",
     "--predict": "--num-predict --max-new-tokens",
     "--model": "-hf -hfr --hf-repo --model-path",
     "--threads": "--num-thread --num-threads --n-threads",
@@ -53,7 +53,7 @@ _NOTES = {
     "--max-kv-size": "is --ctx-size N --evict sink here",
     "--context-shift --no-context-shift -lcs": "is --evict sink here; without it nothing is forgotten",
     "-cnv --conversation -i --interactive --interactive-first -if": "is the command kv chat here",
-    "-no-cnv --no-conversation -st --single-turn": "is not needed: kv run answers one prompt, and --raw uses no template",
+    "-no-cnv --no-conversation -st --single-turn": "is not needed: kv run answers one prompt; --raw uses no template",
     "-mli --multiline-input": 'is not needed: in kv chat """ begins and ends a message of several lines',
     "-co": "is --color auto, always or never here",
     "-hff --hf-file": "is part of the model's name here: -m org/repo:FILE",
@@ -71,7 +71,7 @@ _NOTES = {
     "--grammar --grammar-file -j --json-schema --json-schema-file --format --response-format": (
         "has no counterpart: answers cannot be bound to a grammar or a schema"
     ),
-    "--lora --lora-scaled --lora-path --adapter-path --control-vector": "has no counterpart: adapters are not supported",
+    "--lora --lora-scaled --lora-path --adapter-path": "has no counterpart: adapters are not supported",
     "-md --model-draft --draft --draft-max --draft-model --speculative-config": (
         "has no counterpart: there is no speculative decoding"
     ),

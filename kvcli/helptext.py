@@ -99,7 +99,7 @@ def _options(context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 def section(param: Any) -> str:
     """The title under which an option or argument stands."""
-    if param.name == "help":
+    if "--help" in param.opts:
         return GLOBAL
     fallback = ARGUMENTS if param.param_type_name == "argument" else OPTIONS
     return getattr(param, "rich_help_panel", None) or fallback

@@ -40,7 +40,10 @@ def _offline_by_environment() -> bool:
 
 @dataclass
 class Invocation:
-    """The global options. `json` is true once the command's own --json or --jsonl was seen."""
+    """The global options. `json` is true once the command's own --json or --jsonl was seen.
+
+    `called`: what to call an option in messages, by the name that they would use, where it was given under another one.
+    """
 
     verbose: int = 0
     quiet: bool = False
@@ -48,6 +51,7 @@ class Invocation:
     progress: Bars = Bars.auto
     offline: bool = field(default_factory=_offline_by_environment)
     json: bool = False
+    called: dict[str, str] = field(default_factory=dict)
 
 
 def _note_json(ctx: typer.Context, value: bool) -> bool:

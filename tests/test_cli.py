@@ -151,11 +151,11 @@ def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("nonsense",), "No such command 'nonsense'"),
-        (("fail", "--nonsense"), "No such option"),
+        (("nonsense",), "no such command: kv nonsense"),
+        (("fail", "--nonsense"), "no such option: --nonsense"),
         (("fail",), "Missing "),
         (("fail", "show", "--color", "pink"), "--color: 'pink' is not one of"),
-        (("--nonsense",), "No such option"),
+        (("--nonsense",), "no such option: --nonsense"),
     ],
 )
 def test_usage_errors(arguments: tuple[str, ...], message: str, faulty: list[str], kv_here: KvHere) -> None:

@@ -164,8 +164,8 @@ def test_lists_of_types():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("run", "-ub", "abc"), "-ub/--ubatch-size is 'abc'\n  it is a whole number\n"),
-        (("run", "--temp", "warm"), "--temp is 'warm'\n  it is a number\n"),
+        (("run", "-ub", "abc"), "-ub/--ubatch-size must be a whole number, not 'abc'\n"),
+        (("run", "--temp", "warm"), "--temp must be a number, not 'warm'\n"),
         (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n  see kv run --help\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
@@ -197,7 +197,7 @@ def test_logit_biases():
         ),
         (("-c", "4.5k"), "-c/--ctx-size is '4.5k', which"),
         (("-t", "-5"), "-t/--threads is -5\n"),
-        (("-ub", "abc"), "-ub/--ubatch-size is 'abc'\n"),
+        (("-ub", "abc"), "-ub/--ubatch-size must be a whole number"),
         (("-ub", "0"), "-ub/--ubatch-size is 0\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",

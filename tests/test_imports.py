@@ -56,8 +56,8 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
-kvcli.cacheflags kvcli.commandline kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.lineeditor kvcli.streams
-kvcli.flags kvcli.invocation
+kvcli.cacheflags kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.lineeditor kvcli.streams
+kvcli.commandline kvcli.flags kvcli.invocation
 kvcli.render
 kvcli.app kvcli.globaloptions
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
