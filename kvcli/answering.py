@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.interrupt import FINISH, Interrupts
@@ -30,6 +30,7 @@ class Job:
     verify: bool = False  # compare the memory plan with what the process took
     history: bool = False  # the prompt is a whole conversation, see Engine.generate
     cut: Cut | None = None  # what is missing of the prompt
+    told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
 
 
 def settle(engine: Engine, sampling: SampleOptions) -> SampleOptions:
@@ -62,7 +63,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
     memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
     checked = verify(engine, max(1, sequence.length)) if job.verify else None
-    result = Result(job.model, text, end, cache, job.sampling, engine.notices, memory, checked, job.cut)
+    result = Result(job.model, text, end, cache, job.sampling, list(job.told), memory, checked, job.cut)
     job.sink.end(result, end.text)
     return result
 

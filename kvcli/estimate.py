@@ -282,9 +282,10 @@ def plan_for_engine(
             "use a smaller model or free memory; kv estimate shows what takes how much",
         )
     if cache.ctx_size:
+        beyond = f", beyond the {trained:,} the model was trained on" if fits > trained else ""
         raise DoesNotFit(
             f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
-            f"the largest that fits is -c {fits}; kv estimate compares cache types",
+            f"the largest that fits is -c {fits}{beyond}; kv estimate compares cache types",
         )
     chosen = setting.whole(layout, fits)
     return (

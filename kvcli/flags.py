@@ -17,9 +17,10 @@ import typer
 
 from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages, one_pair
 from kvcli.errors import UsageError
-from kvcli.inputs import check_argument, read_file
+from kvcli.inputs import argument, read_file
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.host.memory import main_memory, parse_size
+from kvcli.telling import Tell
 
 DEFAULT_MODEL = "smollm2"
 MAX_CTX = 1 << 31
@@ -193,13 +194,13 @@ class SystemFlags:
         str | None, _prompt("-sysf", "--system-file", metavar="FILE", help="System message from a file.")
     ] = None
 
-    def text(self) -> str | None:
+    def text(self, tell: Tell) -> str | None:
         """Raises UsageError, InputBytesError."""
         if self.system is not None and self.system_file is not None:
             raise UsageError("the system message is given twice, as --system and as --system-file")
         if self.system_file is not None:
             return read_file(self.system_file)
-        return None if self.system is None else check_argument(self.system, "the system message")
+        return None if self.system is None else argument(self.system, "the system message", "-sysf", tell)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Invocation:
     """The global options. `json` is true once the command's own --json or --jsonl was seen.
 
     `called`: what to call an option in messages, by the name that they would use, where it was given under another one.
+    `told`: every warning and notice of this call, whether or not it was to be seen on stderr.
     """
 
     verbose: int = 0
@@ -52,6 +53,7 @@ class Invocation:
     offline: bool = field(default_factory=_offline_by_environment)
     json: bool = False
     called: dict[str, str] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
 
 
 def _note_json(ctx: typer.Context, value: bool) -> bool:

@@ -37,8 +37,20 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
     from kvcli.runtime.engine import Engine
 
     engine = Engine.open(path, load, cache)  # maps the file: too quick for a bar
-    for text in engine.notices:
-        tell = render.announce if text == engine.shortened else render.notice
-        tell(text, invocation)
+    _tell(engine, 0, invocation)
     engine.tell = partial(render.warn, invocation=invocation)
     return engine
+
+
+def keep_prompt(engine: Engine, n_tokens: int, invocation: Invocation) -> None:
+    """`Engine.keep_prompt`, and what it says of it."""
+    known = len(engine.notices)
+    engine.keep_prompt(n_tokens)
+    _tell(engine, known, invocation)
+
+
+def _tell(engine: Engine, known: int, invocation: Invocation) -> None:
+    """What the engine has noted since there were `known` notices."""
+    for text in engine.notices[known:]:
+        tell = render.announce if text in engine.doubts else render.notice
+        tell(text, invocation)

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from kvcli.errors import OutputError, UsageError
 from kvcli.invocation import Invocation
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.host.memory import parse_size
-
-if TYPE_CHECKING:
-    from kvcli.runtime.promptcaches.keeping import Tell
 
 _option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
 CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
@@ -122,11 +119,3 @@ def parse_time(text: str, flag: str) -> float:
     if match is None:
         raise UsageError(f"{flag} is '{text}', which is not a time", "write 30m, 36h or 7d")
     return float(match[1]) * _SECONDS[match[2]]
-
-
-def telling(invocation: Invocation) -> Tell:
-    """How prompt caches reach the user of this call."""
-    from kvcli.runtime.promptcaches.keeping import Tell
-
-    how = (functools.partial(tell, invocation=invocation) for tell in (render.warn, render.announce, render.notice))
-    return Tell(*how)

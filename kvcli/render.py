@@ -13,11 +13,13 @@ import sys
 import time
 import unicodedata
 from collections.abc import Collection, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
 from kvcli.invocation import Bars, Invocation, When
 from kvcli.streams import write_err
+from kvcli.telling import Tell
 
 _RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
@@ -117,6 +119,7 @@ def print_error(message: str, hint: str, when: When = When.auto) -> None:
 
 def warn(message: str, invocation: Invocation) -> None:
     """Something was lost or is not as asked: always said, even with -q."""
+    invocation.told.append(message)
     color = use_color(sys.stderr, invocation.color)
     label = f"{_YELLOW}warning:{_RESET}" if color else "warning:"
     write_err(f"kv: {label} {one_line(message)}\n")
@@ -124,16 +127,23 @@ def warn(message: str, invocation: Invocation) -> None:
 
 def announce(message: str, invocation: Invocation) -> None:
     """Something that takes long or costs space and was not asked for by name: said unless -q."""
+    invocation.told.append(message)
     if not invocation.quiet:
         write_err(f"kv: {one_line(message)}\n")
 
 
 def notice(message: str, invocation: Invocation) -> None:
     """Good to know: said on a terminal or with -v."""
+    invocation.told.append(message)
     if not invocation.quiet and (invocation.verbose or is_terminal(sys.stderr)):
         color = use_color(sys.stderr, invocation.color)
         text = f"kv: {one_line(message)}"
         write_err(f"{_DIM}{text}{_RESET}\n" if color else f"{text}\n")
+
+
+def telling(invocation: Invocation) -> Tell:
+    """The three ways above, for what knows nothing of this call."""
+    return Tell(*(partial(tell, invocation=invocation) for tell in (warn, announce, notice)))
 
 
 class Progress:

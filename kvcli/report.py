@@ -70,10 +70,31 @@ class Result:
     end: End
     cache: CacheFacts
     params: SampleOptions  # with every default filled in
-    warnings: list[str]
+    told: list[str]
     memory: MemoryFacts
     verification: Verification | None = None  # with --verify-estimate
     cut: Cut | None = None  # of the prompt, which was too long
+
+    @property
+    def losses(self) -> list[str]:
+        """What of the text was no longer seen, of the prompt and of what came after it."""
+        kept, gone, evicted = self.cache.retention, self.end.prompt_evicted, self.cache.evicted
+        if kept is None:
+            return []
+        parts = (
+            ("before the answer began", kept.keep, gone, self.end.usage.prompt_tokens),
+            ("during the answer", kept.keep + gone, evicted - gone, self.cache.tokens + evicted),
+        )
+        return [
+            f"evicted {when}: tokens {first:,} to {first + count - 1:,} of {total:,}"
+            for when, first, count, total in parts
+            if count > 0
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that the user is told, however the result is shown."""
+        return [*self.told, *self.losses]
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
@@ -86,17 +107,6 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
 def context_full(cache: CacheFacts) -> str:
     """Why an answer ended early."""
     return f"stop: context full ({cache.tokens}/{cache.limit})"
-
-
-def prompt_evicted(result: Result) -> str:
-    """What an answer never saw of its prompt; "" = it saw everything."""
-    gone, kept = result.end.prompt_evicted, result.cache.retention
-    if not gone or kept is None:
-        return ""
-    return (
-        f"evicted before the answer began: tokens {kept.keep:,} to {kept.keep + gone - 1:,} of"
-        f" {result.end.usage.prompt_tokens:,}"
-    )
 
 
 def stats_line(result: Result, loaded: bool = True) -> str:

@@ -120,6 +120,7 @@ class FakeEngine:
         self.sampling_defaults: dict[str, float] = {}
         self.cache_types = ("f32", "f32")
         self.notices: list[str] = []
+        self.doubts: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
         self.retention, self.keeps_prompt = None, False
         group = SimpleNamespace(page_bytes=1 << 20)

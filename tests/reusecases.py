@@ -12,7 +12,7 @@ from kvcli.options import CacheOptions, PromptCacheOptions
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
 from kvcli.runtime.promptcaches.promptstore import entries, folders
-from kvcli.runtime.promptcaches.reuse import Tell
+from kvcli.telling import Tell
 
 FOUR = replace(DRAWN, max_tokens=4)
 

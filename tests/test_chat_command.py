@@ -86,6 +86,16 @@ def test_bytes_that_are_not_utf8_end_the_script(kv):
     assert "message 2 is not UTF-8: byte 0xff at offset 1" in outcome.err
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_message(kv):
+    kv("chat", "--script", stdin="\ufefffirst\n\ufeffsecond\n".encode())
+    assert asked(kv) == "user:firstassistant:oneuser:\ufeffsecondassistant:"
+
+
+def test_a_script_in_another_encoding_is_refused(kv):
+    outcome = kv("chat", "--script", stdin="first\nsecond\n".encode("utf-16"))
+    assert (outcome.code, outcome.out) == (65, "") and "message 1 is UTF-16" in outcome.err and "iconv" in outcome.err
+
+
 def test_a_model_without_a_template_is_an_error(kv):
     kv.engine.template = None
     outcome = chat(kv, "hi\n")

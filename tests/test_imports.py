@@ -24,7 +24,7 @@ def whole(name: str) -> str:
 # kvcli.runtime.
 LAYERS = """
 kvcli
-kvcli.errors kvcli.options kvcli.paths
+kvcli.errors kvcli.options kvcli.paths kvcli.telling
 kvcli.kernels
 kvcli.runtime .cache .download .host .planning .promptcaches .text
 .cache.cachetypes .events .eviction .download.growth .ggufkeys

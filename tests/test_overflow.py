@@ -155,6 +155,9 @@ def test_a_run_beyond_the_context(kv_here: KvHere):
     assert not kv["lossless"] and kv["losses"][0].startswith("evicted: ") and kv["losses"][1].startswith("quantized: ")
     assert any("old tokens are forgotten: the first 4 and the last 32" in x for x in value["warnings"])
     assert f"tok ({kv['evicted_tokens']} evicted, " in err and "until more are)" in err
+    total = value["usage"]["prompt_tokens"] + 119
+    gone = f"evicted during the answer: tokens 4 to {3 + kv['evicted_tokens']} of {total}"
+    assert f"kv: warning: {gone}\n" in err and value["warnings"][-1] == gone
 
 
 def test_a_prompt_that_is_evicted_in_part_is_told(kv_here: KvHere):
@@ -162,7 +165,7 @@ def test_a_prompt_that_is_evicted_in_part_is_told(kv_here: KvHere):
     code, value, err = run(kv_here, prompt[:60], "-c", "128", "--evict", "sink", "--window", "16", "-n", "1")
     assert code == 0 and value["prompt_evicted_tokens"] > 0
     first = f"evicted before the answer began: tokens 4 to {3 + value['prompt_evicted_tokens']} of"
-    assert first in err
+    assert first in err and any(first in warning for warning in value["warnings"]) and "during" not in err
     code, value, err = run(kv_here, prompt, "-c", "40", "--evict", "window", "-n", "1")
     assert code == 5 and "more than the context of 40" in value["error"]["message"]
 
@@ -174,6 +177,7 @@ def test_kept_prompts(kv_here: KvHere, keep: str, code: int):
     if code == 0:
         kept = value["usage"]["prompt_tokens"] if keep == "-1" else 20
         assert value["kv"]["keep"] == kept and value["usage"]["completion_tokens"] == 80
+        assert [warning.startswith("old tokens are forgotten") for warning in value["warnings"]] == [True, False]
     else:
         assert "48 for the 33 kept in whole pages + at least 16 of window + a page of 16" in value["error"]["message"]
 

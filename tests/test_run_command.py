@@ -152,17 +152,23 @@ def test_a_dash_fixes_the_place_of_stdin(kv, tmp_path):
     kv("run", "-f", "-", "-f", str(tmp_path / "b"), "-p", "tell me", stdin=b"piped")
     assert question(kv) == "piped\n\nB\n\ntell me"
     assert kv("run", "-f", "-", "-f", "-", stdin=b"x").code == 2
-    assert kv("run", "-f", "-", "--no-stdin", stdin=b"x").code == 2
 
 
-def test_stdin_may_be_empty_forbidden_or_the_whole_prompt(kv):
-    kv.engine.answers = ["x"] * 3
+def test_stdin_may_be_empty_left_alone_or_the_whole_prompt(kv, monkeypatch):
+    kv.engine.answers = ["x"] * 5
     kv("run", "hello", stdin=b"")
     assert question(kv) == "hello"
     kv("run", "hello", "--no-stdin", stdin=b"piped")
     assert question(kv) == "hello"
+    kv("run", "hello", "--no-stdin", "-f", "-", stdin=b"piped")
+    assert question(kv) == "piped\n\nhello"
     kv("run", stdin=b"piped")
     assert question(kv) == "piped"
+    monkeypatch.setenv("KV_NO_STDIN", "1")
+    kv("run", "hello", stdin=b"piped")
+    assert question(kv) == "hello"
+    outcome = kv("run", stdin=b"piped")
+    assert outcome.code == 2 and "-f - for stdin, which --no-stdin leaves alone" in outcome.err
 
 
 @pytest.mark.parametrize("stdin", [None, b"", b"\n"])
@@ -212,6 +218,67 @@ def test_a_silent_pipe_is_mentioned(kv, monkeypatch):
     thread.join()
     assert outcome.err == "kv: waiting for stdin (use --no-stdin)\n"
     assert question(kv) == "late\n\nhello"
+
+
+def test_how_much_came_from_stdin_is_said(kv, monkeypatch):
+    """On a terminal or with -v; always where the program that started `kv` has the same stdin and may miss it."""
+    kv.engine.answers = ["x"] * 6
+    lines = "kv: read 2 lines (11 bytes) from stdin into the prompt"
+    assert kv("run", "hello", stdin=b"one\ntwo\n...").err == ""
+    assert kv("run", "hello", "-v", "--no-stats", stdin=b"one\ntwo ...").err == f"{lines}\n"
+    assert kv("run", "-v", "--no-stats", stdin=b"one\ntwo ...").err == ""  # it is the whole prompt
+    assert kv("run", "-f", "-", "hello", "-v", "--no-stats", stdin=b"one\ntwo ...").err == ""  # it was asked for
+    monkeypatch.setattr(inputs, "_inherited", lambda: True)
+    outcome = kv("run", "hello", "--json", stdin=b"one")
+    told = "read 1 line (3 bytes) from stdin into the prompt; --no-stdin leaves them to the calling program"
+    assert outcome.err == f"kv: {told}\n" and json.loads(outcome.out)["warnings"] == [told]
+    assert kv("run", "hello", stdin=b"").err == ""
+
+
+def test_the_rest_of_a_file_that_a_loop_reads_is_left_to_it(kv, tmp_path):
+    kv.engine.answers = ["x"] * 4
+    path = tmp_path / "questions"
+    path.write_bytes(b"one\ntwo\n")
+
+    def rest(at: int) -> int:
+        number = os.open(path, os.O_RDONLY)
+        os.lseek(number, at, os.SEEK_SET)
+        return number
+
+    outcome = kv("run", "hello", "--json", stdin=rest(4))
+    told = "stdin is not read: another program (a loop?) has read 4 of its 8 bytes; --no-stdin is silent about it"
+    assert question(kv) == "hello" and f"kv: warning: {told}, -f - reads the rest\n" == outcome.err
+    assert told in json.loads(outcome.out)["warnings"][0]
+    for args, at, asked_for in (
+        (("hello",), 8, "hello"),  # nothing is left
+        (("-f", "-", "hello"), 4, "two\n\nhello"),
+        ((), 4, "two"),
+    ):
+        assert kv("run", *args, stdin=rest(at)).err == "" and question(kv) == asked_for
+
+
+def test_names_above_files(kv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kv.engine.answers = ["x"] * 2
+    for name in ("a.c", "b.h", "empty"):
+        (tmp_path / name).write_text("" if name == "empty" else f"in {name}\n")
+    kv("run", "--file-names", "-f", "a.c", "-f", "empty", "-f", "b.h", "Why?", stdin=b"piped\n")
+    files = "==> a.c <==\nin a.c\n\n==> empty <==\n\n\n==> b.h <==\nin b.h\n\n==> standard input <==\npiped"
+    assert question(kv) == f"{files}\n\nWhy?"
+    kv("run", "-f", "a.c", "-f", "b.h", "Why?")
+    assert question(kv) == "in a.c\n\nin b.h\n\nWhy?"
+
+
+def test_a_text_that_is_the_name_of_a_file_is_said(kv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kv.engine.answers = ["x"] * 3
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    outcome = kv("run", "-f", "a.txt", "b.txt")
+    assert outcome.err == ("kv: warning: the prompt is 'b.txt', not what is in the file of that name; -f reads files\n")
+    outcome = kv("run", "hello", "-sys", "b.txt")
+    assert outcome.err.startswith("kv: warning: the system message is 'b.txt'") and "-sysf reads files" in outcome.err
+    assert kv("run", "c.txt").err == ""
 
 
 def test_system_message_from_text_and_file(kv, tmp_path):

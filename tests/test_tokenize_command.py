@@ -76,7 +76,7 @@ def test_control_tokens_only_when_asked(kv, model):
 
 
 def test_files_and_stdin_are_taken_exactly(kv, model, tmp_path):
-    text = "the pages\r\n\n"
+    text = "\ufeffthe pages\r\n\n"
     (tmp_path / "t.txt").write_bytes(text.encode())
     expected = (" ".join(map(str, [0, *ids_of(text)])) + "\n").encode()
     assert run(kv, model, "--ids", "-f", "t.txt").stdout == expected

@@ -12,7 +12,7 @@ import typer
 from kvcli import cachefiles, opening, render, report
 from kvcli.answering import Job, answer, settle
 from kvcli.app import App
-from kvcli.commands.run import PromptFlags, Question
+from kvcli.commands.run import PromptFlags
 from kvcli.errors import CacheFileError, CheckFailed, OutputError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SystemFlags, grouped
@@ -21,7 +21,7 @@ from kvcli.helptext import STORES
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.options import PromptCacheOptions, SampleOptions
-from kvcli.promptcacheflags import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder, telling, writable
+from kvcli.promptcacheflags import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder, writable
 from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.sinks import NoSink
@@ -121,15 +121,15 @@ def build(
     """Prefill a prompt and keep its rows in a file, for kv run --prompt-cache; nothing is generated."""
     invocation: Invocation = ctx.obj
     with Interrupts(last_words) as interrupts:
-        question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+        question = prompt.question(instruction, system, invocation)
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
         engine = opening.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
         ids = question.ids(engine)
         if engine.keeps_prompt and len(ids) <= engine.ctx_size:
-            engine.keep_prompt(len(ids))
+            opening.keep_prompt(engine, len(ids), invocation)
         options = settle(engine, SampleOptions(max_tokens=0))
         job = Job(model.model, options, NoSink(invocation), interrupts)
-        with closing(engine.use_caches(PromptCacheOptions(file=file, strict=True), telling(invocation))):
+        with closing(engine.use_caches(PromptCacheOptions(file=file, strict=True), render.telling(invocation))):
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
         raise OutputError(f"{file} was not made", "the line above says why")
@@ -155,7 +155,7 @@ def explain(
     from kvcli import cachechecks
 
     invocation: Invocation = ctx.obj
-    question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+    question = prompt.question(instruction, system, invocation)
     with PromptCacheFile(cachefiles.locate(name, store_folder(cache_dir))) as file:
         contents = file.contents
     with Interrupts(last_words) as interrupts:

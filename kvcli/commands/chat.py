@@ -18,10 +18,10 @@ from kvcli.errors import ContextOverflow, KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.helptext import GENERATE
-from kvcli.inputs import decode_utf8
+from kvcli.inputs import decode, drop_mark
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
-from kvcli.promptcacheflags import StoreFlags, telling
+from kvcli.promptcacheflags import StoreFlags
 from kvcli.runtime.promptcaches import sessions
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, keys_wait, say
@@ -106,7 +106,7 @@ def chat(
         flags.check()
         load, sampling = model.options(invocation.offline), sample.options()
         cache_options = cache.options(evict.options(cache.page_size))
-        message, name, kept = system.text(), flags.session_name(), store.options(invocation)
+        message, name, kept = system.text(render.telling(invocation)), flags.session_name(), store.options(invocation)
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
@@ -114,8 +114,8 @@ def chat(
         conversation = _conversation(engine, message)
         with closing(_branches(name, load.model, engine, conversation, invocation)) as branches:
             if engine.keeps_prompt:
-                engine.keep_prompt(conversation.system_tokens())
-            with closing(engine.use_caches(kept, telling(invocation))) as caches:
+                opening.keep_prompt(engine, conversation.system_tokens(), invocation)
+            with closing(engine.use_caches(kept, render.telling(invocation))) as caches:
                 session = ChatSession(engine, conversation, options, sink, interrupts, branches)
                 interrupts.stage = UNWIND
                 try:
@@ -176,9 +176,11 @@ def read_messages(end: bytes) -> Iterator[str]:
         *messages, held = (held + block).split(end)
         for message in messages:
             number += 1
-            yield decode_utf8(message.removesuffix(b"\r") if end == b"\n" else message, f"message {number}")
+            text = decode(message.removesuffix(b"\r") if end == b"\n" else message, f"message {number}")
+            yield drop_mark(text) if number == 1 else text
     if held:
-        yield decode_utf8(held, f"message {number + 1}")
+        text = decode(held, f"message {number + 1}")
+        yield text if number else drop_mark(text)
 
 
 def _talk(session: ChatSession, invocation: Invocation) -> None:

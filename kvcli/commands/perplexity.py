@@ -66,7 +66,7 @@ class TextFlags:
         names = self.file or ["-"]
         if names.count("-") > 1:
             raise UsageError("-f - stands twice; stdin can be read once")
-        tell = partial(render.announce, invocation=invocation)
+        tell = render.telling(invocation)
         return [("stdin", inputs.read_stdin(tell)) if name == "-" else (name, inputs.read_file(name)) for name in names]
 
 

@@ -19,7 +19,7 @@ from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
 from kvcli.overflow import ERROR, Cut, answer_leaves, cut_text
-from kvcli.promptcacheflags import FileFlags, StoreFlags, telling
+from kvcli.promptcacheflags import FileFlags, StoreFlags
 from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
 
 
-def _option(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel="Prompt")
+_option = partial(typer.Option, rich_help_panel="Prompt")
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,32 @@ class PromptFlags:
         list[str],
         _option("-f", "--file", metavar="FILE", help="Text before the prompt; - = stdin here (repeat)."),
     ] = field(default_factory=list)
-    no_stdin: Annotated[bool, _option("--no-stdin", help="Never read stdin.")] = False
+    file_names: Annotated[
+        bool,
+        _option("--file-names", help="Above each file's text, a line with its name: ==> FILE <==."),
+    ] = False
+    no_stdin: Annotated[
+        bool,
+        _option(
+            "--no-stdin",
+            envvar="KV_NO_STDIN",
+            help="Leave stdin alone, as in a loop that reads from it; only -f - reads it.",
+        ),
+    ] = False
     raw: Annotated[bool, _option("--raw", help="No chat template: continue the text.")] = False
     special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
 
-    def read(self, instruction: str | None, invocation: Invocation) -> str:
-        """The prompt's text. Raises UsageError, InputBytesError."""
+    def question(self, instruction: str | None, system: SystemFlags, invocation: Invocation) -> Question:
+        """What is asked. Raises UsageError, InputBytesError."""
         if self.prompt is not None and instruction is not None:
             raise UsageError("the prompt is given twice, as -p and as an argument")
         if self.special and not self.raw:
             raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+        tell = render.telling(invocation)
+        message = system.text(tell)
         text = instruction if self.prompt is None else self.prompt
-        tell = partial(render.announce, invocation=invocation)
-        return assemble_prompt(text, self.file, not self.no_stdin, tell)
+        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names)
+        return Question(message, text, self.raw, self.special)
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,9 @@ def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
     return result
 
 
-def _fitting(engine: Engine, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
+def _fitting(
+    engine: Engine, question: Question, policy: str, max_tokens: int, invocation: Invocation
+) -> tuple[list[int], Cut | None]:
     """The prompt's ids, cut to the context where `policy` wants that; the engine learns what --keep -1 is."""
     ids, cut = question.ids(engine), None
     if len(ids) > engine.ctx_size and policy != ERROR:
@@ -155,7 +169,7 @@ def _fitting(engine: Engine, question: Question, policy: str, max_tokens: int) -
         room = answer_leaves(engine.ctx_size, max_tokens, retention)
         ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room)
     if engine.keeps_prompt and len(ids) <= engine.ctx_size:
-        engine.keep_prompt(len(ids))
+        opening.keep_prompt(engine, len(ids), invocation)
     return ids, cut
 
 
@@ -188,20 +202,21 @@ def run(
         )
         sink = output.sink(invocation)
         copy = None if output.output is None else OutputFile(output.output)
-        question = Question(system.text(), prompt.read(instruction, invocation), prompt.raw, prompt.special)
+        question = prompt.question(instruction, system, invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
-        ids, cut = _fitting(engine, question, policy, sampling.max_tokens)
+        ids, cut = _fitting(engine, question, policy, sampling.max_tokens, invocation)
         if cut is not None:
             render.warn(str(cut), invocation)
-        job = Job(load.model, settle(engine, sampling), sink, interrupts, output.verify_estimate, cut=cut)
-        with closing(engine.use_caches(kept, telling(invocation))):
+        sampling, told = settle(engine, sampling), invocation.told
+        job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
+        with closing(engine.use_caches(kept, render.telling(invocation))):
             try:
                 result = _answers(engine, ids, job, output.n_samples)
             except ContextOverflow as error:
                 error.hint += "; --on-overflow cuts it"
                 raise
-        if report.prompt_evicted(result):
-            render.warn(report.prompt_evicted(result), invocation)
+        for loss in result.losses:
+            render.warn(loss, invocation)
         if copy is not None and not interrupts.code:
             copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from kvcli.flags import DEFAULT_MODEL
 from kvcli.helptext import STORES
 from kvcli.invocation import JsonFlag
 from kvcli.locate import locate_model
+from kvcli.telling import Tell
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.tokenizer import Tokenizer
@@ -46,14 +46,14 @@ def tokenize(
 ) -> None:
     """Show how a model cuts text into tokens.
 
-    Files and stdin are taken exactly as they are, a newline at the end included.
+    Files and stdin are taken exactly as they are: a byte-order mark and a newline at the end count, too.
     """
     from kvcli.runtime.formats.gguf import GGUFFile
     from kvcli.runtime.text.tokenizer import Tokenizer
 
     if json and ids:
         raise UsageError("--json and --ids exclude each other", "--json has the ids too")
-    texts = _texts(text, file, null)
+    texts = _texts(text, file, null, render.telling(ctx.obj))
     with GGUFFile.open(locate_model(model, ctx.obj)) as opened:
         tokenizer = Tokenizer.from_gguf(opened.metadata, force_pretokenizer)
     for each in texts:
@@ -66,33 +66,22 @@ def tokenize(
             render.write_out(_as_lines(tokenizer, found))
 
 
-def _texts(text: str | None, file: str | None, null: bool) -> list[str]:
+def _texts(text: str | None, file: str | None, null: bool, tell: Tell) -> list[str]:
     """What to tokenize: one text, or with `null` those that NULs end (the last one may lack its NUL)."""
     if text is not None:
         if file is not None or null:
             raise UsageError(f"TEXT and {'-0' if null else '--file'} exclude each other", "leave one out")
-        return [inputs.check_argument(text, "the text")]
+        return [inputs.argument(text, "the text", "-f", tell)]
+    if file is None and sys.stdin.isatty():
+        raise UsageError("no text", 'give one (kv tokenize "Hello"), -f FILE, or pipe something in')
     if file is None or file == "-":
-        content = inputs.decode_utf8(_read_stdin(asked=file is not None), "stdin")
+        content = inputs.decode(inputs.stdin_bytes(tell), "stdin", null)
     else:
-        content = inputs.decode_utf8(_read_file(file), file)
+        content = inputs.decode(inputs.file_bytes(file), file, null)
     if not null:
         return [content]
     texts = content.split("\0")
     return texts if texts[-1] else texts[:-1]
-
-
-def _read_stdin(asked: bool) -> bytes:
-    if not asked and sys.stdin.isatty():
-        raise UsageError("no text", 'give one (kv tokenize "Hello"), -f FILE, or pipe something in')
-    return sys.stdin.buffer.read()
-
-
-def _read_file(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _as_json(tokenizer: Tokenizer, model: str, ids: list[int]) -> dict[str, Any]:

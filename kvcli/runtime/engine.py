@@ -32,12 +32,12 @@ from kvcli.runtime.planning import repacked
 from kvcli.runtime.planning.footprint import weights_of_tensors
 from kvcli.runtime.promptcaches import fingerprint
 from kvcli.runtime.promptcaches.caches import Caches, LiveRows
-from kvcli.runtime.promptcaches.keeping import Tell
 from kvcli.runtime.promptcaches.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.text.template import ChatTemplate
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights
+from kvcli.telling import Tell
 
 if TYPE_CHECKING:
     from kvcli.runtime.tokengraph import TokenGraph
@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions) -> None:
         self.notices: list[str] = []
+        self.doubts: list[str] = []  # those that say that answers may be worse than was asked for
         self.tell: Callable[[str], None] = lambda text: None  # of what is noticed after the model is open
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.device = self._choose(load, file)
@@ -87,7 +88,7 @@ class Engine:
         self.model_weights = weights = Weights(file)
         doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
         if doubt:
-            self.notices.append(doubt)
+            self._doubt(doubt)
         self.model = archs.build(self.config, weights, ops)
         self.pool = PagePool(self.layout, pool_bytes, ops.device)
         self.caches: Caches = LiveRows()
@@ -95,6 +96,10 @@ class Engine:
         self.graph = None if self.keeps_prompt else self._token_graph()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
+
+    def _doubt(self, text: str) -> None:
+        self.doubts.append(text)
+        self.notices.append(text)
 
     def notice(self, text: str) -> None:
         """Note what the user should know, once, and tell it."""
@@ -150,14 +155,14 @@ class Engine:
         if asked < 0:
             raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = as trained, or what fits")
         if asked > trained:
-            self.notices.append(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
+            self._doubt(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
         weights = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._setting = engine_setting(self.config, weights, cache, budget, threads)
         self.ubatch = self._setting.step(self.layout)
         self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
         if self.shortened:
-            self.notices.append(self.shortened)
+            self._doubt(self.shortened)
         return self.plan.kv_bytes + budget.bytes - self.plan.needed
 
     @property

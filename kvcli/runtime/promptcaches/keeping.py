@@ -16,15 +16,7 @@ from kvcli.runtime.promptcaches.held import Held, Trail
 from kvcli.runtime.promptcaches.pagefiles import basis_arrays
 from kvcli.runtime.promptcaches.promptcache import Contents
 from kvcli.runtime.promptcaches.promptstore import Limits, PromptStore
-
-
-@dataclass(frozen=True)
-class Tell:
-    """How the user hears of it: losses, what takes space or time, what is good to know."""
-
-    warn: Callable[[str], None]
-    announce: Callable[[str], None]
-    notice: Callable[[str], None]
+from kvcli.telling import Tell
 
 
 @dataclass(frozen=True)
