@@ -116,4 +116,4 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
     """Gemma 3 270M Q4_K_M (241 MiB)."""
-    return _real_model("gemma3-270m", "gemma3")
+    return _real_model("gemma-3-270m", "gemma3")

@@ -20,7 +20,7 @@ def kv(monkeypatch, capfdbinary):
 
 def test_flags_reach_the_options(kv):
     kv(
-        *("run", "hello", "-m", "gemma3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
+        *("run", "hello", "-m", "gemma-3-270m", "-t", "3", "--backend", "reference", "--force-pretokenizer"),
         *("-c", "32k", "--page-size", "32", "-ub", "128", "-ct", "f16", "-ctv", "bf16", "--offline"),
         *("--kv-tail", "0", "--kv-sink", "3"),
         *(
@@ -44,7 +44,7 @@ def test_flags_reach_the_options(kv):
     )
     load, cache = kv.opened[-1]
     assert (load.model, load.threads, load.backend, load.force, load.offline) == (
-        "gemma3-270m",
+        "gemma-3-270m",
         3,
         "reference",
         True,

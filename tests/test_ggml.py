@@ -12,6 +12,7 @@ import torch
 
 from kvcli.kernels.ggml import DECODERS, decode
 from kvcli.runtime.formats.gguf import GGML_TYPES, GGUFFile
+from kvcli.runtime.planning import runnable
 
 FORMATS = [
     "F32",
@@ -28,6 +29,10 @@ FORMATS = [
     "Q5_K",
     "Q6_K",
 ]
+
+
+def test_what_is_said_to_run_can_be_decoded() -> None:
+    assert tuple(DECODERS) == runnable.TYPES == tuple(FORMATS)
 
 
 def half(value: float) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from conftest import KvHere
 from toyworld import CONTENT, HALVES, LAST_WHEEL, Start, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
-from kvcli.runtime.download import hub, recipes, sources, store
+from kvcli.runtime.download import hub, inventory, recipes, sources, store
 
 
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:
@@ -190,12 +191,47 @@ def test_paths(world: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_name_that_is_nearly_right(world: dict[str, str]) -> None:
     with pytest.raises(ModelError) as caught:
         hub.find_model("toi")
-    assert caught.value.hint == "did you mean toy? kv models ls lists the known ones"
+    assert caught.value.hint == "did you mean toy? kv models ls lists the names that run"
+    with pytest.raises(ModelError) as caught:
+        hub.find_model("shap")
+    assert caught.value.hint == "kv models ls lists the names that run", "sizes alone do not run"
+
+
+def test_names_that_do_not_run_are_not_offered_as_if_they_did() -> None:
+    """The shipped recipes: what to take instead is named, or where to look."""
+    listed = "kv models ls lists the names that run"
+    for name, message, hint in (
+        ("llama-3.1-8", "no model named 'llama-3.1-8'", f"{_META} downloads it from the hub; {listed}"),
+        ("gemma3-271m", "no model named 'gemma3-271m'", f"did you mean gemma-3-270m? {listed}"),
+        ("qwen3-9b", "no model named 'qwen3-9b'", listed),
+        ("llama3.1:8b", "llama-3.1-8b is known by its sizes only: kv has no file of it to download", "from the hub"),
+        ("qwen3:8b", "kv cannot run qwen3-8b: its architecture is qwen3, and kv runs", "models that run"),
+        ("mixtral", "kv cannot run mixtral-8x7b: it is a mixture of experts", "models that run"),
+        ("llama-3.1-405b", "kv has no file of it to download", "org/repo:Q4_K_M"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(message)) as caught:
+            hub.find_model(name, offline=True)
+        assert hint in caught.value.hint, caught.value.hint
+    assert "did you mean qwen3-8b or " in hub.unknown_name("qwen3-9b", planning=True).hint
+
+
+_META = "did you mean llama-3.1-8b? kv run -m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"
+
+
+def test_a_model_stored_under_an_earlier_name_is_found(world: dict[str, str]) -> None:
+    old = store.models_dir() / "toy-1b" / "toy.gguf"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(CONTENT)
+    assert hub.find_model("toy", offline=True) == old
+    inventory.remove(inventory.downloaded("toy"))
+    assert not old.parent.exists()
+    assert store.stored_path(recipes.load_recipes()["toy"]) == store.models_dir() / "toy" / "toy.gguf"
 
 
 def test_a_shape_has_no_file(world: dict[str, str]) -> None:
-    with pytest.raises(ModelError, match="shape is known by its sizes only"):
+    with pytest.raises(ModelError, match="shape is known by its sizes only: kv has no file of it") as caught:
         hub.find_model("shape")
+    assert "org/repo:Q4_K_M" in caught.value.hint
 
 
 def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
@@ -207,7 +243,7 @@ def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
     assert kv_here("models", "path", "toy") == (0, f"{path}\n", "")
     code, out, _ = kv_here("models", "ls")
     assert code == 0 and "shape" not in out
-    assert out.splitlines()[1].split() == ["toy*", "-", "293.0", "KiB", "yes", "mit", "A", "toy"]
+    assert out.splitlines()[1].split() == ["toy*", "-", "-", "-", "293.0", "KiB", "yes", "yes", "mit"]
     assert "shape" in kv_here("models", "ls", "--all")[1]
     assert kv_here("models", "verify") == (0, "toy: ok\n", "")
     path.write_bytes(CONTENT[::-1])

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import servers
+from conftest import KvHere
+from estimatecases import small_file
 from toyworld import CONTENT, REPO, Start, finish, stored
 
 from kvcli.errors import DownloadError
@@ -53,6 +55,19 @@ def test_pull_from_a_repository(site: servers.Site, world: dict[str, str], start
     inventory.verify(inventory.downloaded(REPO), store.no_progress)
     inventory.remove(inventory.downloaded(f"{REPO}:Q8_0"))
     assert [entry.name for entry in inventory.entries()] == ["toy", f"{REPO}:Q4_K_M"]
+
+
+def test_files_of_the_hub_are_listed_with_what_their_headers_say(world: dict[str, str], kv_here: KvHere) -> None:
+    folder = hubrepo.cache_folder() / "models--org--small-GGUF" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    small_file(folder).rename(folder / "small-F16.gguf")
+    (folder / "junk-Q4_K_M.gguf").write_bytes(b"junk")
+    junk, small = (entry for entry in inventory.entries() if "/" in entry.name)
+    assert (small.name, small.arch, small.context_length) == ("org/small-GGUF:F16", "llama", 512)
+    assert (small.parameters, small.problem) == (2 * (64 * 64 + 64) + 100 * 64, "")
+    assert junk.unsupported and "is not a GGUF file" in junk.problem
+    rows = [line.split() for line in kv_here("models", "ls")[1].splitlines()]
+    assert [row[-2:] for row in rows[2:]] == [["no", "-"], ["yes", "-"]]
 
 
 @pytest.mark.parametrize(

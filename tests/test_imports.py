@@ -32,7 +32,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text
 .cache.grouplayout .download.headercache .host.memory
 .host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
 .host.cores
-.planning.cards .planning.footprint .formats .cache.layout .planning.overheads
+.planning.cards .planning.footprint .formats .cache.layout .planning.overheads .planning.runnable
 .text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
 .text.vocabulary .download.websession
 .planning.anygguf .text.bytebpe .cache.pages .download.ranges .sampler

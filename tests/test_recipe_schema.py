@@ -8,13 +8,14 @@ import pytest
 from toyworld import CONTENT, REPO, recipe_text
 
 from kvcli.flags import DEFAULT_MODEL
+from kvcli.runtime.config import RUNNABLE
 from kvcli.runtime.download import recipes
 
 
 def test_every_recipe_is_valid() -> None:
     recipes.load_recipes.cache_clear()
     known = recipes.load_recipes()
-    assert {"smollm2", "gemma3-270m"} <= set(known)
+    assert {"smollm2", "gemma-3-270m"} <= set(known)
     names = [name for recipe in known.values() for name in (recipe.name, *recipe.aliases)]
     assert len(names) == len(set(names)), "a name means one model"
     files = {path.stem for path in recipes.recipe_folder().glob("*.toml")}
@@ -25,6 +26,69 @@ def test_every_recipe_is_valid() -> None:
     assert smollm2.file is not None and smollm2.file.size == 98_362_432
     assert [r.name for r in recipes.load_recipes().values() if r.default] == [DEFAULT_MODEL]
     assert recipes.find_recipe("SmolLM2-135M") is smollm2
+
+
+def test_what_the_shipped_recipes_are() -> None:
+    """One base model, which says so in its title, too; what cannot run by name says why and what to do."""
+    known = recipes.load_recipes()
+    assert {recipe.kind for recipe in known.values()} == set(recipes.KINDS)
+    assert [name for name, recipe in known.items() if recipe.kind == recipes.BASE] == ["gemma-3-270m"]
+    assert "base model" in known["gemma-3-270m"].title
+    assert [name for name, recipe in known.items() if not recipe.problem] == ["gemma-3-270m", "smollm2"]
+    for recipe in known.values():
+        runs = recipe.shape["arch"] in RUNNABLE and "moe" not in recipe.shape
+        assert bool(recipe.unsupported) is not runs
+        assert not recipe.hf or (runs and recipe.file is None and recipe.hf in recipe.remedy)
+        assert not recipe.hf or ("chat" in recipe.hf.lower() or "-it-" in recipe.hf or "Instruct" in recipe.hf)
+    assert {name for name, recipe in known.items() if recipe.problem and not recipe.unsupported and not recipe.hf} == {
+        "llama-3.1-405b"  # whose files come in several parts
+    }
+
+
+def test_order_is_by_family_and_size() -> None:
+    names = list(recipes.load_recipes())
+    wanted = [
+        "deepseek-v2", "deepseek-v2-lite", "falcon-7b", "falcon-40b", "gemma-3-270m", "gemma-3-1b", "llama-3.1-8b",
+        "llama-3.1-405b", "llama-3.2-1b", "mistral-7b-v0.1", "mistral-7b-v0.3", "mistral-nemo-12b", "qwen2.5-72b",
+        "qwen3-0.6b", "qwen3-30b-a3b", "qwen3-235b-a22b", "smollm2", "smollm2-360m", "smollm2-1.7b", "tinyllama-1.1b",
+    ]  # fmt: skip
+    assert [name for name in names if name in wanted] == wanted
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("gemma3-270m", "gemma-3-270m"),
+        ("Gemma_3-270M", "gemma-3-270m"),
+        ("llama3.1:8b", "llama-3.1-8b"),
+        ("llama3.1", "llama-3.1-8b"),
+        ("mistral-7b", "mistral-7b-v0.3"),
+        ("deepseek-r1", "deepseek-v3"),
+        ("qwen3:30b", "qwen3-30b-a3b"),
+        ("phi4", "phi-4"),
+        ("smollm2:135m", "smollm2"),
+    ],
+)
+def test_other_spellings(name: str, meant: str) -> None:
+    found = recipes.find_recipe(name)
+    assert found is not None and found.name == meant
+
+
+def test_names_are_told_apart_without_their_hyphens() -> None:
+    known = recipes.load_recipes().values()
+    spelled = [(recipes._spelling(name), r.name) for r in known for name in (r.name, *r.aliases)]
+    assert len({spelling for spelling, _ in spelled}) == len(set(spelled))
+
+
+@pytest.mark.parametrize("name, close", [("qwen3-coder-30b", ["qwen3-30b-a3b"]), ("llama-4-scout", []), ("", [])])
+def test_similar_names(name: str, close: list[str]) -> None:
+    assert recipes.find_recipe(name) is None
+    assert [recipe.name for recipe in recipes.similar(name)][:1] == close
+
+
+def test_what_runs_is_offered_first() -> None:
+    found = [recipe.name for recipe in recipes.similar("gemma-3-27")]
+    assert found[0] == "gemma-3-270m" and "gemma-3-27b" in found[1:]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +102,8 @@ def test_every_recipe_is_valid() -> None:
         ('version = "1.0"', 'version = "1.0 --pre"', "does not look like"),
         ('name = "toy-part0"', 'name = "-r"', "does not look like"),
         ("license", "licence", "unknown key 'licence'"),
+        ('kind = "instruct"', 'kind = "chatty"', "does not look like base|instruct"),
+        ("default = true", 'hf = "no-repository"', "does not look like"),
     ],
 )
 def test_a_recipe_that_is_not_valid(old: str, new: str, what: str) -> None:

@@ -72,7 +72,7 @@ KV_BYTES = {
     "tinyllama-1.1b": (22_528, 0, 0),
 }
 # Recipes of files to download: where one describes its layers in groups too, it is held to the same.
-DOWNLOADS = {"smollm2": (23_040, 0, 0), "gemma3-270m": (3_072, 15_360, 512)}
+DOWNLOADS = {"smollm2": (23_040, 0, 0), "gemma-3-270m": (3_072, 15_360, 512)}
 
 # Parameter counts published elsewhere, not computed from our dims: keras-hub presets, checkpoint counts,
 # or half of total_size in a checkpoint's index (falcon-40b: less the second copy of its head).
@@ -125,7 +125,7 @@ PUBLISHED_EXACT = {
     "smollm2-1.7b": 1_711_376_384,
     "tinyllama-1.1b": 1_100_048_384,
     "smollm2": 134_515_008,
-    "gemma3-270m": 268_098_176,
+    "gemma-3-270m": 268_098_176,
 }
 # Counts found only as rounded by the publisher: (billions, half a unit of the last digit given).
 PUBLISHED_ROUNDED = {

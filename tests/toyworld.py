@@ -33,6 +33,7 @@ name = "toy"
 title = "A toy"
 aliases = ["toy-1b"]
 license = "mit"
+kind = "instruct"
 default = true
 [file]
 name = "toy.gguf"
@@ -66,7 +67,7 @@ def world(
     folder = tmp_path / "recipes"
     folder.mkdir()
     (folder / "toy.toml").write_text(recipe_text(CONTENT, "org/toy-GGUF"))
-    (folder / "shape.toml").write_text('name = "shape"\ntitle = "Sizes only"\nlicense = "mit"\n')
+    (folder / "shape.toml").write_text('name = "shape"\ntitle = "Sizes only"\nlicense = "mit"\nkind = "base"\n')
     changes = kv_env | {
         "PIP_INDEX_URL": f"{site.url}/simple",
         "PIP_CONFIG_FILE": os.devnull,

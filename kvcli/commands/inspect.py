@@ -65,8 +65,8 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
     lines.append(("model", " · ".join(render.one_line(part) for part in named if part)))
     if facts.config is not None:
         lines += _config_lines(facts)
-    else:
-        lines.append(("runs", f"no: {facts.config_problem}"))
+    if facts.problem:
+        lines.append(("runs", f"no: {render.one_line(facts.problem)}"))
     if facts.quants:
         mix = [f"{q.type} {q.tensors} ({render.human_bytes(q.nbytes)})" for q in facts.quants]
         bits = 8 * facts.weight_bytes / facts.parameters
@@ -129,8 +129,8 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
         "license": facts.license or None,
         "parameters": facts.parameters,
         "weight_bytes": facts.weight_bytes,
-        "runs": config is not None,
-        "problem": facts.config_problem or None,
+        "runs": not facts.problem,
+        "problem": facts.problem or None,
         "quantization": [dataclasses.asdict(share) for share in facts.quants],
         "tokenizer": dataclasses.asdict(facts.tokenizer) if facts.tokenizer else None,
         "template": {

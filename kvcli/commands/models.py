@@ -42,7 +42,10 @@ def ls(
     ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """The models known by name and those downloaded from the hub. The default one has a star."""
+    """The models known by name and those downloaded from the hub. The default one has a star.
+
+    Whether a model runs: yes; hub, from the repository that kv estimate names; file, from a file of your own; no.
+    """
     from kvcli.runtime.download import inventory
 
     found = inventory.entries(shapes=all)
@@ -53,26 +56,41 @@ def ls(
         [
             entry.name + ("*" if entry.default else ""),
             entry.arch or "-",
+            render.human_count(entry.parameters) if entry.parameters else "-",
+            f"{entry.context_length:,}" if entry.context_length else "-",
             render.human_bytes(entry.size) if entry.size else "-",
             "damaged" if entry.damaged else "yes" if entry.path else "no",
+            _runs(entry),
             entry.license or "-",
-            entry.title,
         ]
         for entry in found
     ]
-    render.print_table(["name", "arch", "size", "here", "license", "title"], rows, ctx.obj, right={2})
+    headers = ["name", "arch", "params", "context", "size", "here", "runs", "license"]
+    render.print_table(headers, rows, ctx.obj, right={2, 3, 4})
+
+
+def _runs(entry: Entry) -> str:
+    if entry.unsupported:
+        return "no"
+    return "yes" if not entry.problem else "hub" if entry.hf else "file"
 
 
 def _as_json(entry: Entry) -> dict[str, object]:
     return {
         "name": entry.name,
         "title": entry.title,
+        "kind": entry.kind or None,
         "arch": entry.arch or None,
+        "parameters": entry.parameters or None,
+        "context_length": entry.context_length or None,
         "bytes": entry.size or None,
         "license": entry.license or None,
         "default": entry.default,
         "present": entry.path is not None and not entry.damaged,
         "path": str(entry.path) if entry.path else None,
+        "runs": not entry.problem,
+        "problem": entry.problem or None,
+        "hf": entry.hf or None,
     }
 
 

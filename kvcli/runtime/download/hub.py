@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 
 from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.download import hubrepo, sources, store
-from kvcli.runtime.download.recipes import Recipe, find_recipe, load_recipes
+from kvcli.runtime.download.recipes import Recipe, find_recipe, similar
 from kvcli.runtime.download.store import Progress, no_progress
 
 Notice = Callable[[str], None]  # told what is about to happen, in one line without a prefix
@@ -88,22 +87,24 @@ def check_path(name: str) -> Path:
     return path
 
 
-def unknown_name(name: str) -> ModelError:
-    """The error for a name that is neither a recipe nor a path nor a repository."""
-    names = {alias: recipe.name for recipe in load_recipes().values() for alias in (recipe.name, *recipe.aliases)}
-    close = dict.fromkeys(names[match] for match in difflib.get_close_matches(name.lower(), names, n=3))
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return ModelError(f"no model named '{name}'", hint + "kv models ls lists the known ones")
+def unknown_name(name: str, planning: bool = False) -> ModelError:
+    """The error for a name that is neither a recipe nor a path nor a repository. `planning`: any recipe would do, not
+    only one that runs."""
+    close = similar(name)
+    usable = [recipe.name for recipe in close if planning or not recipe.problem][:3]
+    if usable:
+        hint = f"did you mean {' or '.join(usable)}?"
+    else:
+        hint = next((f"did you mean {recipe.name}? {recipe.remedy};" for recipe in close if recipe.hf), "")
+    listed = "kv models ls -a lists the known ones" if planning else "kv models ls lists the names that run"
+    return ModelError(f"no model named '{name}'", f"{hint} {listed}".strip())
 
 
 def _pull_recipe(recipe: Recipe, force: bool, offline: bool, progress: Progress, notice: Notice) -> Path:
     target = store.stored_path(recipe)
     if target is None or recipe.file is None:
-        origin = f" ({recipe.origin})" if recipe.origin else ""
-        raise ModelError(
-            f"{recipe.name}{origin} is known by its sizes only: no file to download is listed",
-            "give a hub repository with GGUF files, as org/repo:Q4_K_M, or a .gguf file",
-        )
+        known = f"kv cannot run {recipe.name}" if recipe.unsupported else f"{recipe.name} is known by its sizes only"
+        raise ModelError(f"{known}: {recipe.problem}", recipe.remedy)
     if not force and store.stored_variant(recipe):
         return target
     if target.exists() and not force:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from kvcli.errors import CheckFailed, ModelError
 from kvcli.runtime.download import hub, hubrepo, store
 from kvcli.runtime.download.recipes import Recipe, find_recipe, load_recipes
 from kvcli.runtime.download.store import Progress
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.planning.runnable import judge
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model. `size` in bytes, 0 for a recipe without a file. `path` is None if it is not downloaded."""
+    """One model. `size` in bytes, 0 for a recipe without a file. `path` is None if it is not downloaded.
+
+    `parameters` and `context_length` are 0 where they are not known. `problem`: why kv cannot run it by this name, ""
+    = it can; `unsupported`: not by any other either. `hf`: a hub repository with files of it, or "".
+    """
 
     name: str
     title: str
+    kind: str  # "base", "instruct", or "" where nobody says
     arch: str
+    parameters: int
+    context_length: int
     size: int
     license: str
     default: bool
     path: Path | None
+    problem: str = ""
+    unsupported: bool = False
+    hf: str = ""
     damaged: bool = False  # a file is there, but not with the size it should have
 
 
@@ -39,11 +52,17 @@ def _of_recipe(recipe: Recipe) -> Entry:
     return Entry(
         name=recipe.name,
         title=recipe.title,
+        kind=recipe.kind,
         arch=str(recipe.shape.get("arch", "")),
+        parameters=recipe.shape.get("params", 0),
+        context_length=recipe.shape.get("context", 0),
         size=recipe.file.size if recipe.file else 0,
         license=recipe.license,
         default=recipe.default,
         path=path if there else None,
+        problem=recipe.problem,
+        unsupported=bool(recipe.unsupported),
+        hf=recipe.hf,
         damaged=there and store.stored_variant(recipe) is None,
     )
 
@@ -51,7 +70,19 @@ def _of_recipe(recipe: Recipe) -> Entry:
 def _of_cached(file: hubrepo.CachedFile) -> Entry:
     quant = hubrepo.quant_of(file.name)
     name = f"{file.repo}:{quant or file.name}"
-    return Entry(name, file.name, "", file.path.stat().st_size, "", False, file.path)
+    arch, parameters, context, license_, problem = "", 0, 0, "", ""
+    try:
+        with GGUFFile.open(file.path) as opened:
+            config, problem = judge(opened.metadata, opened.tensors)
+            arch, license_ = (str(opened.metadata.get(f"general.{key}", "")) for key in ("architecture", "license"))
+            parameters = sum(prod(tensor.shape) for tensor in opened.tensors.values())
+            context = config.context_length if config else 0
+    except ModelError as error:
+        problem = error.message
+    return Entry(
+        name, file.name, "", arch, parameters, context, file.path.stat().st_size, license_, False, file.path,
+        problem=problem, unsupported=bool(problem),
+    )  # fmt: skip
 
 
 def downloaded(name: str) -> Entry:

@@ -2,9 +2,11 @@
 
 name = "smollm2"                 # also the file's stem; what the user types
 title = "SmolLM2 135M ..."       # for people
-aliases = ["smollm2-135m"]       # other spellings
+aliases = ["smollm2-135m"]       # other names; - _ and : make no difference in any
 license = "Apache-2.0"           # a name; shown before a download
+kind = "instruct"                # or "base": continues text and was not trained to chat
 default = true                   # at most one recipe
+hf = "org/name-GGUF"             # where there is no [file]: a repository of the hub with GGUF files of this model
 
 [file]                           # absent where no single file is offered: the recipe serves planning
 name = "model.gguf"              # under which it is stored
@@ -41,6 +43,7 @@ window = 512                     # tokens seen
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import sys
@@ -51,6 +54,7 @@ from typing import Any
 
 import kvcli
 from kvcli.errors import KVError
+from kvcli.runtime.config import RUNNABLE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,6 +65,9 @@ _COUNTS = ("layers", "hidden", "ffn", "heads", "vocab", "context", "params")
 _SHAPE = (*_COUNTS, "arch", "rope_base", "tied_embeddings", "citation", "groups", "moe")
 _GROUP_COUNTS = ("layers", "kv_heads", "dim_k", "dim_v", "window", "kv_lora_rank", "rope_dim")
 _NAME = r"[a-z0-9][a-z0-9.-]*"
+_REPO = r"[\w.-]+/[\w.-]+"
+KINDS = BASE, INSTRUCT = "base", "instruct"
+_LIKENESS = 0.65  # of names, from 0 to 1, that one may have been meant by the other
 _MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn")
 
 
@@ -110,22 +117,45 @@ class HubSource:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A known model. Without `sources` it is a shape for planning. `origin` is a hub repository or ""."""
+    """A known model. Without `sources` it is a shape for planning; `hf` is then a hub repository with files, or ""."""
 
     name: str
     title: str
     aliases: tuple[str, ...]
     license: str
+    kind: str  # one of KINDS
     default: bool
     file: ModelFile | None
     sources: tuple[IndexSource | HubSource, ...]
     shape: Mapping[str, Any]
-    origin: str
+    hf: str
 
     @property
     def variants(self) -> tuple[ModelFile, ...]:
         """The files that count as this model, the usual one first."""
         return tuple(dict.fromkeys(source.file for source in self.sources))
+
+    @property
+    def unsupported(self) -> str:
+        """Why kv cannot run this model, whatever its file; "" = it can."""
+        arch = self.shape.get("arch", RUNNABLE[0])
+        if arch not in RUNNABLE:
+            return f"its architecture is {arch}, and kv runs {' and '.join(RUNNABLE)}"
+        return "it is a mixture of experts" if "moe" in self.shape else ""
+
+    @property
+    def problem(self) -> str:
+        """Why `kv run -m NAME` cannot run it; "" = it can, after a download where need be."""
+        return self.unsupported or ("" if self.file else "kv has no file of it to download")
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the problem."""
+        if self.unsupported:
+            return "kv models ls lists the models that run"
+        if self.hf:
+            return f"kv run -m {self.hf} downloads it from the hub"
+        return "give a hub repository with GGUF files of it, as org/repo:Q4_K_M, or a .gguf file"
 
 
 def recipe_folder() -> Path:
@@ -139,7 +169,7 @@ def recipe_folder() -> Path:
 
 @functools.cache
 def load_recipes() -> dict[str, Recipe]:
-    """Every recipe by name, in order of names. Raises KVError naming the file that is not as it should be."""
+    """Every recipe by name: families in order, small models first. Raises KVError naming a file that is not valid."""
     recipes = {}
     for path in sorted(recipe_folder().glob("*.toml")):
         try:
@@ -148,23 +178,42 @@ def load_recipes() -> dict[str, Recipe]:
             reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise KVError(f"the recipe {path} is not valid: {reason}", "install kv again") from error
         recipes[recipe.name] = recipe
-    return recipes
+    return dict(sorted(recipes.items(), key=lambda item: _order(item[1])))
+
+
+def _order(recipe: Recipe) -> tuple[Any, ...]:
+    """Sorts by family and version (numbers as numbers), then by size."""
+    family = re.split(r"-\d[\dx.]*[bm]\b", recipe.name)[0]
+    words = re.findall(r"\d+(?:\.\d+)?|[^\d-]+", family)
+    natural = [(0, float(word), "") if word[0].isdigit() else (1, 0.0, word) for word in words]
+    return natural, recipe.shape.get("params", 0), recipe.name
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """The recipe of this name or alias; case does not matter."""
-    wanted = name.lower()
-    if not re.fullmatch(_NAME, wanted, re.ASCII):  # a path or a repository: nothing to look for
-        return None
-    for recipe in load_recipes().values():
-        if wanted == recipe.name or wanted in recipe.aliases:
-            return recipe
-    return None
+    """The recipe of this name or alias; case, hyphens, underscores and colons (llama3.1:8b) do not matter."""
+    return _by_spelling().get(_spelling(name)) if "/" not in name else None
+
+
+def similar(name: str) -> list[Recipe]:
+    """Recipes whose names or aliases resemble `name`: first those that run, then by likeness."""
+    known = _by_spelling()
+    close = difflib.get_close_matches(_spelling(name), known, n=8, cutoff=_LIKENESS)
+    found = {known[spelling].name: known[spelling] for spelling in close}
+    return sorted(found.values(), key=lambda recipe: bool(recipe.problem))
+
+
+def _by_spelling() -> dict[str, Recipe]:
+    recipes = load_recipes().values()
+    return {_spelling(name): recipe for recipe in recipes for name in (recipe.name, *recipe.aliases)}
+
+
+def _spelling(name: str) -> str:
+    return re.sub("[-_:]", "", name.lower())
 
 
 def parse_recipe(data: Mapping[str, Any]) -> Recipe:
     """A recipe from parsed TOML. Raises ValueError, KeyError or TypeError where it breaks the schema."""
-    allowed = ("name", "title", "aliases", "license", "default", "file", "source", "shape")
+    allowed = ("name", "title", "aliases", "license", "kind", "default", "hf", "file", "source", "shape")
     _check_keys(data, allowed, "the recipe")
     file = _model_file(data["file"]) if "file" in data else None
     return Recipe(
@@ -172,11 +221,12 @@ def parse_recipe(data: Mapping[str, Any]) -> Recipe:
         title=str(data["title"]),
         aliases=tuple(_match(_NAME, alias) for alias in data.get("aliases", ())),
         license=str(data["license"]),
+        kind=_match("|".join(KINDS), data["kind"]),
         default=bool(data.get("default", False)),
         file=file,
         sources=tuple(_source(entry, file) for entry in data["source"]) if file else (),
         shape=_shape(data["shape"]) if "shape" in data else {},
-        origin=next((str(entry["repo"]) for entry in data.get("source", ()) if "repo" in entry), ""),
+        hf=_match(_REPO, data["hf"]) if "hf" in data else "",
     )
 
 
@@ -224,7 +274,7 @@ def _source(data: Mapping[str, Any], file: ModelFile) -> IndexSource | HubSource
         return IndexSource(packages, file)
     if data["kind"] == "hub":
         _check_keys(data, (*own, "repo", "file", "revision"), "[[source]]")
-        repo = _match(r"[\w.-]+/[\w.-]+", data["repo"])
+        repo = _match(_REPO, data["repo"])
         return HubSource(repo, str(data["file"]), str(data.get("revision", "main")), file)
     raise ValueError(f"[[source]] has the kind {data['kind']!r}")
 

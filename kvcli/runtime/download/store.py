@@ -30,8 +30,11 @@ def models_dir() -> Path:
 
 
 def stored_path(recipe: Recipe) -> Path | None:
-    """Where the file of the recipe lies or would lie; None for a recipe without a file."""
-    return models_dir() / recipe.name / recipe.file.name if recipe.file else None
+    """Where the file of the recipe lies (perhaps under an earlier name) or would lie; None where it has no file."""
+    if recipe.file is None:
+        return None
+    paths = [models_dir() / name / recipe.file.name for name in (recipe.name, *recipe.aliases)]
+    return next((path for path in paths if path.is_file()), paths[0])
 
 
 def stored_variant(recipe: Recipe) -> ModelFile | None:

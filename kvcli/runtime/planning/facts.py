@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kvcli.errors import ModelError
-from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig, from_gguf
+from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.gguf import GGML_TYPES, GGUFFile
+from kvcli.runtime.planning.runnable import judge
 from kvcli.runtime.text.template import ChatTemplate
 
 _F16_BYTES = 2
@@ -54,7 +54,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All that `kv inspect` prints. `config` is None for a file that kv cannot run, and why is beside it."""
+    """All that `kv inspect` prints. `problem`: why kv cannot run the file, "" = it can; then there is a `config`."""
 
     path: Path
     parts: int  # files that the model lies in, of which `path` is the first
@@ -66,7 +66,7 @@ class ModelFacts:
     weight_bytes: int
     quants: tuple[QuantShare, ...]
     config: ModelConfig | None
-    config_problem: str
+    problem: str
     groups: tuple[LayerGroup, ...]
     tokenizer: TokenizerFacts | None
     template: ChatTemplate | None
@@ -89,13 +89,7 @@ def read_facts(file: GGUFFile) -> ModelFacts:
     Raises ModelError for a chat template that is not text.
     """
     metadata = file.metadata
-    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    config, problem = None, "the file holds a vocabulary and no weights"
-    if file.tensors:
-        try:
-            config, problem = from_gguf(metadata, shapes), ""
-        except ModelError as error:
-            problem = error.message
+    config, problem = judge(metadata, file.tensors)
     return ModelFacts(
         path=file.path,
         parts=len(file.paths),
@@ -103,11 +97,11 @@ def read_facts(file: GGUFFile) -> ModelFacts:
         name=str(metadata.get("general.name", "")),
         arch=str(metadata.get("general.architecture", "")),
         license=str(metadata.get("general.license", "")),
-        parameters=sum(prod(shape) for shape in shapes.values()),
+        parameters=sum(prod(tensor.shape) for tensor in file.tensors.values()),
         weight_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
         quants=_quants(file),
         config=config,
-        config_problem=problem,
+        problem=problem,
         groups=layer_groups(config) if config else (),
         tokenizer=_tokenizer(metadata),
         template=ChatTemplate.from_gguf(metadata, "", ""),

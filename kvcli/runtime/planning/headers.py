@@ -86,7 +86,7 @@ def read_header(source: str, *, offline: bool = False) -> ModelHeader | None:
         return _read_local(source)
     reference = hubrepo.parse_reference(source)
     if reference is None:
-        raise hub.unknown_name(source)
+        raise hub.unknown_name(source, planning=True)
     if offline and (cached := hubrepo.cached_path(reference, any_quant=True)):
         return _read_local(str(cached))
     from kvcli.runtime.download.remoteheaders import read_remote  # TLS and HTTP: nothing that a local file needs
