@@ -115,8 +115,9 @@ class FakeEngine:
         self.answers = list(answers)
         self.ctx_size = ctx_size
         self.template: FakeTemplate | None = FakeTemplate()
+        self.spare_template: FakeTemplate | None = None
         self.tokenizer = FakeTokenizer()
-        self.config = SimpleNamespace(name="Fake 1K", vocab_size=FakeTokenizer.vocab_size)
+        self.config = SimpleNamespace(name="Fake 1K", arch="fake", vocab_size=FakeTokenizer.vocab_size)
         self.sampling_defaults: dict[str, float] = {}
         self.cache_types = ("f32", "f32")
         self.notices: list[str] = []
@@ -132,6 +133,15 @@ class FakeEngine:
     @property
     def plan(self) -> Plan:
         return self.predict(self.ctx_size)
+
+    @property
+    def template_note(self) -> str:
+        return "" if self.template else "base model: no template"
+
+    def chat_anyway(self) -> None:
+        self.template = self.template or self.spare_template
+        if self.template is None:
+            raise ModelError("there is no template")
 
     def predict(self, tokens: int) -> Plan:
         return Plan((Row("KV pool", tokens << 14, "exact"),), tokens, tokens << 14, 0)

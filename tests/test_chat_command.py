@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from calling import Caller
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeTemplate
 
 from kvcli import lineeditor
 
@@ -99,8 +99,12 @@ def test_a_script_in_another_encoding_is_refused(kv):
 def test_a_model_without_a_template_is_an_error(kv):
     kv.engine.template = None
     outcome = chat(kv, "hi\n")
-    assert outcome.code == 3
-    assert "--raw" in outcome.err
+    assert outcome.code == 3 and "this model cannot chat" in outcome.err
+    assert "kv run continues text with it, kv chat -m smollm2 chats\n" in outcome.err
+    kv.engine.spare_template = FakeTemplate()
+    assert "--no-raw chats with it in fake's format" in chat(kv, "hi\n").err
+    outcome = chat(kv, "hi\n", "--no-raw")
+    assert (outcome.code, asked(kv)) == (0, "user:hiassistant:")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -187,7 +187,7 @@ def real(path: Path) -> Conversation:
     metadata = GGUFFile.open(path).metadata
     tokenizer = Tokenizer.from_gguf(metadata)
     names = [tokenizer.piece(token) if token is not None else "" for token in (tokenizer.bos_id, tokenizer.eos_id)]
-    template = ChatTemplate.from_gguf(metadata, *names)
+    template = ChatTemplate.from_gguf(metadata, *names) or ChatTemplate.built_in(metadata, *names)
     assert template is not None
     return Conversation(tokenizer, template)
 

@@ -59,6 +59,7 @@ def test_smollm2(kv_here: KvHere, smollm2_path: Path) -> None:
     assert sum(share["weights"] for share in facts["quantization"]) == facts["parameters"]
     assert facts["tokenizer"]["pre"] == "smollm" and facts["tokenizer"]["bos"] == [1, "<|im_start|>"]
     assert facts["template"]["source"] == "file" and "<|im_start|>" in facts["template"]["text"]
+    assert facts["kind"] == "instruct"
     text = kv_here("info", str(smollm2_path))[1]
     shown = ("93.8 MiB", "GQA, 9 query heads", "30 full · 3 KV heads · dim 64", "23,040 bytes a token at f16")
     assert [part for part in shown if part not in text] == []
@@ -76,7 +77,7 @@ def test_gemma3(kv_here: KvHere, gemma3_path: Path) -> None:
     assert facts["attention"]["kind"] == "MQA"
     assert facts["kv_bytes_per_token_f16"] == 18 * 512 * 2
     assert facts["kv_bytes_per_token_f16_windows_full"] == 3 * 512 * 2
-    assert facts["template"]["source"] == "built-in"
+    assert (facts["kind"], facts["template"]["source"]) == ("base", "none")
     text = kv_here("inspect", str(gemma3_path))[1]
     assert "15 sliding (window 512) · 1 KV head · dim 256" in text
     assert "18,432 bytes a token at f16, 3,072 once the windows are full" in text
@@ -108,9 +109,11 @@ def test_a_vocabulary_only_file(kv_here: KvHere, tmp_path: Path) -> None:
 def test_an_unknown_architecture(kv_here: KvHere, tmp_path: Path) -> None:
     code, out, err = kv_here("inspect", str(_write(tmp_path / "new.gguf", "novel")))
     assert (code, err) == (0, "") and "runs       no: kv does not run the architecture 'novel'" in out
-    assert "template   none" in out
+    assert "template   base model: no chat template in the file" in out
     code, out, err = kv_here("inspect", str(tmp_path / "new.gguf"), "--template")
-    assert code == 3 and out == "" and "has no chat template" in err
+    assert code == 3 and out == "" and "has no chat template" in err and "base model" in err
+    code, out, _ = kv_here("inspect", str(_write(tmp_path / "small-it.gguf", "gemma3")))
+    assert code == 0 and "kv's own for gemma3 is used (" in out
 
 
 def test_a_type_that_kv_does_not_compute_with(kv_here: KvHere, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from calling import Caller
-from fakes import BOS, END, START, FakeEngine
+from fakes import BOS, END, START, FakeEngine, FakeTemplate
 
 from kvcli import inputs
 
@@ -310,11 +310,23 @@ def test_raw_has_no_template_and_special_tokens_only_on_demand(kv):
     assert kv("run", "--raw", "hello").code == 0
 
 
-def test_a_model_without_a_template_needs_raw(kv):
+def test_a_model_without_a_template_continues_the_text(kv):
+    kv.engine.template, kv.engine.spare_template = None, FakeTemplate()
+    kv.engine.answers = ["x"] * 4
+    outcome = kv("run", "hello", "-v", "--no-stats")
+    assert (outcome.code, asked(kv)) == (0, "hello") and "kv: base model: no template\n" in outcome.err
+    assert json.loads(kv("run", "hello", "--json").out)["warnings"] == ["base model: no template"]
+    assert kv("run", "hello").err == kv("run", "hello", "--raw", "-v", "--no-stats").err == ""
+    outcome = kv("run", "hello", "-sys", "be brief")
+    assert outcome.code == 2 and "no system message" in outcome.err and "--no-raw" in outcome.err
+
+
+def test_a_model_without_a_template_can_be_made_to_chat(kv):
     kv.engine.template = None
-    outcome = kv("run", "hello")
-    assert outcome.code == 3
-    assert "--raw" in outcome.err
+    assert kv("run", "hello", "--no-raw").code == 3
+    kv.engine.spare_template = FakeTemplate()
+    assert kv("run", "hello", "--no-raw", "-sys", "x").code == 0 and asked(kv) == "system:xuser:helloassistant:"
+    assert kv("run", "hello", "--no-raw", "--special").code == 2
 
 
 # --- how it ends

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcli.errors import ModelError
+from kvcli.runtime.download.recipes import find_recipe
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError
+from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -219,7 +220,8 @@ def opened(path: Any) -> tuple[Tokenizer, ChatTemplate]:
         with GGUFFile.open(path) as file:
             used = Tokenizer.from_gguf(file.metadata)
             assert used.bos_id is not None and used.eos_id is not None
-            template = ChatTemplate.from_gguf(file.metadata, used.piece(used.bos_id), used.piece(used.eos_id))
+            names = used.piece(used.bos_id), used.piece(used.eos_id)
+            template = ChatTemplate.from_gguf(file.metadata, *names) or ChatTemplate.built_in(file.metadata, *names)
         assert template is not None
         _OPENED[path] = used, template
     return _OPENED[path]
@@ -239,7 +241,9 @@ def test_smollm2_renders_as_it_was_trained(smollm2_path):
 
 
 @pytest.mark.models
-def test_gemma3_gets_the_built_in_template_and_one_bos(gemma3_path):
+def test_gemma3_is_a_base_model_whose_architecture_has_a_template_with_one_bos(gemma3_path):
+    assert ChatTemplate.from_gguf(GGUFFile.open(gemma3_path).metadata, "", "", gemma3_path.name) is None
+    assert find_recipe("gemma-3-270m").kind == "base"
     used, template = opened(gemma3_path)
     assert template.origin == "built-in"
     messages = [{"role": "system", "content": "Be brief."}, *chat(" Hi ", "Ho", "Bye")]
@@ -261,14 +265,30 @@ def test_the_built_in_gemma_template_wants_turns():
     assert template.render([], add_generation_prompt=False) == "<bos>"
 
 
-def test_which_template_a_file_gets():
-    for metadata, origin in (
-        ({"tokenizer.chat_template": "x", "general.architecture": "gemma3"}, "file"),
-        ({"general.architecture": "gemma3"}, "built-in"),
-    ):
-        template = ChatTemplate.from_gguf(metadata, "", "")
-        assert template is not None and template.origin == origin
-    assert ChatTemplate.from_gguf({"general.architecture": "llama"}, "", "") is None
+@pytest.mark.parametrize(
+    "metadata, file_name, origin, note",
+    [
+        ({"tokenizer.chat_template": "x", "general.architecture": "gemma3"}, "", "file", ""),
+        ({"general.architecture": "gemma3"}, "gemma-3-270m-q4_k_m.gguf", None, "base model: "),
+        ({"general.architecture": "gemma3", "general.name": "Gemma 3 4b It"}, "", "built-in", "kv's own for gemma3"),
+        ({"general.architecture": "gemma3", "general.finetune": "it"}, "", "built-in", "kv's own for gemma3"),
+        ({"general.architecture": "gemma3"}, "gemma-3-1b-it-Q4_K_M.gguf", "built-in", "kv's own for gemma3"),
+        ({"general.architecture": "gemma3", "general.name": "Italian edition"}, "italo.gguf", None, "base model: "),
+        ({"general.architecture": "llama"}, "llama-2-7b.Q4_K_M.gguf", None, "base model: "),
+        ({"general.architecture": "llama"}, "llama-2-7b-chat.Q4_K_M.gguf", None, "kv has none for llama"),
+        ({}, "", None, "base model: "),
+    ],
+)
+def test_which_template_a_file_gets(metadata, file_name, origin, note):
+    template = ChatTemplate.from_gguf(metadata, "", "", file_name)
+    assert (template and template.origin) == origin
+    said = template_note(metadata, file_name)
+    assert (said == "") is (note == "") and note in said
+    spare = ChatTemplate.built_in(metadata, "", "")
+    assert (spare is not None) is (metadata.get("general.architecture") == "gemma3")
+
+
+def test_a_template_that_is_no_text():
     with pytest.raises(ModelError):
         ChatTemplate.from_gguf({"tokenizer.chat_template": 3}, "", "")
 

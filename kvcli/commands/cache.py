@@ -124,6 +124,7 @@ def build(
         question = prompt.question(instruction, system, invocation)
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
         engine = opening.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
+        question = question.of(engine, invocation)
         ids = question.ids(engine)
         if engine.keeps_prompt and len(ids) <= engine.ctx_size:
             opening.keep_prompt(engine, len(ids), invocation)
@@ -160,7 +161,7 @@ def explain(
         contents = file.contents
     with Interrupts(last_words) as interrupts:
         engine = _engine_for(contents.identity, model, invocation, interrupts)
-        render.write_out(cachechecks.explain(contents, question.ids(engine), engine))
+        render.write_out(cachechecks.explain(contents, question.of(engine, invocation).ids(engine), engine))
 
 
 def _engine_for(identity: dict[str, str], model: ModelFlags, invocation: Invocation, interrupts: Interrupts) -> Engine:

@@ -16,7 +16,7 @@ from kvcli import opening, render, report
 from kvcli.chatsession import COMMANDS, ChatOptions, ChatSession
 from kvcli.errors import ContextOverflow, KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
-from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.flags import DEFAULT_MODEL, CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.helptext import GENERATE
 from kvcli.inputs import decode, drop_mark
 from kvcli.interrupt import UNWIND, Interrupts, last_words
@@ -43,6 +43,9 @@ class ChatFlags:
     script: Annotated[bool, typer.Option("--script", help="Messages from stdin, one a line; answers on stdout.")] = (
         False
     )
+    no_raw: Annotated[
+        bool, typer.Option("--no-raw", help="Chat even with a base model, in the format of its architecture.")
+    ] = False
     null: Annotated[bool, typer.Option("-0", "--null", help="With --script: messages end with NUL.")] = False
     stats: Annotated[
         bool | None,
@@ -111,7 +114,7 @@ def chat(
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         options = ChatOptions(load.model, sampling, report.wants_stats(flags.stats, invocation), flags.script)
         kept = replace(kept, memory=True, min_tokens=1 if name else kept.min_tokens)  # each turn of a saved chat
-        conversation = _conversation(engine, message)
+        conversation = _conversation(engine, message, flags.no_raw, invocation)
         with closing(_branches(name, load.model, engine, conversation, invocation)) as branches:
             if engine.keeps_prompt:
                 opening.keep_prompt(engine, conversation.system_tokens(), invocation)
@@ -150,11 +153,21 @@ def _branches(
     return session
 
 
-def _conversation(engine: Engine, system: str | None) -> Conversation:
+def _conversation(engine: Engine, system: str | None, anyway: bool, invocation: Invocation) -> Conversation:
+    """`anyway`: with a base model, too. Raises ModelError for a model without a chat template."""
     from kvcli.runtime.text.conversation import Conversation
 
-    if engine.template is None:
-        raise ModelError("this model has no chat template", "kv run --raw continues plain text")
+    if anyway:
+        engine.chat_anyway()
+    elif engine.template_note:
+        if engine.template is None:
+            spare = f", --no-raw chats with it in {engine.config.arch}'s format" if engine.spare_template else ""
+            raise ModelError(
+                "this model cannot chat: its file has no chat template, as base models have none",
+                f"kv run continues text with it, kv chat -m {DEFAULT_MODEL} chats{spare}",
+            )
+        render.notice(engine.template_note, invocation)
+    assert engine.template is not None
     return Conversation(engine.tokenizer, engine.template, system)
 
 

@@ -15,7 +15,6 @@ from kvcli.locate import locate_model
 if TYPE_CHECKING:
     from kvcli.runtime.formats.gguf import TensorInfo
     from kvcli.runtime.planning.facts import LayerGroup, ModelFacts, TokenizerFacts
-    from kvcli.runtime.text.template import ChatTemplate
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +42,7 @@ def inspect(
         listed = list(file.tensors.values()) if tensors else []
     if template:
         if facts.template is None:
-            raise ModelError(f"{model} has no chat template", "kv run --raw continues plain text")
+            raise ModelError(f"{model} has no chat template", facts.template_note)
         render.write_out(facts.template.source.strip("\n") + "\n")
     elif json:
         render.print_json(_as_json(facts, listed if tensors else None))
@@ -72,7 +71,7 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
         bits = 8 * facts.weight_bytes / facts.parameters
         lines.append(("weights", f"{' · '.join(mix)} · {bits:.2f} bits per weight"))
     lines.append(("tokenizer", _tokenizer_line(facts.tokenizer) if facts.tokenizer else "none"))
-    lines.append(("template", _template_line(facts.template) if facts.template else "none"))
+    lines.append(("template", _template_line(facts)))
     if facts.sampling:
         lines.append(("sampling", " · ".join(f"{key} {value}" for key, value in facts.sampling.items())))
     return lines
@@ -112,9 +111,9 @@ def _tokenizer_line(tokenizer: TokenizerFacts) -> str:
     return " · ".join(render.one_line(part) for part in parts)
 
 
-def _template_line(template: ChatTemplate) -> str:
-    where = "in the file" if template.origin == "file" else f"{template.origin}; the file has none"
-    return f"{where}, {len(template.source):,} characters (--template prints it)"
+def _template_line(facts: ModelFacts) -> str:
+    where = facts.template_note or "in the file"
+    return f"{where} ({len(facts.template.source):,} characters: --template)" if facts.template else where
 
 
 def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, Any]:
@@ -125,6 +124,7 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
         "parts": facts.parts,
         "file_bytes": facts.file_bytes,
         "name": facts.name,
+        "kind": "instruct" if facts.template else "base",
         "arch": facts.arch,
         "license": facts.license or None,
         "parameters": facts.parameters,

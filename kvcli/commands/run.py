@@ -11,7 +11,7 @@ import typer
 
 from kvcli import opening, render, report, verification
 from kvcli.answering import Job, answer, settle
-from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, ModelError, UsageError
+from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
 from kvcli.evictflags import EvictFlags, OverflowFlags
 from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
 from kvcli.helptext import GENERATE
@@ -53,7 +53,14 @@ class PromptFlags:
             help="Leave stdin alone, as in a loop that reads from it; only -f - reads it.",
         ),
     ] = False
-    raw: Annotated[bool, _option("--raw", help="No chat template: continue the text.")] = False
+    raw: Annotated[
+        bool | None,
+        _option(
+            "--raw/--no-raw",
+            help="No chat template: continue the text; --no-raw = chat even with a base model.",
+            show_default="on for base models",
+        ),
+    ] = None
     special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
 
     def question(self, instruction: str | None, system: SystemFlags, invocation: Invocation) -> Question:
@@ -116,19 +123,35 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, as text. `raw`: no template; `special`: the raw text may hold special tokens."""
+    """What is asked, as text. `raw`: no template, None = as the model is; `special`: the raw text may hold special
+    tokens."""
 
     system: str | None
     prompt: str
-    raw: bool
+    raw: bool | None
     special: bool
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
             raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
 
+    def of(self, engine: Engine, invocation: Invocation) -> Question:
+        """The same for this model, and a word where its file has no chat template. Raises ModelError where one is
+        demanded and there is none, UsageError for a system message without one."""
+        if self.raw is False:
+            engine.chat_anyway()
+        elif self.raw is None and engine.template_note:
+            render.notice(engine.template_note, invocation)
+        raw = self.raw or engine.template is None
+        if raw and self.system is not None:
+            raise UsageError(
+                "this model has no chat template, so there is no system message",
+                "put it into the text; --no-raw chats all the same where kv has a template for the architecture",
+            )
+        return replace(self, raw=raw)
+
     def ids(self, engine: Engine) -> list[int]:
-        """Token ids of the whole prompt. Raises ModelError for a model without a chat template."""
+        """Token ids of the whole prompt. Raises TemplateError."""
         return self._ids(engine, self.prompt)
 
     def text(self, engine: Engine, ids: list[int]) -> tuple[int, int]:
@@ -138,10 +161,8 @@ class Question:
         return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
 
     def _ids(self, engine: Engine, text: str) -> list[int]:
-        if self.raw:
+        if self.raw or engine.template is None:
             return engine.tokenizer.encode(text, add_bos=True, parse_special=self.special)
-        if engine.template is None:
-            raise ModelError("this model has no chat template", "--raw continues plain text")
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": text})
         return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
@@ -204,6 +225,7 @@ def run(
         copy = None if output.output is None else OutputFile(output.output)
         question = prompt.question(instruction, system, invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
+        question = question.of(engine, invocation)
         ids, cut = _fitting(engine, question, policy, sampling.max_tokens, invocation)
         if cut is not None:
             render.warn(str(cut), invocation)

@@ -34,7 +34,7 @@ from kvcli.runtime.promptcaches import fingerprint
 from kvcli.runtime.promptcaches.caches import Caches, LiveRows
 from kvcli.runtime.promptcaches.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
-from kvcli.runtime.text.template import ChatTemplate
+from kvcli.runtime.text.template import ChatTemplate, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights
 from kvcli.telling import Tell
@@ -76,9 +76,12 @@ class Engine:
         bos, eos = (
             "" if i is None else self.tokenizer.piece(i) for i in (self.tokenizer.bos_id, self.tokenizer.eos_id)
         )
-        self.template = ChatTemplate.from_gguf(file.metadata, bos, eos)
-        if self.template:
-            self.template.watch(self.tokenizer.controls, self._tell_lost_control)
+        self.template = ChatTemplate.from_gguf(file.metadata, bos, eos, file.path.name)
+        self.spare_template = ChatTemplate.built_in(file.metadata, bos, eos)
+        self.template_note = template_note(file.metadata, file.path.name)
+        for template in (self.template, self.spare_template):
+            if template:
+                template.watch(self.tokenizer.controls, self._tell_lost_control)
         self.sampling_defaults = _sampling_defaults(file)
         torch.set_num_threads(threads)
         ops, notice = kernels.backend(load.backend, threads, str(self.device))
@@ -96,6 +99,15 @@ class Engine:
         self.graph = None if self.keeps_prompt else self._token_graph()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
+
+    def chat_anyway(self) -> None:
+        """Take the architecture's chat template where the file has none. Raises ModelError where there is none."""
+        self.template = self.template or self.spare_template
+        if self.template is None:
+            raise ModelError(
+                f"the file has no chat template, and kv has none for {self.config.arch}",
+                "kv run --raw continues the text as it is",
+            )
 
     def _doubt(self, text: str) -> None:
         self.doubts.append(text)

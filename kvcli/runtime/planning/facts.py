@@ -11,7 +11,7 @@ from typing import Any
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.gguf import GGML_TYPES, GGUFFile
 from kvcli.runtime.planning.runnable import judge
-from kvcli.runtime.text.template import ChatTemplate
+from kvcli.runtime.text.template import ChatTemplate, template_note
 
 _F16_BYTES = 2
 
@@ -69,7 +69,8 @@ class ModelFacts:
     problem: str
     groups: tuple[LayerGroup, ...]
     tokenizer: TokenizerFacts | None
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # None: a base model
+    template_note: str  # where it is not in the file
     sampling: Mapping[str, Any]  # general.sampling.*: the model's own defaults
 
     @property
@@ -104,7 +105,8 @@ def read_facts(file: GGUFFile) -> ModelFacts:
         problem=problem,
         groups=layer_groups(config) if config else (),
         tokenizer=_tokenizer(metadata),
-        template=ChatTemplate.from_gguf(metadata, "", ""),
+        template=ChatTemplate.from_gguf(metadata, "", "", file.path.name),
+        template_note=template_note(metadata, file.path.name),
         sampling=_sampling(metadata),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -35,6 +36,28 @@ DEFAULT_TEMPLATES = {
 }
 
 
+_KEY = "tokenizer.chat_template"
+_NAMES = ("general.name", "general.basename", "general.finetune")
+_CHAT_WORDS = {"it", "instruct", "instruction", "chat", "assistant"}  # of names of models that were trained to chat
+
+
+def _named_chat(metadata: Mapping[str, Any], file_name: str) -> bool:
+    names = [file_name, *(str(metadata.get(key, "")) for key in _NAMES)]
+    return any(word in _CHAT_WORDS for name in names for word in re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def template_note(metadata: Mapping[str, Any], file_name: str) -> str:
+    """What `ChatTemplate.from_gguf` found out about a file without a template of its own; "" = it has one."""
+    arch = metadata.get("general.architecture", "")
+    if metadata.get(_KEY) is not None:
+        return ""
+    if not _named_chat(metadata, file_name):
+        return "base model: no chat template in the file; it continues the text"
+    if arch not in DEFAULT_TEMPLATES:
+        return f"no chat template in the file, and kv has none for {arch}; the text is continued as it is"
+    return f"no chat template in the file; its name says that it can chat, so kv's own for {arch} is used"
+
+
 class TemplateError(ModelError):
     """A template that is broken or refuses the messages. `reason` is its raise_exception text, '' if none."""
 
@@ -53,15 +76,21 @@ class ChatTemplate:
         self._tell: Callable[[str], None] = lambda token: None
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], bos: str, eos: str) -> ChatTemplate | None:
-        """The file's template, else the architecture's built-in one, else None."""
-        source = metadata.get("tokenizer.chat_template")
+    def from_gguf(cls, metadata: Mapping[str, Any], bos: str, eos: str, file_name: str = "") -> ChatTemplate | None:
+        """The file's template; where it has none and names say that the model can chat, the architecture's built-in
+        one; else None: a base model has no use for any."""
+        source = metadata.get(_KEY)
         if source is None:
-            built_in = DEFAULT_TEMPLATES.get(metadata.get("general.architecture", ""))
-            return None if built_in is None else cls(built_in, bos, eos, "built-in")
+            return cls.built_in(metadata, bos, eos) if _named_chat(metadata, file_name) else None
         if not isinstance(source, str):
             raise ModelError("tokenizer.chat_template is not a string", "the file is damaged")
         return cls(source, bos, eos)
+
+    @classmethod
+    def built_in(cls, metadata: Mapping[str, Any], bos: str, eos: str) -> ChatTemplate | None:
+        """The one of the file's architecture, whatever the file; None where kv has none."""
+        source = DEFAULT_TEMPLATES.get(metadata.get("general.architecture", ""))
+        return None if source is None else cls(source, bos, eos, "built-in")
 
     def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:
         """From now on tell of control tokens that the template spells in a way that hides that they are its own.
