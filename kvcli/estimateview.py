@@ -88,7 +88,7 @@ def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
     if model.bytes_read:
         yield "", f"read {model.bytes_read / MIB:.1f} MiB of {model.file_bytes / 1e9:.1f} GB"
     if model.alternatives:
-        named = [f"{one_line(name)} {nbytes / 1e9:.1f} GB" for name, nbytes in model.alternatives]
+        named = [one_line(name) + (f" {size / 1e9:.1f} GB" if size else "") for name, size in model.alternatives]
         more = f", and {len(named) - 3} more" if len(named) > 3 else ""
         yield "others", ", ".join(named[:3]) + more
     yield "attention", _attention(config)

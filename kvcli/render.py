@@ -200,8 +200,21 @@ class Progress:
         console = Console(file=sys.stderr, force_terminal=True, no_color=not self._color, highlight=False)
         text = progress.TextColumn("{task.description}", markup=False)
         if self._unit == "bytes":
-            amounts: list[Any] = [progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()]
+            amounts: list[Any] = [progress.DownloadColumn(binary_units=True), _speed_column()]
         else:
             amounts = [progress.MofNCompleteColumn()]
         columns = [text, progress.BarColumn(), *amounts, progress.TimeRemainingColumn()]
         return progress.Progress(*columns, console=console, transient=True, refresh_per_second=10)
+
+
+def _speed_column() -> Any:
+    """Rich's column of bytes a second is in powers of 1000, all other sizes here are in powers of 1024."""
+    from rich import progress
+    from rich.text import Text
+
+    class Speed(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text(f"{human_bytes(speed)}/s" if speed else "")
+
+    return Speed()

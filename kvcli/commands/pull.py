@@ -18,17 +18,21 @@ def register(app: typer.Typer) -> None:
 
 def pull(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A name from kv models ls, or org/repo[:quant] of the hub.")],
+    model: Annotated[
+        str, typer.Argument(help="A name from kv models ls, or org/repo[:quant] or an address of the hub.")
+    ],
     force: Annotated[bool, typer.Option("--force", help="Download again even if it is here.")] = False,
     json: JsonFlag = False,
 ) -> None:
     """Download a model, check it, and print the path of its file."""
     from kvcli.runtime.download import hub
+    from kvcli.runtime.formats.splitgguf import part_paths
 
     invocation: Invocation = ctx.obj
     with showing_download(invocation) as (progress, notice):
         path = hub.pull(model, force, invocation.offline, progress, notice)
     if json:
-        render.print_json({"model": model, "path": str(path), "bytes": path.stat().st_size})
+        size = sum(part.stat().st_size for part in part_paths(path))
+        render.print_json({"model": model, "path": str(path), "bytes": size})
     else:
         render.write_out(f"{path}\n")

@@ -1,6 +1,6 @@
 """Model names -> files: a path, a recipe of `models/`, or a repository of the hub; downloads what is missing.
 
-`find_model` tries, in this order: the name or alias of a recipe, a path, `org/repo[:quant]`.
+`find_model` tries, in this order: the name or alias of a recipe, a path, `org/repo[:quant]` and its other spellings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvcli.errors import DownloadError, ModelError, UsageError
-from kvcli.runtime.download import hubrepo, sources, store
+from kvcli.runtime.download import hubcache, hubnames, sources, store
 from kvcli.runtime.download.recipes import Recipe, find_recipe, similar
 from kvcli.runtime.download.store import Progress, no_progress
 
@@ -28,9 +28,7 @@ def find_model(
     `progress(stage, done, total)` counts bytes. Raises ModelError (no such model or file) or DownloadError.
     That the file is a GGUF file is checked by whoever opens it.
     """
-    recipe = find_recipe(name)
-    reference = hubrepo.parse_reference(name)
-    if recipe is None and (reference is None or is_path(name)):
+    if find_recipe(name) is None and (is_path(name) or hubnames.parse_reference(name) is None):
         return check_path(name)
     return pull(name, False, offline, progress, notice)
 
@@ -51,19 +49,23 @@ def pull(
         return _pull_recipe(recipe, force, offline, progress or no_progress, notice or no_notice)
     if is_path(name):
         raise UsageError(f"'{name}' is a path; pull takes a model's name", "see kv models ls")
-    reference = hubrepo.parse_reference(name)
+    reference = hubnames.parse_reference(name)
     if reference is None:
         raise unknown_name(name)
     return _pull_reference(reference, force, offline, progress or no_progress, notice or no_notice)
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that no recipe has means a file: it ends in .gguf, looks like a path or exists."""
-    if _exists(name):
+    """Whether a name that no recipe has means a file: it exists, looks like a path, or ends in .gguf and cannot be one
+    of a repository. (`a/b/x.gguf` is file x.gguf of repository a/b, unless there is a folder a/b.)"""
+    if _exists(name) or name.startswith(("/", "./", "../", "~")):
         return True
-    if ":" in name and hubrepo.parse_reference(name):
+    if "://" in name:
         return False
-    return name.endswith(".gguf") or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    folder, _, base = name.rpartition("/")
+    if ":" not in name and base.endswith(".gguf"):
+        return folder.count("/") == 0 or _exists(folder) or hubnames.parse_reference(name) is None
+    return name.count("/") > 1 and hubnames.parse_reference(name) is None
 
 
 def _exists(name: str) -> bool:
@@ -90,6 +92,9 @@ def check_path(name: str) -> Path:
 def unknown_name(name: str, planning: bool = False) -> ModelError:
     """The error for a name that is neither a recipe nor a path nor a repository. `planning`: any recipe would do, not
     only one that runs."""
+    if "://" in name:
+        hint = "kv downloads from repositories of the hub (org/repo:Q4_K_M); give the path of a file from elsewhere"
+        return ModelError(f"'{name}' is not an address of a model on the hub", hint)
     close = similar(name)
     usable = [recipe.name for recipe in close if planning or not recipe.problem][:3]
     if usable:
@@ -105,53 +110,58 @@ def _pull_recipe(recipe: Recipe, force: bool, offline: bool, progress: Progress,
     if target is None or recipe.file is None:
         known = f"kv cannot run {recipe.name}" if recipe.unsupported else f"{recipe.name} is known by its sizes only"
         raise ModelError(f"{known}: {recipe.problem}", recipe.remedy)
-    if not force and store.stored_variant(recipe):
+    here = store.stored_variant(recipe) is not None
+    if here and not force:
         return target
+    if offline:
+        raise _offline(recipe.name, here)
     if target.exists() and not force:
         notice(f"{target} is not the file it should be ({target.stat().st_size} bytes): downloading it again")
-    if offline:
-        raise DownloadError(
-            f"{recipe.name} is not downloaded, and the network may not be used (--offline)",
-            f"run kv pull {recipe.name} while online",
-        )
-    store.check_disk(target.parent, recipe.file.size)
     waiting = f"another kv is downloading {recipe.name}; waiting for it"
-    with store.download_folder(recipe.name, lambda: notice(waiting)) as folder:
+    with store.download_folder(recipe, lambda: notice(waiting)) as folder:
+        for piece in store.pieces(recipe) if force else ():
+            piece.unlink()
+        here_already = max((piece.stat().st_size for piece in store.pieces(recipe)), default=0)
+        store.check_disk(folder, recipe.file.size - here_already)
         if force or not store.stored_variant(recipe):  # another process may have brought it meanwhile
-            part = _fetch_from_any(recipe, folder, progress, notice)
-            store.install(part, target)
+            store.install(_fetch_from_any(recipe, folder, progress, notice), target)
     return target
+
+
+def _offline(name: str, here: bool) -> DownloadError:
+    if here:
+        what = f"{name} is downloaded; --force would download it again, and --offline forbids that"
+        return DownloadError(what, "leave out one of the two")
+    what = f"{name} is not downloaded, and the network may not be used (--offline)"
+    return DownloadError(what, f"run kv pull {name} while online")
 
 
 def _fetch_from_any(recipe: Recipe, folder: Path, progress: Progress, notice: Notice) -> Path:
     """The checked file from the first source that has it. Raises DownloadError with every source's reason."""
     reasons = []
-    for number, source in enumerate(recipe.sources):
-        size = f"{source.file.size / (1 << 20):.0f} MiB"
-        notice(f"downloading {recipe.title} ({size}, license {recipe.license}) from {source.label}")
-        place = folder / str(number)
-        place.mkdir()
+    for source in recipe.sources:
+        piece = store.piece_path(folder, source.file)
+        here = f", {store.amount(piece.stat().st_size)} of it here already" if piece.exists() else ""
+        size = f"{store.amount(source.file.size)}{here}, license {recipe.license}"
+        notice(f"downloading {recipe.title} ({size}) from {source.label}")
         try:
-            return sources.fetch(source, place, progress)
+            return sources.fetch(source, folder, progress, notice)
         except DownloadError as error:
             reasons.append(f"{source.label}: {error.message}")
-    raise DownloadError(
-        f"could not download {recipe.name}: from " + "; from ".join(reasons),
-        "check the network, or give a .gguf file",
-    )
+    hint = "check the network, or give a .gguf file"
+    if left := sum(piece.stat().st_size for piece in store.pieces(recipe)):
+        hint += f"; the same command goes on from the {store.amount(left)} that are here"
+    raise DownloadError(f"could not download {recipe.name}: from " + "; from ".join(reasons), hint)
 
 
 def _pull_reference(
-    reference: hubrepo.Reference, force: bool, offline: bool, progress: Progress, notice: Notice
+    reference: hubnames.Reference, force: bool, offline: bool, progress: Progress, notice: Notice
 ) -> Path:
-    cached = None if force else hubrepo.cached_path(reference, any_quant=offline)
-    if cached is not None:
-        return cached
+    cached = hubcache.find(reference, loose=offline)
+    if cached is not None and not force:
+        return cached.paths[0]
     if offline:
-        raise DownloadError(
-            f"{reference} is not downloaded, and the network may not be used (--offline)",
-            f"run kv pull {reference} while online",
-        )
-    file = hubrepo.choose_remote(reference)
-    notice(f"downloading {file.name} ({file.size / (1 << 20):.0f} MiB) from the hub ({reference.repo})")
-    return hubrepo.download_to_cache(reference.repo, file, force, progress)
+        raise _offline(str(reference), cached is not None)
+    from kvcli.runtime.download import hubdownload  # TLS and HTTP: nothing that a model that is here needs
+
+    return hubdownload.download(reference, force, progress, notice)

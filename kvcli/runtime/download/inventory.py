@@ -1,4 +1,4 @@
-"""What models there are: the recipes, and what of them and of the hub's cache is on this disk."""
+"""What models there are: the recipes, and what of them and of the hub's cache is on this disk, finished or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from kvcli.errors import CheckFailed, ModelError
-from kvcli.runtime.download import hub, hubrepo, store
+from kvcli.runtime.download import hub, hubcache, hubnames, store
 from kvcli.runtime.download.recipes import Recipe, find_recipe, load_recipes
 from kvcli.runtime.download.store import Progress
 from kvcli.runtime.formats.gguf import GGUFFile
@@ -18,10 +18,11 @@ from kvcli.runtime.planning.runnable import judge
 
 @dataclass(frozen=True)
 class Entry:
-    """One model. `size` in bytes, 0 for a recipe without a file. `path` is None if it is not downloaded.
+    """One model. `size` in bytes, 0 where that is not known. `path` is None if it is not downloaded.
 
     `parameters` and `context_length` are 0 where they are not known. `problem`: why kv cannot run it by this name, ""
-    = it can; `unsupported`: not by any other either. `hf`: a hub repository with files of it, or "".
+    = it can; `unsupported`: not by any other either. `hf`: a hub repository with files of it, or "". `files` are all
+    its files on this disk; `unfinished` counts the bytes that an interrupted download left.
     """
 
     name: str
@@ -38,17 +39,20 @@ class Entry:
     unsupported: bool = False
     hf: str = ""
     damaged: bool = False  # a file is there, but not with the size it should have
+    files: tuple[Path, ...] = ()
+    unfinished: int = 0
 
 
 def entries(shapes: bool = False) -> list[Entry]:
-    """The recipes that have a file (with `shapes` all of them), then the GGUF files in the hub's cache."""
+    """The recipes that have a file (with `shapes` all of them), then the GGUF models in the hub's cache."""
     recipes = [_of_recipe(recipe) for recipe in load_recipes().values() if shapes or recipe.file]
-    return recipes + [_of_cached(file) for file in hubrepo.cached_files()]
+    return recipes + [_of_cached(model) for model in (*hubcache.models(), *hubcache.unfinished())]
 
 
 def _of_recipe(recipe: Recipe) -> Entry:
     path = store.stored_path(recipe)
     there = path is not None and path.is_file()
+    pieces = store.pieces(recipe)
     return Entry(
         name=recipe.name,
         title=recipe.title,
@@ -64,15 +68,21 @@ def _of_recipe(recipe: Recipe) -> Entry:
         unsupported=bool(recipe.unsupported),
         hf=recipe.hf,
         damaged=there and store.stored_variant(recipe) is None,
+        files=((path,) if path and there else ()) + pieces,
+        unfinished=sum(piece.stat().st_size for piece in pieces),
     )
 
 
-def _of_cached(file: hubrepo.CachedFile) -> Entry:
-    quant = hubrepo.quant_of(file.name)
-    name = f"{file.repo}:{quant or file.name}"
+def _of_cached(model: hubcache.CachedModel) -> Entry:
+    path, title = model.paths[0], model.paths[0].name
     arch, parameters, context, license_, problem = "", 0, 0, "", ""
+    if not model.finished:
+        return Entry(
+            model.name, "", "", arch, parameters, context, 0, license_, False, None, "it is not whole",
+            files=model.paths, unfinished=model.size,
+        )  # fmt: skip
     try:
-        with GGUFFile.open(file.path) as opened:
+        with GGUFFile.open(path) as opened:
             config, problem = judge(opened.metadata, opened.tensors)
             arch, license_ = (str(opened.metadata.get(f"general.{key}", "")) for key in ("architecture", "license"))
             parameters = sum(prod(tensor.shape) for tensor in opened.tensors.values())
@@ -80,42 +90,65 @@ def _of_cached(file: hubrepo.CachedFile) -> Entry:
     except ModelError as error:
         problem = error.message
     return Entry(
-        name, file.name, "", arch, parameters, context, file.path.stat().st_size, license_, False, file.path,
-        problem=problem, unsupported=bool(problem),
+        model.name, title, "", arch, parameters, context, model.size, license_, False, path,
+        problem=problem, unsupported=bool(problem), files=model.paths,
     )  # fmt: skip
 
 
 def downloaded(name: str) -> Entry:
     """The entry of a model that is on this disk. Raises ModelError if it is not, or for a path."""
     recipe = find_recipe(name)
-    reference = hubrepo.parse_reference(name)
     if recipe is not None:
         entry = _of_recipe(recipe)
         if entry.path is None:
             raise ModelError(f"{recipe.name} is not downloaded", f"kv pull {recipe.name}")
         return entry
+    model = hubcache.find(_reference(name), loose=True)
+    if model is None:
+        raise ModelError(f"{name} is not downloaded", f"kv pull {name}")
+    return _of_cached(model)
+
+
+def _reference(name: str) -> hubnames.Reference:
     if hub.is_path(name):
         raise ModelError(f"'{name}' is a path, not a model of kv's", "see kv models ls")
+    reference = hubnames.parse_reference(name)
     if reference is None:
         raise hub.unknown_name(name)
-    path = hubrepo.cached_path(reference, any_quant=True)
-    if path is None:
-        raise ModelError(f"{name} is not downloaded", f"kv pull {name}")
-    return next(_of_cached(file) for file in hubrepo.cached_files(reference.repo) if file.path == path)
+    return reference
+
+
+def removable(name: str) -> list[Entry]:
+    """What of a model is on this disk, finished or not. Raises ModelError if nothing is, or for a path."""
+    recipe = find_recipe(name)
+    if recipe is not None:
+        found = [entry for entry in [_of_recipe(recipe)] if entry.files]
+    else:
+        reference = _reference(name)
+        whole = hubcache.find(reference, loose=True)
+        left = [model for model in hubcache.unfinished(reference.repo) if _is_meant(model, reference.wanted)]
+        found = [_of_cached(model) for model in ([whole] if whole else []) + left]
+    if not found:
+        raise ModelError(f"{name} is not downloaded", "kv models ls lists what is here")
+    return found
+
+
+def _is_meant(model: hubcache.CachedModel, wanted: str) -> bool:
+    """Whether what is unfinished is of the wanted model; of a repository without more words all of it is."""
+    return not wanted or wanted.lower() in (model.label.lower(), *(path.name.lower() for path in model.paths))
 
 
 def remove(entry: Entry) -> None:
-    """Delete the file of a downloaded model. Raises ModelError where that fails."""
-    assert entry.path is not None
+    """Delete the files of a model, and what is unfinished of it. Raises ModelError where that fails."""
     try:
-        if find_recipe(entry.name):
-            entry.path.unlink()
-            if not any(entry.path.parent.iterdir()):
-                entry.path.parent.rmdir()
+        recipe = find_recipe(entry.name)
+        if recipe is not None:
+            store.remove(recipe)
         else:
-            hubrepo.remove_cached(entry.path)
+            repo, _, label = entry.name.partition(":")
+            hubcache.remove(hubcache.CachedModel(repo, label, entry.files))
     except OSError as error:
-        raise ModelError(f"cannot remove {entry.path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot remove {entry.name}: {error.strerror or error}") from error
 
 
 def verify(entry: Entry, progress: Progress) -> None:
@@ -124,20 +157,25 @@ def verify(entry: Entry, progress: Progress) -> None:
     Raises CheckFailed where it differs, ModelError where it cannot be read or no checksum is known.
     """
     assert entry.path is not None
-    expected = _checksums(entry)
+    for path in entry.files if find_recipe(entry.name) is None else (entry.path,):
+        _verify_file(entry, path, progress)
+
+
+def _verify_file(entry: Entry, path: Path, progress: Progress) -> None:
+    expected = _checksums(entry, path)
     if not expected:
-        raise ModelError(f"no checksum is known for {entry.name}", f"{entry.path} is not named by one")
+        raise ModelError(f"no checksum is known for {entry.name}", f"{path} is not named by one")
     try:
-        actual = store.sha256_of(entry.path, progress)
+        actual = store.sha256_of(path, progress)
     except OSError as error:
-        raise ModelError(f"cannot read {entry.path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if actual not in expected:
-        raise CheckFailed(f"{entry.path} is damaged: its sha256 is {actual[:12]}…", f"kv pull --force {entry.name}")
+        raise CheckFailed(f"{path} is damaged: its sha256 is {actual[:12]}…", f"kv pull --force {entry.name}")
 
 
-def _checksums(entry: Entry) -> set[str]:
+def _checksums(entry: Entry, path: Path) -> set[str]:
     recipe = find_recipe(entry.name)
     if recipe is not None:
         return {file.sha256 for file in recipe.variants}
-    blob = os.path.basename(os.path.realpath(entry.path or ""))  # the hub's cache names large files by checksum
+    blob = os.path.basename(os.path.realpath(path))  # the hub's cache names large files by checksum
     return {blob} if re.fullmatch(r"[0-9a-f]{64}", blob) else set()

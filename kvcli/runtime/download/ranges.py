@@ -46,6 +46,16 @@ def _offline(entry: Entry | None, label: str) -> Entry:
     return entry
 
 
+def content_range(response: http.client.HTTPResponse, talk: Conversation) -> tuple[int, int, int]:
+    """The first and last byte that come, and how many the file has. Raises DownloadError if the server does not say."""
+    given = response.headers.get("Content-Range", "")
+    match = _CONTENT_RANGE.fullmatch(given.strip())
+    if not match:
+        raise talk.error(f"a range without a usable Content-Range ({given[:60]!r})", BROKEN)
+    first, last, total = (int(number) for number in match.groups())
+    return first, last, total
+
+
 class RemoteFile:
     """A growing prefix of one remote file.
 
@@ -114,11 +124,7 @@ class RemoteFile:
 
     def _take_part(self, response: http.client.HTTPResponse, start: int, stop: int) -> None:
         """HTTP 206: the answer must be what was asked, of a file of the size we know."""
-        given = response.headers.get("Content-Range", "")
-        match = _CONTENT_RANGE.fullmatch(given.strip())
-        if not match:
-            raise self._talk.error(f"a range without a usable Content-Range ({given[:60]!r})", BROKEN)
-        first, last, total = (int(number) for number in match.groups())
+        first, last, total = content_range(response, self._talk)
         self._check_total(total)
         if first != start or last != min(stop, total) - 1:
             asked = f"bytes {start}-{stop - 1} were asked for"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.download import hubrepo
-from kvcli.runtime.download.hublisting import Choice, Listing, choose, endpoint, list_repository, stored_token
+from kvcli.runtime.download import hubnames
+from kvcli.runtime.download.hublisting import Listing, list_repository, stored_token
+from kvcli.runtime.download.hubnames import Reference, Variant
 from kvcli.runtime.download.websession import Limits, Session
 from kvcli.runtime.formats import safetensors
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.planning.headers import (
     CONFIG,
-    GGUF,
     INDEX,
     MAX_CONFIG_BYTES,
+    SAFETENSORS,
     SINGLE,
     Alternative,
     ModelHeader,
@@ -23,29 +25,52 @@ from kvcli.runtime.planning.headers import (
     safetensors_model,
 )
 
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors", re.ASCII)
 
-def read_remote(reference: hubrepo.Reference, offline: bool = False, limits: Limits | None = None) -> ModelHeader:
+
+def read_remote(reference: Reference, offline: bool = False, limits: Limits | None = None) -> ModelHeader:
     """The header of a model on the hub. Raises ModelError (damaged, hostile) or DownloadError."""
-    session = Session(endpoint(), stored_token(), limits, offline)
-    listing = list_repository(session, reference.repo)
-    chosen, others = choose(listing, reference.quant)
-    read = _read_remote_gguf if chosen.container == GGUF else _read_remote_safetensors
+    session = Session(hubnames.endpoint(), stored_token(), limits, offline)
+    listing = list_repository(session, reference.repo, reference.revision)
+    offered = _offered(listing)
+    chosen = _choose(reference, offered)
+    read = _read_remote_safetensors if chosen.label == SAFETENSORS else _read_remote_gguf
     header = read(session, listing, chosen)
+    others = [variant for variant in offered if variant is not chosen]
     return replace(
         header,
         source=f"{reference.repo}:{chosen.label}",
         bytes_read=session.bytes_read,
-        alternatives=tuple(Alternative(other.label, other.nbytes) for other in others),
+        alternatives=tuple(Alternative(other.label, listing.size(other.files)) for other in others),
         notices=tuple(session.notices),
     )
 
 
-def _read_remote_gguf(session: Session, listing: Listing, chosen: Choice) -> ModelHeader:
-    files = [listing.open(session, file.name) for file in chosen.files]
+def _offered(listing: Listing) -> list[Variant]:
+    """The GGUF models of a repository, and its safetensors as one more."""
+    found = hubnames.variants(listing.files)
+    weights = tuple(name for name in listing.files if _WEIGHTS.fullmatch(name))
+    if weights or INDEX in listing.files:
+        found.append(Variant(SAFETENSORS, weights))
+    if not found:
+        what = "has neither GGUF files nor model.safetensors"
+        raise DownloadError(f"the repository {listing.repo} {what}", "its model is in a form kv does not read")
+    return found
+
+
+def _choose(reference: Reference, offered: list[Variant]) -> Variant:
+    """As `kv run` chooses; where nothing is asked for and nothing is usual, the first: to plan costs little."""
+    if not reference.wanted and len(hubnames.matching(offered, "")) != 1:
+        return offered[0]
+    return hubnames.choose(reference, offered)
+
+
+def _read_remote_gguf(session: Session, listing: Listing, chosen: Variant) -> ModelHeader:
+    files = [listing.open(session, name) for name in chosen.files]
     return replace(gguf_model(files), etag=files[0].etag)
 
 
-def _read_remote_safetensors(session: Session, listing: Listing, chosen: Choice) -> ModelHeader:
+def _read_remote_safetensors(session: Session, listing: Listing, chosen: Variant) -> ModelHeader:
     label = listing.repo
     weight_map: dict[str, str] = {}
     if INDEX in listing.files:

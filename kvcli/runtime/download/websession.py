@@ -6,6 +6,7 @@ import http.client
 import ssl
 import threading
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import kvcli
@@ -26,6 +27,10 @@ class Limits:
     total_s: float = 180
     total_bytes: int = 128 << 20
     redirects: int = 5
+
+
+class Interrupted(DownloadError):
+    """The network or the server failed in a way that may pass: asking again may help."""
 
 
 class Session:
@@ -133,35 +138,45 @@ class Conversation:
 
     def read(self, response: http.client.HTTPResponse, n_bytes: int) -> bytes:
         """The next `n_bytes` of the body, fewer where it ends. Raises DownloadError."""
-        blocks, left = [], n_bytes
-        try:
-            while left and (block := response.read(min(left, _BLOCK))):
-                self._session.count(len(block))
-                blocks.append(block)
-                left -= len(block)
-        except http.client.IncompleteRead as cut:
-            blocks.append(cut.partial)
-        except (OSError, http.client.HTTPException, ValueError) as problem:
-            self.close()
-            raise self.explain(problem, "the server") from problem
+        return b"".join(self.stream(response, n_bytes))
+
+    def stream(self, response: http.client.HTTPResponse, n_bytes: int) -> Iterator[bytes]:
+        """The same in blocks, each as soon as it is here."""
+        left = n_bytes
+        while left:
+            try:
+                block = response.read(min(left, _BLOCK))
+            except http.client.IncompleteRead as cut:
+                block, left = cut.partial, len(cut.partial)
+            except (OSError, http.client.HTTPException, ValueError) as problem:
+                self.close()
+                raise self.explain(problem, "the server") from problem
+            if not block:
+                break
+            self._session.count(len(block))
+            left -= len(block)
+            yield block
         if not response.isclosed():
             self.close()
-        return b"".join(blocks)
 
     def error(self, what: str, hint: str) -> DownloadError:
         self.close()
         return DownloadError(f"cannot read {self.label}: {what}", hint)
 
+    def interrupted(self, what: str, hint: str) -> Interrupted:
+        error = self.error(what, hint)
+        return Interrupted(error.message, error.hint)
+
     def explain(self, problem: Exception, host: str) -> DownloadError:
         """The user's words for what the network, TLS or http.client raised."""
-        hint = "check the network, or use --offline"
+        hint = "check the network"
         if isinstance(problem, TimeoutError):
-            return self.error(f"{host} did not answer in time", "check the network, or try again later")
+            return self.interrupted(f"{host} did not answer in time", "check the network, or try again later")
         if isinstance(problem, ssl.SSLCertVerificationError):
             hint = "if your network has its own certificate authority set SSL_CERT_FILE"
             return self.error(f"{host} has no valid certificate ({problem.verify_message})", hint)
         if isinstance(problem, OSError):
-            return self.error(f"{host}: {problem.strerror or str(problem)[:80] or 'connection lost'}", hint)
+            return self.interrupted(f"{host}: {problem.strerror or str(problem)[:80] or 'connection lost'}", hint)
         return self.error(f"{host} does not speak HTTP properly ({type(problem).__name__})", BROKEN)
 
     def close(self) -> None:
@@ -191,5 +206,6 @@ def refusal(response: http.client.HTTPResponse, label: str, host: str) -> Downlo
     if status == 429:
         wait = response.headers.get("Retry-After", "")
         when = f"in {wait} s" if wait.isdecimal() and len(wait) < 6 else "later"
-        return DownloadError(f"{host} refuses to answer for {label} now (HTTP 429)", f"try again {when}")
-    return DownloadError(f"{host} answered HTTP {status} for {label}", "try again later")
+        return Interrupted(f"{host} refuses to answer for {label} now (HTTP 429)", f"try again {when}")
+    kind = Interrupted if status == 408 or status >= 500 else DownloadError
+    return kind(f"{host} answered HTTP {status} for {label}", "try again later")

@@ -20,13 +20,14 @@ from kvcli.runtime.formats.gguf_values import DAMAGED, quote
 if TYPE_CHECKING:
     from kvcli.runtime.formats.gguf import Header
 
+MAX_PARTS = 1024
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 
 def part_of(name: str) -> tuple[str, int, int] | None:
     """'x-00002-of-00003.gguf' -> ('x.gguf', 2, 3): the whole model's name, which part, of how many; None for others."""
     match = _PART.fullmatch(name)
-    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
         return None
     return f"{match[1]}.gguf", int(match[2]), int(match[3])
 

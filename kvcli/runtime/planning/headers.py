@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvcli.errors import ModelError
-from kvcli.runtime.download import hub, hubrepo
+from kvcli.runtime.download import hub, hubcache, hubnames
 from kvcli.runtime.download.recipes import find_recipe
 from kvcli.runtime.formats import gguf, safetensors, splitgguf
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
@@ -35,10 +35,10 @@ class HeaderTensor(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """Another model of the same repository: its quantization or file name, and its bytes."""
+    """Another model of the same repository: its quantization or file name, and its bytes where the hub says them."""
 
     name: str
-    nbytes: int
+    nbytes: int | None
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def read_header(source: str, *, offline: bool = False) -> ModelHeader | None:
         return None
     if hub.is_path(source):
         return _read_local(source)
-    reference = hubrepo.parse_reference(source)
+    reference = hubnames.parse_reference(source)
     if reference is None:
         raise hub.unknown_name(source, planning=True)
-    if offline and (cached := hubrepo.cached_path(reference, any_quant=True)):
-        return _read_local(str(cached))
+    if offline and (cached := hubcache.find(reference, loose=True)):
+        return _read_local(str(cached.paths[0]))
     from kvcli.runtime.download.remoteheaders import read_remote  # TLS and HTTP: nothing that a local file needs
 
     return read_remote(reference, offline)

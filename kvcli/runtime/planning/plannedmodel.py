@@ -32,7 +32,7 @@ class PlannedModel:
     file_bytes: int = 0
     bytes_read: int = 0
     notices: Sequence[str] = ()
-    alternatives: Sequence[tuple[str, int]] = ()  # name and bytes of the repository's other models
+    alternatives: Sequence[tuple[str, int | None]] = ()  # name and bytes of the repository's other models
 
 
 def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> PlannedModel:
