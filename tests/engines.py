@@ -18,11 +18,15 @@ DRAWN = SampleOptions(4.0, 0, 1.0, 0.0, seed=8, ignore_eos=True, max_tokens=12) 
 PROMPT = torch.randint(3, 370, (140,), generator=torch.manual_seed(5)).tolist()
 
 
-def open_tiny(variant: str, backend: str, cache: CacheOptions | None = None) -> Engine:
+def open_tiny(variant: str, backend: str, cache: CacheOptions | None = None, memory_limit: str | None = None) -> Engine:
     if backend == "native":
         need_native()
     threads = 1 if backend == "reference" else 2  # torch's threads wait for each other far longer than they work
-    return Engine.open(tiny.make(variant).path, LoadOptions(variant, threads, backend), cache or CacheOptions())
+    return Engine.open(
+        tiny.make(variant).path,
+        LoadOptions(variant, threads, backend, memory_limit=memory_limit),
+        cache or CacheOptions(),
+    )
 
 
 def last_logits(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> torch.Tensor:

@@ -12,11 +12,10 @@ import torch
 
 from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
-from kvcli.estimate import Plan, engine_budget, engine_setting, plan_for_engine
-from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
+from kvcli.estimate import Plan, engine_budget, engine_setting
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime import archs, eviction, guard
 from kvcli.runtime.cache.cachetypes import canonical
-from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import from_gguf
@@ -31,9 +30,10 @@ from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.planning import repacked
 from kvcli.runtime.planning.footprint import weights_of_tensors
 from kvcli.runtime.promptcaches import fingerprint
-from kvcli.runtime.promptcaches.caches import Caches, LiveRows
+from kvcli.runtime.promptcaches.caches import Caches, LiveRows, keep_rows
 from kvcli.runtime.promptcaches.reuse import PromptCaches
 from kvcli.runtime.sampler import Sampler
+from kvcli.runtime.terms import Terms
 from kvcli.runtime.text.template import ChatTemplate, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.weights import Weights
@@ -59,15 +59,13 @@ class Engine:
         if self.device.notice:
             self.notices.append(self.device.notice)
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
-        self.layout = KVLayout.of_options(self.config, cache)
         if cache.ubatch < 1:
             raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
         eviction.check(cache.evict, cache.page_size)
         threads = load.threads or physical_cores()
-        pool_bytes = self._plan(file, load, cache, threads)
-        self.layout = self._setting.settled(self.layout, self.ctx_size)
-        if self.retention and not self.keeps_prompt:
-            self.notices.append(self.retention.notice())
+        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
+        self._take(Terms.settle(engine_setting(self.config, weight_bytes, cache, budget, threads), budget, cache))
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(
@@ -93,7 +91,7 @@ class Engine:
         if doubt:
             self._doubt(doubt)
         self.model = archs.build(self.config, weights, ops)
-        self.pool = PagePool(self.layout, pool_bytes, ops.device)
+        self.pool = PagePool(self.layout, self.terms.pool_bytes, ops.device)
         self.caches: Caches = LiveRows()
         self.exact = load.exact
         self.graph = None if self.keeps_prompt else self._token_graph()
@@ -161,21 +159,15 @@ class Engine:
         engine.cards_before_open = cards
         return engine
 
-    def _plan(self, file: GGUFFile, load: LoadOptions, cache: CacheOptions, threads: int) -> int:
-        """Settle the context and its memory plan; the bytes that the pool may grow to. Raises DoesNotFit."""
-        asked, trained = cache.ctx_size, self.config.context_length
-        if asked < 0:
-            raise UsageError(f"--ctx-size must not be negative, got {asked}", "0 = as trained, or what fits")
-        if asked > trained:
-            self._doubt(f"context {asked:,} is beyond the {trained:,} tokens the model was trained on")
-        weights = weights_of_tensors(file.tensors, self.config, self.device.kind)
-        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
-        self._setting = engine_setting(self.config, weights, cache, budget, threads)
-        self.ubatch = self._setting.step(self.layout)
-        self.ctx_size, self.plan, self.shortened = plan_for_engine(self.config, weights, cache, budget, threads)
-        if self.shortened:
-            self._doubt(self.shortened)
-        return self.plan.kv_bytes + budget.bytes - self.plan.needed
+    def _take(self, terms: Terms) -> None:
+        """Have these terms, and note what the user should know of them."""
+        self.terms, self.layout, self.ctx_size, self.plan = terms, terms.layout, terms.ctx_size, terms.plan
+        self.ubatch, self.shortened = terms.setting.step(terms.layout), terms.shortened
+        for doubt in terms.doubts:
+            if doubt not in self.doubts:
+                self._doubt(doubt)
+        if self.retention and not self.keeps_prompt:
+            self.notices.append(self.retention.notice())
 
     @property
     def retention(self) -> Retention | None:
@@ -185,18 +177,24 @@ class Engine:
     @property
     def keeps_prompt(self) -> bool:
         """Whether `keep_prompt` must be told how long the prompt is (--keep -1)."""
-        return self._setting.evict.keep == eviction.WHOLE_PROMPT
+        return self.terms.setting.evict.keep == eviction.WHOLE_PROMPT
 
-    @torch.inference_mode()
     def keep_prompt(self, n_tokens: int) -> None:
         """Settle --keep -1, before there is a sequence: the first `n_tokens` stay. UsageError if no window is left."""
-        self._setting = replace(self._setting, evict=replace(self._setting.evict, keep=n_tokens))
-        self.layout = self._setting.settled(self.layout, self.ctx_size)
-        self.plan = self._setting.whole(self.layout, self.ctx_size)
-        self.pool = PagePool(self.layout, self.pool.budget_bytes, self.pool.device)
-        self.graph = self._token_graph()
-        if self.retention:
-            self.notices.append(self.retention.notice())
+        self.change(self.ctx_size, replace(self.terms.options.evict, keep=n_tokens))
+
+    @torch.inference_mode()
+    def change(self, ctx_size: int, evict: EvictOptions, seq: Sequence | None = None) -> None:
+        """Another context, or another policy, with the same weights. `seq`, the only sequence there is, keeps the rows
+        that are the same under both. Raises UsageError and DoesNotFit, with nothing changed. Caches are to be opened
+        again."""
+        before = self.retention
+        self._take(self.terms.changed(ctx_size, evict))
+        self.pool.change(self.layout, self.terms.pool_bytes)
+        if seq is not None:
+            keep_rows(seq, min([seq.length, *(r.whole for r in (before, self.retention) if r)]))
+        self.caches, self.graph = LiveRows(), None
+        self.graph = None if self.keeps_prompt else self._token_graph()
 
     def _token_graph(self) -> TokenGraph | None:
         """The fast way of single tokens on a GPU; None on a CPU, with --exact and for models that it cannot compute."""
@@ -235,11 +233,11 @@ class Engine:
 
     def predict(self, tokens: int) -> Plan:
         """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
-        return self._setting.plan(self.layout, tokens)
+        return self.terms.setting.plan(self.layout, tokens)
 
     def bytes_per_token(self, length: int) -> int:
         """Bytes that one token reads behind `length` rows: weights, rows of the cache, recurrent state."""
-        return self._setting.weights.read + self.layout.read_bytes(length) + self.layout.state_bytes
+        return self.terms.setting.weights.read + self.layout.read_bytes(length) + self.layout.state_bytes
 
     def new_sequence(self) -> Sequence:
         """An empty context."""

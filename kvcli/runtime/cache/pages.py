@@ -65,6 +65,14 @@ class PagePool:
         self.reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
         self.soft_bytes = 0
 
+    def change(self, layout: KVLayout, budget_bytes: int | None) -> None:
+        """From now on a layout of the same pages that evicts other ones, and another budget."""
+        if [a.page_bytes for a in self._arenas] != [a.page_bytes for a in layout.arenas]:
+            raise ValueError("the pages of the other layout have other sizes")
+        self.layout, self.budget_bytes = layout, budget_bytes
+        for mine, theirs in zip(self._arenas, layout.arenas, strict=True):
+            mine.layout = theirs
+
     def take(self, arena: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
         a = self._arenas[arena]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcaches.prefixpages import common_length
+from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class Caches(Protocol):
 
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
         """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had."""
+
+    def find(self, seq: Sequence, tokens: list[int]) -> int:
+        """How many of the first rows of a prompt that goes on from `tokens` are to be had. Changes nothing."""
 
     def follow(self, seq: Sequence) -> None:
         """More rows of the prompt were computed."""
@@ -43,6 +46,9 @@ class LiveRows:
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
         return Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1])))
 
+    def find(self, seq: Sequence, tokens: list[int]) -> int:
+        return seq.rewindable(common_length(seq.tokens, tokens))
+
     def follow(self, seq: Sequence) -> None:
         """Nothing to remember."""
 
@@ -54,3 +60,11 @@ class LiveRows:
 
     def answered(self, seq: Sequence) -> None:
         """Nothing to share."""
+
+
+def keep_rows(seq: Sequence, n_rows: int) -> None:
+    """Where the pool's layout has changed, and with it what is held: keep of the first `n_rows`, which are right under
+    both layouts, as many as can be gone on from."""
+    held = seq.numbered()
+    length = longest(seq.pool.layout, n_rows, dict.fromkeys(held, n_rows))
+    seq.adopt(seq.tokens[:length], {key: held[key] for key in needed(seq.pool.layout, length)}, seq.bases)

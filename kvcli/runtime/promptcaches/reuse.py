@@ -9,6 +9,7 @@ get into the store.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,19 @@ class PromptCaches:
         if self.options.store is not None and len(prompt) >= self.options.min_tokens:
             reuse = self._from_store(seq, prompt, reuse)
         return reuse
+
+    def find(self, seq: Sequence, tokens: list[int]) -> int:
+        """See `Caches`; a named file is not looked into."""
+        have = max(seq.rewindable(common_length(seq.tokens, tokens)), self.tree.find(tokens)[0])
+        store = self.keeper.store if len(tokens) >= self.options.min_tokens else None
+        if store is None:
+            return have
+        self._wait()
+        with closing(store.find(tokens)) as found:
+            for told in found.removed:
+                self.tell.warn(told)
+            stored = longest(self.setting.pool.layout, len(tokens), found.valid) if found.valid else 0
+        return stored if stored >= have + store.page_size else have
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
         live = seq.rewindable(common_length(seq.tokens, wanted))

@@ -1,0 +1,51 @@
+"""`Terms`: how long a context is, what stays of a longer sequence, and the memory that takes. They can change while a
+model is open. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvcli.errors import UsageError
+from kvcli.estimate import Budget, Plan, Setting, plan_for_engine
+from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What `options` come to in `setting` with the memory of `budget`. `shortened`: why the context is less than the
+    training context although no size was asked for; "" = it is not."""
+
+    setting: Setting
+    budget: Budget
+    options: CacheOptions
+    layout: KVLayout
+    ctx_size: int
+    plan: Plan
+    shortened: str
+
+    @classmethod
+    def settle(cls, setting: Setting, budget: Budget, options: CacheOptions) -> Terms:
+        """Raises UsageError, and DoesNotFit."""
+        if options.ctx_size < 0:
+            raise UsageError(f"--ctx-size must not be negative, got {options.ctx_size}", "0 = as trained, or what fits")
+        config, layout = setting.config, KVLayout.of_options(setting.config, options)
+        ctx_size, plan, shortened = plan_for_engine(config, setting.weights, options, budget, setting.threads)
+        return cls(setting, budget, options, setting.settled(layout, ctx_size), ctx_size, plan, shortened)
+
+    def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
+        """With another context or policy. Raises UsageError, and DoesNotFit."""
+        options = replace(self.options, ctx_size=ctx_size, evict=evict)
+        return Terms.settle(replace(self.setting, evict=evict), self.budget, options)
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pool may grow to: all that the plan leaves."""
+        return self.plan.kv_bytes + self.budget.bytes - self.plan.needed
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why answers may be worse than was asked for."""
+        asked, trained = self.options.ctx_size, self.setting.config.context_length
+        beyond = f"context {asked:,} is beyond the {trained:,} tokens the model was trained on"
+        return [*([beyond] if asked > trained else []), *([self.shortened] if self.shortened else [])]
