@@ -24,6 +24,8 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A command with commands below it."""
 
+    alone = False  # it does something without them, too, and takes options like one of them
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _read(ctx, args))
 
@@ -42,7 +44,8 @@ class App(typer.Typer):
 
     def __init__(self, **options: Any) -> None:
         names = {"help_option_names": ["-h", "--help"]}
-        super().__init__(cls=Group, add_completion=False, rich_markup_mode=None, context_settings=names, **options)
+        settings = {"cls": Group, "add_completion": False, "rich_markup_mode": None, "context_settings": names}
+        super().__init__(**{**settings, **options})
 
     def command(self, name: str | None = None, **options: Any) -> Any:
         return super().command(name, **{"cls": Command, **options})

@@ -114,11 +114,12 @@ PREFIXES = ("OLLAMA_", "LLAMA_ARG_")
 
 # Commands that other programs have: what to type instead.
 _COMMANDS = {
-    "ls list": "kv models ls lists models, kv cache ls prompt caches",
+    "ls list": "kv models ls lists models, kv chat ls saved chats, kv cache ls prompt caches",
     "ps stop": "kv has no server: a model is in memory while a command runs",
     "serve server start api": "kv has no server: kv run answers one prompt, kv chat talks",
-    "show info": "kv inspect MODEL shows a model, kv cache show ID a prompt cache",
-    "rm remove delete": "kv models rm NAME removes a model, kv cache rm ID a prompt cache",
+    "show info": "kv inspect MODEL shows a model, kv chat show NAME a saved chat, kv cache show ID a prompt cache",
+    "rm remove delete": "kv models rm NAME removes a model, kv chat rm a saved chat, kv cache rm a prompt cache",
+    "sessions session chats logs history export": "kv chat ls lists saved chats, kv chat export NAME writes one",
     "download get fetch": "kv pull MODEL downloads one",
     "search": "kv models ls --all lists the models known by name",
     "generate complete completions ask prompt cli": "kv run answers one prompt",

@@ -38,9 +38,13 @@ def add_to_commands(command: Any) -> None:
 
 
 def _leaves(group: Any) -> list[Any]:
+    """The commands below a group, and the groups that are one by themselves."""
     found = []
     for command in group.commands.values():
-        found += _leaves(command) if hasattr(command, "commands") else [command]
+        if not hasattr(command, "commands"):
+            found.append(command)
+            continue
+        found += [command] * command.alone + _leaves(command)
     return found
 
 

@@ -49,7 +49,7 @@ def _usage(context: Any, width: int) -> str:
     command = context.command
     words = [context.command_path, "[OPTIONS]"]
     if hasattr(command, "commands"):
-        words.append("COMMAND ...")
+        words.append("[COMMAND ...]" if command.alone else "COMMAND ...")
     words += [_argument(param) for param in command.params if param.param_type_name == "argument"]
     return _wrapped(" ".join(words), width, "usage: ", " " * 4)
 

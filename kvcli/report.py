@@ -41,9 +41,9 @@ class CacheFacts:
     def room(self) -> str:
         """How many tokens may come until something happens."""
         if self.retention is None:
-            return f"{self.limit - self.tokens} until full"
+            return f"{self.limit - self.tokens:,} until full"
         last = self.tokens + self.evicted - 1
-        return f"{self.evicted} evicted, {self.retention.until_next(max(0, last))} until more are"
+        return f"{self.evicted:,} evicted, {self.retention.until_next(max(0, last)):,} until more are"
 
     @property
     def types(self) -> str:

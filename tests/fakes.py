@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 from kvcli.errors import ContextOverflow, ModelError
 from kvcli.estimate import Plan, Row
-from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.runtime import eviction
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
+from kvcli.runtime.promptcaches.prefixpages import common_length
 
 BOS, START, END = 1, 2, 3
 CONTROL = {"<s>": BOS, "<|start|>": START, "<|end|>": END}
@@ -97,8 +99,14 @@ class FakeSequence:
     def pages(self, arena: int) -> int:
         return -(-self.length // 64)
 
-    def rewind_to(self, length: int) -> int:
+    def rewindable(self, length: int) -> int:
+        return min(length, self.length)
+
+    def rewind(self, length: int) -> None:
         del self.tokens[length:]
+
+    def rewind_to(self, length: int) -> int:
+        self.rewind(length)
         return self.length
 
     def close(self) -> None:
@@ -117,15 +125,20 @@ class FakeEngine:
         self.template: FakeTemplate | None = FakeTemplate()
         self.spare_template: FakeTemplate | None = None
         self.tokenizer = FakeTokenizer()
-        self.config = SimpleNamespace(name="Fake 1K", arch="fake", vocab_size=FakeTokenizer.vocab_size)
+        self.config = SimpleNamespace(
+            name="Fake 1K", arch="fake", vocab_size=FakeTokenizer.vocab_size, context_length=4096
+        )
         self.sampling_defaults: dict[str, float] = {}
         self.cache_types = ("f32", "f32")
         self.notices: list[str] = []
         self.doubts: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
-        self.retention, self.keeps_prompt = None, False
+        self.retention: eviction.Retention | None = None
+        self.keeps_prompt = False
         group = SimpleNamespace(page_bytes=1 << 20)
         self.layout = SimpleNamespace(page_size=64, groups=[group], arenas=[group])
+        self.changes: list[EvictOptions] = []
+        self.stored: list[int] = []
         self.calls: list[tuple[list[int], SampleOptions]] = []
         self.before_token: Callable[[int], None] = lambda number: None
         self.before_prefill: Callable[[], None] = lambda: None
@@ -147,9 +160,19 @@ class FakeEngine:
         return Plan((Row("KV pool", tokens << 14, "exact"),), tokens, tokens << 14, 0)
 
     def use_caches(self, options: PromptCacheOptions, tell: object) -> SimpleNamespace:
-        """Caches that never have anything."""
+        """Caches that have nothing but the sequence and, in `stored`, rows of one prompt."""
         self.cache_options = options
-        return SimpleNamespace(close=lambda: None, save=lambda sequence: None)
+        self.caches = SimpleNamespace(close=lambda: None, save=lambda sequence: None, find=self._find)
+        return self.caches
+
+    def _find(self, sequence: FakeSequence, tokens: list[int]) -> int:
+        return max(common_length(held, tokens) for held in (sequence.tokens, self.stored))
+
+    def change(self, ctx_size: int, evict: EvictOptions, sequence: FakeSequence) -> None:
+        """Rows stay where they are the same under both policies, as far as a fake can tell."""
+        retention = eviction.retention(evict, ctx_size or self.ctx_size, self.layout.page_size)
+        self.ctx_size, self.retention, self.changes = ctx_size or self.ctx_size, retention, [*self.changes, evict]
+        sequence.rewind(retention.whole if retention else sequence.length)
 
     def tokenizer_hashes(self) -> dict[str, str]:
         return {"tokenizer": "fake"}

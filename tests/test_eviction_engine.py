@@ -13,11 +13,13 @@ import torch
 from engines import GREEDY, last_logits, open_tiny, run
 from fakes import FakeTemplate
 from kernelcases import same_bits
+from reusecases import Told
 
-from kvcli.chatsession import ChatOptions, ChatSession
+from kvcli.commands.chat.session import ChatOptions, ChatSession
+from kvcli.commands.chat.slash import handle
 from kvcli.errors import ContextOverflow, UsageError
 from kvcli.interrupt import Interrupts
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End
@@ -210,14 +212,15 @@ class Sink:
 
 def chat(engine: Engine, system: str | None = None) -> ChatSession:
     conversation = Conversation(engine.tokenizer, FakeTemplate(), system)
-    options = ChatOptions("tiny", replace(GREEDY, max_tokens=20, seed=1), stats=True, script=True)
-    return ChatSession(engine, conversation, options, Sink(), Interrupts(lambda *_: None), Branches())
+    sampling = replace(GREEDY, max_tokens=20, seed=1)
+    options = ChatOptions("tiny", sampling, True, True, FORGET_NOTHING, PromptCacheOptions())
+    return ChatSession(engine, conversation, options, Sink(), Interrupts(lambda *_: None), Branches(), Told())
 
 
 def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.CaptureFixture[str]):
     live = chat(engine)
     for line in ("hello", "and then", "more", "even more", "/ctx"):
-        live.handle(line)
+        handle(live, line)
     err = capsys.readouterr().err
     assert err.count("kv: the context is full: ") == 1 and " until more are) " in err
     assert f"of {CTX} tokens" in err and " evicted, " in err and "what was evicted is forgotten" in err
@@ -226,23 +229,24 @@ def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.Captur
     assert all(b > a for a, b in pairwise(reused))  # no turn read the history again
 
     with pytest.raises(ContextOverflow, match="the message needs"):
-        live.handle("long " * 90)
+        handle(live, "long " * 90)
     length = live.sequence.length
-    live.handle("last")
+    handle(live, "last")
     assert live.sink.results[-1].end.usage.cache_read_tokens >= length - SIZE
 
-    # Undone turns are read again, and then all is as in a chat that never had them.
-    live.handle("/undo")
-    live.handle("/undo")
-    live.handle("other")
+    # After undone turns all is as in a chat that never had them.
+    handle(live, "/undo")
+    handle(live, "/undo")
+    handle(live, "other")
     other = chat(engine)
     for line in ("hello", "and then", "more", "other"):
-        other.handle(line)
+        handle(other, line)
     assert live.sink.results[-1].end.ids == other.sink.results[-1].end.ids
     assert live.sequence.tokens == other.sequence.tokens
-    live.handle("/clear")
+    handle(live, "/clear")
     assert live.sequence.length == 0
-    other.sequence.close()
+    live.close()
+    other.close()
     engine.pool.check([])
 
 
@@ -251,7 +255,7 @@ def test_a_system_message_longer_than_the_window(capsys: pytest.CaptureFixture[s
     system = "be " * 7
     engine = open_evicting("llama", "native", ("f16", "f16"), EvictOptions("sink", 16, 4))
     session = chat(engine, system)
-    session.handle("hi")
+    handle(session, "hi")
     assert session.sink.results[0].end.prompt_evicted > 0
     assert "the context is full" in capsys.readouterr().err
     kept = open_evicting("llama", "native", ("f16", "f16"), EvictOptions("sink", keep=-1))
@@ -261,4 +265,4 @@ def test_a_system_message_longer_than_the_window(capsys: pytest.CaptureFixture[s
     kept.keep_prompt(n)
     assert kept.retention.keep == n
     with pytest.raises(ContextOverflow, match="the message needs"):
-        chat(engine, "be " * 100).handle("hi")
+        handle(chat(engine, "be " * 100), "hi")

@@ -47,7 +47,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text
 .promptcaches.keeping
 .promptcaches.reuse
 kvcli.estimate .text.conversation .layers .host.machine .download.sources
-.archs .host.device .host.diskspeed .graphpages .download.hub
+.archs .host.device .host.diskspeed .graphpages .download.hub .terms
 .tokengraph
 .decoding .promptcaches.sessions
 .promptcaches.enginecaches .generation
@@ -56,14 +56,13 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
-kvcli.cacheflags kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.lineeditor kvcli.streams
+kvcli.cacheflags kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.streams
 kvcli.commandline kvcli.flags kvcli.invocation
 kvcli.render
 kvcli.app kvcli.globaloptions
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring
-kvcli.chatsession
 kvcli.commands
 kvcli.cli
 kvcli.__main__

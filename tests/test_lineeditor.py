@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import signal
 import stat
+import sys
+import tempfile
 import threading
 import time
 
 import pytest
+from conftest import PACKAGE_ROOT
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from kvcli import lineeditor
-from kvcli.lineeditor import FileHistory, LineEditor, open_history, unquote
+from kvcli.commands.chat import lineeditor
+from kvcli.commands.chat.lineeditor import FileHistory, LineEditor, continuation, open_history, unquote
 
 
 def typed(*keys: str, history=None) -> list[str]:
@@ -108,3 +115,64 @@ def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
     warnings: list[str] = []
     assert isinstance(open_history(warnings.append), InMemoryHistory)
     assert len(warnings) == 1
+
+
+def test_the_editor_begins_with_a_text():
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        editor = LineEditor(InMemoryHistory(), [])
+        pipe.send_text("!\rtwo\r")
+        assert [editor.read("one"), editor.read()] == ["one!", "two"]
+
+
+def test_only_lines_that_were_begun_have_a_mark():
+    assert continuation(2, 1, 0) == ". " and continuation(2, 1, 1) == "  "
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_prompt_and_the_handlers_are_as_before(number):
+    before = signal.signal(number, lambda *_: pytest.fail("the handler of others"))
+    try:
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            editor = LineEditor(InMemoryHistory(), [])
+            timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), number))
+            timer.start()
+            with pytest.raises(SystemExit) as ended:
+                editor.read()
+            timer.join()
+            assert ended.value.code == 128 + number
+            handler = signal.getsignal(number)
+            assert callable(handler) and handler.__name__ == "<lambda>"
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("how", ["signal", "hangup"])
+def test_a_terminal_that_goes_away_ends_the_process_silently(how, term):
+    """By SIGHUP, which a closed terminal sends, too."""
+    code = (
+        "import sys; from prompt_toolkit.history import InMemoryHistory\n"
+        "from kvcli.commands.chat.lineeditor import LineEditor\n"
+        "editor = LineEditor(InMemoryHistory(), [])\n"
+        "try: print(editor.read('draft'))\n"
+        "finally: open(sys.argv[1], 'w').write('tidied up')\n"
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ |= {"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": str(PACKAGE_ROOT)}
+            os.execv(sys.executable, [sys.executable, "-c", code, file.name])
+        screen = b""
+        while b"> " not in screen:
+            screen += os.read(terminal, 1 << 16)
+        time.sleep(0.3)
+        if how == "signal":
+            os.kill(pid, signal.SIGHUP)
+            with contextlib.suppress(OSError):  # EIO: the other side is closed
+                while block := os.read(terminal, 1 << 16):
+                    screen += block
+        os.close(terminal)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) in ((129,) if how == "signal" else (129, -signal.SIGHUP, 1))
+        assert b"xception" not in screen and b"Traceback" not in screen
+        assert file.read() == b"tidied up"

@@ -102,7 +102,22 @@ def test_with_another_tokenizer_the_text_is_read_again(kv, tmp_path):
     file.write_text(json.dumps(state), encoding="utf-8")
     kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
     outcome = chat(kv, "more\n", "--resume", "ann")
-    assert "held with another model" in outcome.err
+    assert "held with another model, smollm2, " in outcome.err
+    assert asked(kv) == "user:abassistant:ababuser:moreassistant:"
+
+
+def test_with_another_tokenizer_no_branch_keeps_its_old_ids(kv, tmp_path):
+    """Saved among the others they would be taken for ids of the new one."""
+    kv.engine.answers = ["abab", "x", "y"]
+    chat(kv, "ab\n/branch b\nc\n", "--session", "ann")
+    state = saved(tmp_path)
+    state["branches"]["main"]["chunks"][0]["ids"][0] = 77
+    (tmp_path / "kv" / "sessions" / "ann.json").write_text(json.dumps(state), encoding="utf-8")
+    kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
+    chat(kv, "d\n", "--resume", "ann")
+    kv.engine.answers = ["z"]
+    outcome = chat(kv, "/branch main\nmore\n", "--resume", "ann")
+    assert "another model" not in outcome.err and 77 not in kv.engine.calls[-1][0]
     assert asked(kv) == "user:abassistant:ababuser:moreassistant:"
 
 
@@ -155,3 +170,131 @@ def test_a_folder_that_cannot_be_used(kv, tmp_path):
     assert outcome.code == 74 and "cannot use the folder" in outcome.err
     with pytest.raises(UsageError):
         sessions.check_name("a" * 65)
+
+
+# --- looking after saved chats
+
+
+@pytest.fixture
+def two(kv) -> None:
+    chat(kv, "first words\n/branch b\nsecond\n", "--session", "ann", "-sys", "be kind")
+    chat(kv, "third\n", "--session", "bob")
+    folder = sessions.folder()
+    os.utime(folder / "ann.json", (1e9, 1e9))
+
+
+def test_ls_has_the_last_used_first_and_damaged_ones_too(kv, two):
+    (sessions.folder() / "old.json").write_text("{")
+    os.utime(sessions.folder() / "old.json", (5, 5))
+    head, bob, ann, old = kv("chat", "ls").out.splitlines()
+    assert head.split() == ["name", "turns", "branches", "saved", "model", "begins"]
+    assert bob.split()[:3] == ["bob", "1", "1"] and bob.endswith(" smollm2  third")
+    assert ann.split() == ["ann", "2", "2", "2001-09-09", "01:46", "smollm2", "first", "words"]
+    assert old.startswith("old") and "is not valid JSON" in old
+    value = json.loads(kv("chat", "ls", "--json").out)
+    assert value["kv_schema"] == 1 and [s["name"] for s in value["sessions"]] == ["bob", "ann", "old"]
+    assert value["sessions"][1] == {
+        "name": "ann", "model": "smollm2", "turns": 2, "branch": "b", "branches": ["b", "main"],
+        "saved_at": "2001-09-09 01:46:40+00:00", "begins": "first words", "error": None,
+    }  # fmt: skip
+
+
+def test_show_and_export(kv, two, tmp_path):
+    assert kv("chat", "show", "ann").out == "system: be kind\n\n> first words\n\none\n\n> second\n\ntwo\n"
+    assert kv("chat", "show", "ann", "--branch", "main").out.endswith("> first words\n\none\n")
+    assert kv("chat", "show", "ann", "--branch", "c").code == 2
+    exported = kv("chat", "export", "ann").out
+    assert exported.startswith("# ann\n\n## System\n\nbe kind\n\n## User\n\nfirst words\n")
+    value = json.loads(kv("chat", "export", "ann", "--json").out)
+    assert value == json.loads(kv("chat", "show", "ann", "--json").out)
+    assert (value["session"], value["branch"], len(value["messages"])) == ("ann", "b", 5)
+    assert value["messages"][0] == {"role": "system", "content": "be kind"}
+    assert kv("chat", "export", "ann", "-o", str(tmp_path / "a.md")).out == ""
+    assert (tmp_path / "a.md").read_text() == exported
+    assert kv("chat", "export", "ann", "--md", "--json").code == 2
+    for command in ("show", "export", "rm"):
+        outcome = kv("chat", command, "eve")
+        assert outcome.code == 2 and "no saved chat 'eve'" in outcome.err
+
+
+def test_rm_asks_and_leaves_what_is_open(kv, two):
+    outcome = kv("chat", "rm", "ann")
+    assert outcome.code == 2 and "add -y" in outcome.err
+    assert kv("chat", "rm").code == kv("chat", "rm", "ann", "--all").code == 2
+    held = sessions.Session("ann", "m", {})
+    outcome = kv("chat", "rm", "ann", "-y")
+    assert outcome.code == 2 and "open in another kv chat" in outcome.err
+    held.close()
+    assert kv("chat", "rm", "ann", "-y").code == 0 and sessions.names() == ["bob"]
+    assert sorted(p.name for p in sessions.folder().iterdir()) == [".bob.lock", "bob.json"]
+    assert kv("chat", "rm", "--all", "-y").code == 0 and sessions.names() == []
+
+
+def test_a_lock_that_is_deleted_while_one_waits_for_it_is_made_anew(kv, two, monkeypatch):
+    """Else two processes could have one session."""
+    taken = []
+    lock = sessions.fcntl.flock
+
+    def delete_first(descriptor, how):
+        if not taken:
+            (sessions.folder() / ".ann.lock").unlink()
+        taken.append(descriptor)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(sessions.fcntl, "flock", delete_first)
+    held = sessions.Session("ann", "m", {})
+    assert len(taken) == 2
+    with pytest.raises(UsageError, match="open in another"):
+        sessions.Session("ann", "m", {})
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("list",), "did you mean kv chat ls?"),
+        (("shw", "ann"), "did you mean kv chat show?"),
+        (("Hello there",), "kv chat takes no message: 'Hello there'"),
+        (("-c", "5", "ls"), "--ctx-size is of no use to kv chat ls"),
+    ],
+)
+def test_words_that_are_no_command(kv, args, hint):
+    outcome = kv("chat", *args)
+    assert outcome.code == 2 and hint in outcome.err
+
+
+def test_global_options_go_before_and_behind(kv, two):
+    for args in (("-q", "chat", "rm", "bob", "-y"), ("chat", "-q", "rm", "ann", "-y")):
+        assert kv(*args) == type(kv(*args))(0, "", "")
+        kv.engine.answers = ["x"]
+        chat(kv, "again\n", "--session", "bob")
+
+
+# --- going on
+
+
+def test_a_chat_that_goes_on_shows_its_last_turn(kv, two, monkeypatch):
+    monkeypatch.setattr("kvcli.commands.chat.flags.ChatFlags.check", lambda self: None)
+    monkeypatch.setattr("kvcli.commands.chat.lineeditor.LineEditor.read", lambda self, text: "/exit")
+    kv.engine.answers = ["\n".join(f"line {i}" for i in range(9))]
+    chat(kv, "y" * 400 + "\n", "--resume", "ann")
+    outcome = kv("chat", "--resume", "ann", stdin=None)
+    shown = outcome.err.splitlines()
+    assert shown[0] == "> " + "y" * 300 + " [...]" and shown[2:6] == ["line 0", "line 1", "line 2", "line 3 [...]"]
+    assert shown[7] == "kv: session ann, branch b: 3 turns so far; /history shows them"
+    assert kv("chat", "--resume", "ann", "-q", stdin=None).err == ""
+    assert "line 0" not in chat(kv, "", "--resume", "ann").err, "a script is no reader"
+
+
+def test_what_is_not_as_it_was_is_said(kv, two):
+    outcome = chat(kv, "/ctx\n", "--resume", "ann", "-sys", "be nice")
+    assert "its system message is replaced by the one of this command line" in outcome.err
+    assert "replaced" not in chat(kv, "", "--resume", "ann", "-sys", "be nice").err
+    kv.engine.ctx_size = 30
+    outcome = chat(kv, "", "--resume", "ann")
+    assert " tokens are more than the context of 30: /ctx 120 makes the context larger, /evict sink" in outcome.err
+    kv.engine.ctx_size = 4096
+    kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
+    outcome = chat(kv, "", "--resume", "ann", "-m", "other")
+    assert "it was held with another model, smollm2, and goes on with other" in outcome.err
+    assert "tokens of the conversation are read again with the next message" in outcome.err

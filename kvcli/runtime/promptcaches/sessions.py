@@ -11,6 +11,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,16 @@ class Branches:
     def __init__(self) -> None:
         self.branch = MAIN
         self.states: dict[str, dict[str, Any]] = {}
-        self.ids_fit = True  # the states' ids are those of the conversation's tokenizer
+
+    @property
+    def saved_as(self) -> str:
+        """The session's name; "" = it is in memory only."""
+        return ""
 
     def restore(self, conversation: Conversation) -> None:
         """Bring the conversation to where this branch is. Raises ValueError for a state that is none."""
         if self.branch in self.states:
-            conversation.set_state(self.states[self.branch], self.ids_fit)
+            conversation.set_state(self.states[self.branch])
 
     def switch(self, name: str, conversation: Conversation) -> bool:
         """Go on in the branch of that name, which begins here if it is new; whether it was there. UsageError."""
@@ -76,51 +81,130 @@ class Branches:
         """Nothing to let go of."""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a session's file has. `saved_at`: time of its last change."""
+
+    name: str
+    model: str
+    hashes: dict[str, str]
+    branch: str
+    states: dict[str, dict[str, Any]]
+    saved_at: float
+
+    def messages(self, branch: str = "") -> list[dict[str, str]]:
+        """The messages of a branch, "" = the one at hand, with the system message in front. Raises UsageError."""
+        if branch and branch not in self.states:
+            raise UsageError(f"{self.name} has no branch '{branch}'", f"it has {', '.join(sorted(self.states))}")
+        state = self.states[branch or self.branch]
+        system = [] if state["system"] is None else [{"role": "system", "content": state["system"]}]
+        return [*system, *state["messages"]]
+
+
+def path_of(name: str) -> Path:
+    """The file of a session, which may not exist. Raises UsageError for what is no name."""
+    return folder() / f"{check_name(name)}.json"
+
+
+def read(name: str) -> Saved:
+    """Raises UsageError for a session that is not there or damaged."""
+    path = path_of(name)
+    try:
+        with path.open("rb") as file:
+            raw, saved_at = file.read(MAX_DOCUMENT_BYTES + 1), os.fstat(file.fileno()).st_mtime
+        value = load_object(raw, str(path), UsageError)
+        if value["kv_session"] != VERSION:
+            raise UsageError(f"the session {name} was saved by another version of kv", f"see {path}")
+        found = Saved(name, value["model"], value["hashes"], value["branch"], dict(value["branches"]), saved_at)
+        for branch in ("", *found.states):
+            if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
+                raise TypeError(branch)
+    except FileNotFoundError:
+        others = ", ".join(names()[:10])
+        raise UsageError(
+            f"there is no saved chat '{name}'", f"saved: {others}" if others else "none is saved"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UsageError(f"{path} is damaged", "move it away, or use another name") from None
+    return found
+
+
+def remove(name: str) -> None:
+    """Delete a session. Raises UsageError where it is not there or another process has it, OutputError."""
+    lock = _lock(name)
+    try:
+        path_of(name).unlink()
+        _lock_file(name).unlink()
+    except FileNotFoundError:
+        raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them") from None
+    except OSError as error:
+        raise OutputError(f"cannot remove {path_of(name)}: {error.strerror or error}") from None
+    finally:
+        os.close(lock)
+
+
+def _lock_file(name: str) -> Path:
+    return folder() / f".{check_name(name)}.lock"
+
+
+def _lock(name: str) -> int:
+    """The open lock file of a session, which nobody else has. Raises UsageError, OutputError."""
+    path = _lock_file(name)
+    while True:
+        try:
+            paths.make_private(folder())
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OutputError(f"cannot use the folder {folder()}: {error.strerror or error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UsageError(f"the session {name} is open in another kv chat", "close that one first") from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        os.close(lock)  # `remove` has just deleted it
+
+
 class Session(Branches):
-    """One chat that is saved as it goes. `hashes`: of the tokenizer and template that its ids belong to."""
+    """One chat that is saved as it goes. `hashes`: of the tokenizer and template that its ids belong to.
+
+    `held_with`: the model that a chat was held with whose ids are not of use here; "" = they are.
+    """
 
     def __init__(self, name: str, model: str, hashes: dict[str, str]) -> None:
         """Raises UsageError where the session is damaged or another process has it, OutputError for a bad folder."""
         super().__init__()
         self.name, self.model, self.hashes = check_name(name), model, hashes
-        self.path = folder() / f"{name}.json"
+        self.path, self.held_with = path_of(name), ""
         self._saved = b""
+        self._lock = _lock(name)
         try:
-            paths.make_private(folder())
-            self._lock = os.open(folder() / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise OutputError(f"cannot use the folder {folder()}: {error.strerror or error}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise UsageError(f"the session {name} is open in another kv chat", "close that one first") from None
-        try:
-            self._read()
+            if self.path.exists():
+                self._take(read(name))
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Let other processes have it."""
-        os.close(self._lock)
+    @property
+    def saved_as(self) -> str:
+        return self.name
 
-    def _read(self) -> None:
-        if not self.path.exists():
-            return
-        try:
-            raw = self.path.read_bytes()
-            value = load_object(raw[: MAX_DOCUMENT_BYTES + 1], str(self.path), UsageError)
-            if value["kv_session"] != VERSION:
-                raise UsageError(f"the session {self.name} was saved by another version of kv", f"see {self.path}")
-            self.branch, self.states = value["branch"], dict(value["branches"])
-            if self.branch not in self.states:
-                raise KeyError(self.branch)
-            self.ids_fit = value["hashes"] == self.hashes
-        except OSError as error:
-            raise UsageError(f"cannot read {self.path}: {error.strerror or error}") from None
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{self.path} is damaged", "move it away, or use another --session") from None
+    def _take(self, saved: Saved) -> None:
+        self.branch, self.states = saved.branch, saved.states
+        if saved.hashes != self.hashes:
+            self.held_with = saved.model
+            for state in self.states.values():
+                state["chunks"] = []
+
+    def close(self) -> None:
+        """Let other processes have it; once is enough."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def restore(self, conversation: Conversation) -> None:
         """As above. Raises UsageError for a damaged file."""

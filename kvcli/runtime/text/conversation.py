@@ -112,8 +112,9 @@ class Conversation:
         chunks = [{"segments": [list(s) for s in chunk.segments], "ids": chunk.ids} for chunk in self._chunks]
         return {"system": self.system, "messages": self.messages, "chunks": chunks}
 
-    def set_state(self, state: dict[str, Any], ids: bool = True) -> None:
-        """Take over what `state` gave; without `ids` the text is tokenized again. Raises ValueError for nonsense."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave; without chunks the text is tokenized again. Raises ValueError for nonsense, and
+        TemplateError."""
         try:
             system = state["system"]
             messages = [{"role": m["role"], "content": m["content"]} for m in state["messages"]]
@@ -129,9 +130,11 @@ class Conversation:
             isinstance(text, str) for text in texts if text is not None
         ):
             raise ValueError("not a conversation: its roles do not alternate")
-        if ids and any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
+        if any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
             raise ValueError("not a conversation: its tokens are not this model's")
-        self.restore((messages, chunks if ids else [], system))
+        self.restore((messages, chunks, system))
+        if not chunks:
+            self.refresh()
 
     def clear(self) -> None:
         """A new conversation with the same system message."""
@@ -139,8 +142,20 @@ class Conversation:
         self._chunks.clear()
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message and keep the turns; the prompt differs from its first tokens on."""
-        self.system = text
+        """Replace the system message and keep the turns; the first ids differ. Raises TemplateError."""
+        before, self.system = self.system, text
+        try:
+            self.refresh() if self.messages else self.alone("")
+        except BaseException:
+            self.system = before
+            raise
+
+    def refresh(self) -> None:
+        """Make ids of the messages anew from where they are not those of the text any more. Raises TemplateError."""
+        rendering = self._render(self.messages, generation_prompt=False) if self.messages else []
+        kept, rest = self._match(rendering)
+        if rest and (kept == 0 or kept < len(self._chunks)):
+            self._chunks[kept:] = [_Chunk(rest, self.tokenizer.encode_segments(rest, add_bos=kept == 0))]
 
     def _render(self, messages: list[dict[str, str]], generation_prompt: bool = True) -> Segments:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -1,17 +1,22 @@
 """The prompt of `kv chat` on a terminal: several lines, history, completion. `prompt_toolkit` draws it.
 
-Enter sends; Alt-Enter and Ctrl-J begin a new line, as does Enter after a backslash or in triple quotes.
+Enter sends; Alt-Enter and Ctrl-J begin a new line, as does Enter after a backslash or in triple quotes. Text that is
+pasted keeps its lines. Ctrl-X Ctrl-E opens $EDITOR, Ctrl-Z suspends.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app_or_none
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_ENTRIES = 10_000
 QUOTES = '"""'
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class LineEditor:
@@ -36,17 +42,61 @@ class LineEditor:
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             enable_open_in_editor=True,
-            prompt_continuation=lambda width, number, wrapped: ". ".rjust(width),
+            enable_suspend=True,
+            prompt_continuation=continuation,
         )
 
-    def read(self) -> str:
-        """The next message. Raises EOFError (Ctrl-D) and KeyboardInterrupt (Ctrl-C)."""
-        return unquote(self._session.prompt("> "))
+    def read(self, text: str = "") -> str:
+        """The next message; `text` stands there already, to be changed. Raises EOFError (Ctrl-D), KeyboardInterrupt
+        (Ctrl-C), and SystemExit for a signal that ends the process."""
+        with _ended_by_signals() as check:
+            return unquote(self._session.prompt("> ", default=text, pre_run=check))
 
     @property
     def interrupted_text(self) -> str:
         """What stood on the line when Ctrl-C was pressed."""
         return self._session.default_buffer.text
+
+
+def continuation(width: int, line: int, wraps: int) -> str:
+    """What stands before a line but the first: one that was begun has a dot, the rest of a long one has nothing."""
+    return " " * width if wraps else ". ".rjust(width)
+
+
+class _Ended(Exception):
+    """A signal ends the prompt."""
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM and SIGHUP end the prompt as Ctrl-D does, and then the process: raised by a handler, SystemExit
+    would be told by the event loop, on a terminal that may be gone. Yields what is to be called when the loop runs."""
+    noted = 0
+
+    def check() -> None:
+        app = get_app_or_none()
+        if noted and app is not None and app.future is not None and not app.future.done():
+            app.exit(exception=_Ended())
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal noted
+        noted = noted or number
+        app = get_app_or_none()
+        if app is not None and app.loop is not None:
+            app.loop.call_soon_threadsafe(check)
+
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
+    try:
+        yield check
+    except BaseException:
+        if not noted:  # else it may be anything: a terminal that is gone cannot be written to
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if noted:
+        raise SystemExit(128 + noted)
 
 
 def _keys() -> KeyBindings:

@@ -1,0 +1,116 @@
+"""`kv chat ls`, `show`, `export` and `rm`: chats that are saved. Never imports torch."""
+
+from __future__ import annotations
+
+import json as jsons
+import sys
+from datetime import datetime, timezone
+from typing import Annotated, Any
+
+import typer
+
+from kvcli import render
+from kvcli.commands.chat import transcript
+from kvcli.errors import KVError, UsageError
+from kvcli.invocation import Invocation, JsonFlag
+from kvcli.report import SCHEMA
+from kvcli.runtime.promptcaches import sessions
+from kvcli.streams import OutputFile
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv chat ls.")]
+Branch = Annotated[
+    str, typer.Option("--branch", metavar="NAME", help="Another branch of it.", show_default="where it was left")
+]
+
+
+def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
+    """List the saved chats, the last used first."""
+    found = [_described(name) for name in sessions.names()]
+    if json:
+        render.print_json({"kv_schema": SCHEMA, "sessions": found})
+        return
+    rows = [
+        [f["name"], str(f["turns"]), str(len(f["branches"])), str(f["saved_at"])[:16], f["model"], f["begins"]]
+        if not f["error"]
+        else [f["name"], "-", "-", "-", "-", f["error"]]
+        for f in found
+    ]
+    render.print_table(["name", "turns", "branches", "saved", "model", "begins"], rows, ctx.obj, right={1, 2})
+
+
+def _described(name: str) -> dict[str, Any]:
+    """What is listed of a chat; of a damaged one, why it cannot be used."""
+    values: dict[str, Any] = {"name": name, "model": None, "turns": None, "branch": None, "branches": []}
+    try:
+        found = sessions.read(name)
+    except KVError as error:
+        return {**values, "saved_at": None, "begins": None, "error": error.message}
+    messages = found.messages()
+    first = next((m["content"] for m in messages if m["role"] == "user"), "")
+    return {
+        "name": name,
+        "model": found.model,
+        "turns": transcript.turns(messages),
+        "branch": found.branch,
+        "branches": sorted(found.states),
+        "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(" ", "seconds"),
+        "begins": transcript.first_words(first, 40),
+        "error": None,
+    }
+
+
+def show(name: Name, branch: Branch = "", json: JsonFlag = False) -> None:
+    """Print what was said in a saved chat."""
+    found = sessions.read(name)
+    messages = found.messages(branch)
+    if json:
+        render.print_json(transcript.as_object(messages, found.model, name, branch or found.branch))
+    else:
+        render.write_out(transcript.shown(messages))
+
+
+def export(
+    name: Name,
+    branch: Branch = "",
+    md: Annotated[bool, typer.Option("--md", help="As Markdown, which is what it is without --json.")] = False,
+    json: JsonFlag = False,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to a file.")] = None,
+) -> None:
+    """Write a saved chat as Markdown or JSON."""
+    if md and json:
+        raise UsageError("--md and --json exclude each other", "give one of them")
+    found = sessions.read(name)
+    messages = found.messages(branch)
+    if json:
+        value = transcript.as_object(messages, found.model, name, branch or found.branch)
+        text = jsons.dumps(value, ensure_ascii=False) + "\n"
+    else:
+        text = transcript.as_markdown(messages, name)
+    if output is None:
+        render.write_out(text)
+    else:
+        OutputFile(output).write(text)
+
+
+def rm(
+    ctx: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names from kv chat ls.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every saved chat.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete saved chats; what prompt caches hold of them goes as kv cache says."""
+    invocation: Invocation = ctx.obj
+    if bool(names) == all:
+        raise UsageError("give names, or --all", "kv chat ls lists names")
+    wanted = sessions.names() if all else list(dict.fromkeys(names or []))
+    there = sessions.names()
+    for name in wanted:
+        if sessions.check_name(name) not in there:
+            raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
+    if wanted and not yes:
+        if not render.is_terminal(sys.stdin):
+            raise UsageError(f"not removing {', '.join(wanted)} unasked", "there is no terminal to ask on: add -y")
+        typer.confirm(f"Delete {', '.join(wanted)}?", abort=True, err=True)
+    for name in wanted:
+        sessions.remove(name)
+        render.notice(f"deleted {name}", invocation)
