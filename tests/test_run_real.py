@@ -273,7 +273,7 @@ class Terminal:
 def test_a_session_at_a_terminal(start, kv_env):
     kv_env |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     with terminal(start, *GREEDY, "--ignore-eos", "-n", "2000") as screen:
-        screen.wait_for("/help\n>")
+        screen.wait_for("/help lists commands\n>")
         screen.type("Tell me a long story.\r")
         screen.wait_for(r"story\.[^>]*\w+ \w+ \w+")
         screen.type("\x03")

@@ -166,7 +166,8 @@ class ChatSession:
         self._regenerated += 1
         answered = self._answer(self.conversation.regen)
         greedy = self.last is not None and self.last.params.temperature == 0
-        if answered and greedy and self.conversation.messages[-1:] == before:
+        whole = self.last is not None and self.last.end.finish_reason != "interrupted"
+        if answered and greedy and whole and self.conversation.messages[-1:] == before:
             say("the same answer: at temperature 0 it is always the most likely one (/set temperature 0.8)")
 
     def undo(self) -> str:
