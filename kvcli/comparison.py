@@ -46,7 +46,7 @@ class Wish:
     contexts: tuple[int, ...]
     pairs: tuple[Pair, ...]
     page_size: int = CacheOptions.page_size
-    chunk: int = CacheOptions.ubatch
+    ubatch: int = CacheOptions.ubatch
     sequences: int = 1
     shared: int = 0
     ranks: int = 1
@@ -158,12 +158,11 @@ def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
         per_rank(model.config, wish.ranks),
         weights,
         target.memory.kind,
-        wish.chunk,
-        wish.threads,
-        wish.sequences,
-        wish.shared,
-        target.runtime_bytes,
-        target.margin,
+        threads=wish.threads,
+        sequences=wish.sequences,
+        shared=wish.shared,
+        runtime_bytes=target.runtime_bytes,
+        margin=target.margin,
         evict=wish.evict,
     )
 
@@ -176,15 +175,21 @@ def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcom
         for pair in wish.pairs
     }
     trained = model.config.context_length or NO_LIMIT
-    longest = {pair: _largest(base, layout, target, trained) for pair, layout in layouts.items()}
+    longest = {pair: _largest(base, layout, target, wish, trained) for pair, layout in layouts.items()}
     return [
-        [_outcome(base, pair, layout, target, context, longest[pair]) for pair, layout in layouts.items()]
+        [
+            _outcome(
+                base.stepping(layout, context, target.memory.free, wish.ubatch), pair, layout, target, context, most
+            )
+            for (pair, layout), most in zip(layouts.items(), longest.values(), strict=True)
+        ]
         for context in wish.contexts
     ]
 
 
-def _largest(base: Setting, layout: KVLayout, target: Target, trained: int) -> tuple[int, int]:
-    """The largest context that fits, within training and by memory alone."""
+def _largest(base: Setting, layout: KVLayout, target: Target, wish: Wish, trained: int) -> tuple[int, int]:
+    """The largest context that fits, within training and by memory alone: with the shortest steps, if need be."""
+    base = base.stepping(layout, NO_LIMIT, target.memory.free, wish.ubatch)
     by_memory = base.largest_context(layout, target.memory.free, NO_LIMIT)
     return min(by_memory, trained), by_memory
 

@@ -21,6 +21,10 @@ from kvcli.runtime.planning.footprint import ASSUMED, COMPUTED, EXACT, WeightByt
 from kvcli.runtime.planning.overheads import ASSUMED_BYTES
 
 DEFAULT_MARGIN = 512 << 20
+CPU_STEP = 512  # rows of a prefill step where none are asked for
+# The same on a GPU, the fastest first, of which the first one is taken that leaves room for the context. Launching some
+# 400 kernels takes longer than computing 512 rows of an 8B model.
+GPU_STEPS = (2048, 1024, 512)
 SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
 
 # Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
@@ -138,7 +142,7 @@ class Setting:
     config: ModelConfig  # of one rank
     weights: WeightBytes  # of one rank
     kind: str = CPU
-    chunk: int = CacheOptions.ubatch
+    chunk: int = CPU_STEP
     threads: int = 1
     sequences: int = 1
     shared: int = 0
@@ -146,6 +150,13 @@ class Setting:
     margin: int = DEFAULT_MARGIN
     runtime_source: str = footprint.MEASURED
     evict: EvictOptions = FORGET_NOTHING
+
+    def stepping(self, layout: KVLayout, ctx_size: int, budget: int, asked: int) -> Setting:
+        """This setting with the rows of a prefill step that were `asked` for; 0 = the most of use that leave room
+        in `budget` bytes for a context of that size."""
+        steps = (asked,) if asked else (CPU_STEP,) if self.kind == CPU else GPU_STEPS
+        settings = [replace(self, chunk=rows) for rows in steps]
+        return next((s for s in settings if s.whole(layout, ctx_size).needed <= budget), settings[-1])
 
     def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
         """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
@@ -247,33 +258,49 @@ class Budget:
     kind: str = CPU
 
 
+@dataclass(frozen=True)
+class EnginePlan:
+    """How an engine runs: what its plan depends on, its context, the memory of a run that fills it, and a notice (""
+    = nothing to say)."""
+
+    setting: Setting
+    ctx_size: int
+    plan: Plan
+    notice: str = ""
+
+
 def engine_setting(
     config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
 ) -> Setting:
-    """What the plan of an engine on the budget's device depends on, cache types and context aside. `weights`: as
-    that kind of device holds them."""
-    fixed = config, weights, CPU if budget is None else budget.kind, cache.ubatch, threads
+    """What the plan of an engine on the budget's device (None = no limit) depends on, cache types, context and the rows
+    of a step aside. `weights`: as that kind of device holds them."""
     if budget is None:
-        return Setting(*fixed, margin=0, evict=cache.evict)
-    return Setting(*fixed, runtime_bytes=budget.runtime_bytes, margin=budget.margin, evict=cache.evict)
+        return Setting(config, weights, threads=threads, margin=0, evict=cache.evict)
+    return Setting(
+        config, weights, budget.kind, threads=threads, runtime_bytes=budget.runtime_bytes, margin=budget.margin,
+        evict=cache.evict,
+    )  # fmt: skip
 
 
 def plan_for_engine(
     config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
-) -> tuple[int, Plan, str]:
-    """(context size, its plan, notice) for an engine on the budget's device; "" = nothing to say.
+) -> EnginePlan:
+    """The plan of an engine on the budget's device (None = no limit). `weights`: as that kind of device holds them.
 
     `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
     UsageError for types, and for a context that is too short for what is to be kept of it.
     """
-    layout = KVLayout.of_options(config, cache)
-    setting = engine_setting(config, weights, cache, budget, threads)
-    trained = config.context_length
+    layout, trained = KVLayout.of_options(config, cache), config.context_length
     wanted = cache.ctx_size or trained
+    base = engine_setting(config, weights, cache, budget, threads)
+    if budget is None:
+        setting = replace(base, chunk=cache.ubatch or CPU_STEP)
+        return EnginePlan(setting, wanted, setting.whole(layout, wanted))
+    setting = base.stepping(layout, wanted, budget.bytes, cache.ubatch)
     plan = setting.whole(layout, wanted)
-    if budget is None or plan.needed <= budget.bytes:
-        return wanted, plan, ""
+    if plan.needed <= budget.bytes:
+        return EnginePlan(setting, wanted, plan)
     fits = setting.largest_context(layout, budget.bytes, wanted)
     if fits == 0:
         least = setting.plan(layout.by_layer(setting.kind != CPU), layout.page_size).needed
@@ -282,17 +309,12 @@ def plan_for_engine(
             "use a smaller model or free memory; kv estimate shows what takes how much",
         )
     if cache.ctx_size:
-        beyond = f", beyond the {trained:,} the model was trained on" if fits > trained else ""
         raise DoesNotFit(
             f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
-            f"the largest that fits is -c {fits}{beyond}; kv estimate compares cache types",
+            f"the largest that fits is -c {fits}; kv estimate compares cache types",
         )
-    chosen = setting.whole(layout, fits)
-    return (
-        fits,
-        chosen,
-        f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}",
-    )
+    notice = f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
+    return EnginePlan(setting, fits, setting.whole(layout, fits), notice)
 
 
 def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:

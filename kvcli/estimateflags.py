@@ -72,7 +72,13 @@ class PlanFlags:
     kv_sink: Sinks = CacheOptions.sinks
     ubatch_size: Annotated[
         int,
-        _plan("-ub", "--ubatch-size", "--prefill-chunk", metavar="N", help="Tokens per prefill step (512)."),
+        _plan(
+            "-ub",
+            "--ubatch-size",
+            "--prefill-chunk",
+            metavar="N",
+            help="Tokens per prefill step; 0 = automatic: 512, and on a GPU up to 2,048.",
+        ),
     ] = CacheOptions.ubatch
     batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Sequences at a time (1).")] = 1
     shared_prefix: Annotated[
@@ -91,12 +97,13 @@ class PlanFlags:
         pairs = self.pairs()
         check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
         for flag, value in (
-            ("--ubatch-size", self.ubatch_size),
             ("--batch-size", self.batch_size),
             ("--tp", self.tp),
         ):
             if not 1 <= value <= 1 << 20:
                 raise UsageError(f"{flag} is {value}", "it is 1 or more")
+        if not 0 <= self.ubatch_size <= 1 << 20:
+            raise UsageError(f"--ubatch-size must be 1 or more, not {self.ubatch_size}", "0 = automatic")
         contexts = self.contexts(model)
         shared = parse_tokens(self.shared_prefix, "--shared-prefix")
         if shared > min(contexts):

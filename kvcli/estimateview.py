@@ -15,6 +15,7 @@ from kvcli.render import human_count, one_line
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
+from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.planning.plannedmodel import PlannedModel
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -137,11 +138,17 @@ def _device_lines(report: Report) -> list[str]:
         free = f"{memory.free / MIB:,.0f} MiB"
     each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
-    plan = report.outcomes[0][0].plan
+    plan = _shown(report).plan
     rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
     rows.append(("margin", target.margin, "--margin"))
     lines.append(f"{'':<28}{'MiB':>9}  source")
     return lines + [f"{name:<28}{count / MIB:>9,.0f}  {source}" for name, count, source in rows]
+
+
+def _shown(report: Report) -> Outcome:
+    """The outcome whose plan stands for what all have in common: the recommended one's."""
+    best = report.best[0]
+    return report.outcomes[0][0] if best is None else best.outcome
 
 
 def _source(source: str, detail: str) -> str:
@@ -172,6 +179,10 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
         lines.append("  ".join(cells))
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
+    shown = _shown(report)
+    if report.target.memory.kind != CPU and (others := [o for o in outcomes if o.step != shown.step]):
+        each = "; ".join(f"{o.step:,} with {o.label}" for o in others)
+        lines.append(f"prefill steps of {shown.step:,} tokens as far as memory goes: {each}")
     return lines
 
 
@@ -231,13 +242,14 @@ def _type_object(o: Outcome) -> dict[str, Any]:
         "max_ctx_memory": o.memory_context,
         "tps_ceiling": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
         "prompt_cache_bytes": o.file_bytes,
+        "ubatch_size": o.step,
     }
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The object of --json; bytes are integers, `null` is what is not known."""
     model, config, memory = report.model, report.config, report.target.memory
-    plan = report.outcomes[0][0].plan
+    plan = _shown(report).plan
     varying = ("KV pool", "tables and token ids", "per-sequence state")
     fixed = [{"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying]
     return {
@@ -256,7 +268,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "page_size": report.wish.page_size,
         "kv_tail": report.wish.tail,
         "kv_sink": report.wish.sinks,
-        "ubatch_size": report.wish.chunk,
+        "ubatch_size": _shown(report).step,
         "batch_size": report.wish.sequences,
         "shared_prefix": report.wish.shared,
         "tp": report.wish.ranks,

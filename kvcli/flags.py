@@ -171,7 +171,7 @@ class CacheFlags:
             "--ubatch-size",
             "--prefill-chunk",
             metavar="N",
-            help="Tokens per prefill step; with types below 16 bits on a CPU at most 256.",
+            help="Tokens per prefill step; 0 = automatic: 512 (256 with types below 16 bits), on a GPU up to 2,048.",
         ),
     ] = CacheOptions.ubatch
 
@@ -179,7 +179,7 @@ class CacheFlags:
         """Raises UsageError for a value out of range."""
         type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
         check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
-        _at_least(1, self.ubatch_size, "--ubatch-size")
+        _at_least(0, self.ubatch_size, "--ubatch-size")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
         return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)

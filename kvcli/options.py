@@ -47,7 +47,7 @@ class CacheOptions:
     type_k: str = "auto"
     type_v: str = "auto"
     page_size: int = 64  # tokens per page
-    ubatch: int = 512  # tokens per prefill step
+    ubatch: int = 0  # tokens per prefill step; 0 = as fast as memory allows
     tail: int = 1  # of 16-bit pages at the end of a sealed cache: 1, or 0 = rows are sealed one by one
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against

@@ -169,7 +169,7 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
         (("-d", "-4"), "--n-depth is '-4'"),
         (("-d", "cuda"), "-d is not --device"),
         (("-r", "0"), "--repetitions is 0"),
-        (("-ub", "0"), "--ubatch-size is 0"),
+        (("-ub", "-1"), "--ubatch-size is -1"),
         (("-ctk", "f16,int5"), "'int5' is not a cache type"),
         (("-ct", "f16,"), "--cache-type is 'f16,'"),
         (("--bandwidth", "0"), "--bandwidth is 0"),

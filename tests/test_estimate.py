@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -280,15 +281,17 @@ def test_several_sequences_fit_shorter_contexts() -> None:
 
 
 def test_the_engine_takes_the_training_context_if_it_fits() -> None:
-    size, plan, notice = plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), Budget(64 << 30, "free"))
+    planned = plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), Budget(64 << 30, "free"))
+    size, plan, notice = planned.ctx_size, planned.plan, planned.notice
     assert (size, notice) == (32768, "")
     assert plan.kv_bytes == layout_of("llama").pool_bytes(32768, 512)
-    assert plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), None)[0] == 32768
+    assert plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), None).ctx_size == 32768
 
 
 def test_the_engine_takes_what_fits_and_says_so() -> None:
     budget = Budget(1200 << 20, "free")
-    size, plan, notice = plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), budget)
+    planned = plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(), budget)
+    size, plan, notice = planned.ctx_size, planned.plan, planned.notice
     assert 0 < size < 32768 and size % 64 == 0
     assert plan.needed <= budget.bytes
     assert f"context {size:,} of 32,768 trained" in notice
@@ -296,12 +299,13 @@ def test_the_engine_takes_what_fits_and_says_so() -> None:
         plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=size + 64), budget)
     assert refused.value.exit_code == 4
     assert f"-c {size};" in refused.value.hint
-    assert plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=size), budget)[0] == size
+    assert plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=size), budget).ctx_size == size
 
 
 def test_an_explicit_context_may_exceed_the_trained_one() -> None:
     assert (
-        plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=40000), Budget(64 << 30, "free"))[0] == 40000
+        plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=40000), Budget(64 << 30, "free")).ctx_size
+        == 40000
     )
 
 
@@ -342,16 +346,37 @@ def test_the_budget_of_a_gpu(gpu: None) -> None:
 
 def test_an_engine_on_a_gpu_is_planned_as_kv_estimate_plans(gpu: None) -> None:
     model, budget = CONFIGS["llama"], engine_budget(None, CUDA, 1)
-    size, plan, notice = plan_for_engine(model, WEIGHTS, CacheOptions(), budget)
+    planned = plan_for_engine(model, WEIGHTS, CacheOptions(), budget)
+    size, plan, notice = planned.ctx_size, planned.plan, planned.notice
     layout = layout_of("llama").by_layer(True)
-    assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 512)
-    assert plan == Setting(model, WEIGHTS, CUDA).plan(layout, 32768)
+    assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 2048)
+    assert plan == Setting(model, WEIGHTS, CUDA, 2048).plan(layout, 32768)
     assert [row.name for row in plan.rows][-3:] == ["CUDA context + libraries", "KV pool", "tables and token ids"]
-    assert plan.row("tables and token ids").bytes == 8 * sum(layout.arena_pages(32768, 512))
-    work = footprint.gpu_workspace_bytes(model, 512) + footprint.logit_bytes(model)
+    assert plan.row("tables and token ids").bytes == 8 * sum(layout.arena_pages(32768, 2048))
+    work = footprint.gpu_workspace_bytes(model, 2048) + footprint.logit_bytes(model)
     assert plan.row("workspace").bytes == work
     with pytest.raises(DoesNotFit, match="9 MiB are free on a small card"):
         plan_for_engine(model, WEIGHTS, CacheOptions(), engine_budget(None, CUDA, 0))
+
+
+@pytest.mark.parametrize("types", ["f16", "int4"])
+def test_steps_on_a_gpu_are_as_long_as_the_context_leaves_room_for(types: str) -> None:
+    """The context never shrinks for the sake of longer steps, and one that was asked for is taken."""
+    model, cache = CONFIGS["llama"], CacheOptions(ctx_size=8192, type_k=types, type_v=types)
+    layout = layout_of("llama", types)
+    needed = {n: Setting(model, WEIGHTS, CUDA, n).whole(layout, 8192).needed for n in (512, 1024, 2048)}
+    assert needed[512] < needed[1024] < needed[2048]
+    for room, rows in ((needed[2048], 2048), (needed[2048] - 1, 1024), (needed[1024] - 1, 512), (needed[512], 512)):
+        planned = plan_for_engine(model, WEIGHTS, cache, Budget(room, "free", kind=CUDA))
+        assert (planned.setting.step(layout), planned.ctx_size) == (rows, 8192)
+        assert planned.plan.needed <= room
+    with pytest.raises(DoesNotFit):
+        plan_for_engine(model, WEIGHTS, cache, Budget(needed[512] - 1, "free", kind=CUDA))
+    with pytest.raises(DoesNotFit):
+        plan_for_engine(model, WEIGHTS, replace(cache, ubatch=2048), Budget(needed[1024], "free", kind=CUDA))
+    for kind, asked, rows in ((CUDA, 100, 100), (CPU, 0, 512), (CPU, 2048, 2048)):
+        budget = Budget(64 << 30, "free", kind=kind)
+        assert plan_for_engine(model, WEIGHTS, replace(cache, ubatch=asked), budget).setting.chunk == rows
 
 
 # --- tensor parallelism ---

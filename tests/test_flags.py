@@ -88,7 +88,7 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     "args",
     [
         *(("-c", "-1"), ("-c", "1e12"), ("-c", "abc"), ("-c", "999999999999"), ("-c", ""), ("-c", "4.5k")),
-        *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "0")),
+        *(("-ctk", "q5_1"), ("-ctv", "iq4_nl"), ("-ct", "nonsense"), ("--page-size", "48"), ("-ub", "-1")),
         *(("--kv-tail", "2"), ("--kv-tail", "-1"), ("--kv-sink", "-1"), ("--kv-sink", "1048577"), ("--kv-sink", "x")),
         ("-ct", "int4", "--kv-tail", "0", "--kv-sink", "0"),
         *(("-ct", "int8,int4"), ("-ct", "int8/"), ("-t", "2000")),
@@ -198,7 +198,7 @@ def test_logit_biases():
         (("-c", "4.5k"), "-c/--ctx-size is '4.5k', which"),
         (("-t", "-5"), "-t/--threads is -5\n"),
         (("-ub", "abc"), "-ub/--ubatch-size must be a whole number"),
-        (("-ub", "0"), "-ub/--ubatch-size is 0\n"),
+        (("-ub", "-1"), "-ub/--ubatch-size is -1\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )

@@ -56,16 +56,18 @@ class BenchFlags:
     ] = None
     ubatch_size: Annotated[
         int,
-        typer.Option("-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step."),
+        typer.Option(
+            "-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step; 0 = automatic."
+        ),
     ] = CacheOptions.ubatch
 
     def cases(self) -> list[Case]:
         """Every test. Raises UsageError, for the other flags too."""
         from kvcli.runtime import benching
 
-        for flag, value in (("--repetitions", self.repetitions), ("--ubatch-size", self.ubatch_size)):
-            if value < 1:
-                raise UsageError(f"{flag} is {value}", "it is 1 or more")
+        for flag, value, least in (("--repetitions", self.repetitions, 1), ("--ubatch-size", self.ubatch_size, 0)):
+            if value < least:
+                raise UsageError(f"{flag} is {value}", f"it is {least} or more")
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
             raise UsageError(f"--bandwidth is {self.bandwidth}", "it is in GB/s, above 0")
         prompts, generations = (
@@ -98,13 +100,15 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all tests had in common. `bandwidth` in 10^9 bytes/s, None = not known."""
+    """What all tests had in common, but that later types may have shorter steps for want of memory. `bandwidth` in
+    10^9 bytes/s, None = not known."""
 
     model: str
     file_bytes: int
     backend: str
     device: Device
     threads: int
+    ubatch_size: int
     bandwidth: float | None
     source: str
     evict: dict[str, Any]  # the policy and its numbers
@@ -166,7 +170,8 @@ def _setting(
         bandwidth, source = benching.bandwidth(engine.device, partial(render.notice, invocation=invocation))
     size, threads = engine.path.stat().st_size, load.threads or physical_cores()
     forgotten = measuring.evict_object(engine, evict)
-    return _Setting(load.model, size, engine.backend, engine.device, threads, bandwidth, source, forgotten)
+    computes = engine.backend, engine.device, threads, engine.ubatch
+    return _Setting(load.model, size, *computes, bandwidth, source, forgotten)
 
 
 def _measure(
@@ -233,7 +238,7 @@ def _object(
         "device": str(setting.device),
         "device_name": setting.device.name,
         "threads": setting.threads,
-        "ubatch_size": what.ubatch_size,
+        "ubatch_size": setting.ubatch_size,
         "page_size": types.page_size,
         "kv_tail": types.kv_tail,
         "kv_sink": types.kv_sink,

@@ -137,7 +137,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags) -> None:
     args += choice.args
     wish = report.wish
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
-    args += [] if wish.chunk == CacheOptions.ubatch else ["-ub", str(wish.chunk)]
+    args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]
     args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
     args += wish.evict.args
     args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]

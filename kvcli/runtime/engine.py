@@ -59,8 +59,8 @@ class Engine:
         if self.device.notice:
             self.notices.append(self.device.notice)
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
-        if cache.ubatch < 1:
-            raise UsageError(f"--ubatch-size must be at least 1, not {cache.ubatch}")
+        if cache.ubatch < 0:
+            raise UsageError(f"--ubatch-size must be 1 or more, not {cache.ubatch}", "0 = automatic")
         eviction.check(cache.evict, cache.page_size)
         threads = load.threads or physical_cores()
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)

@@ -30,8 +30,9 @@ class Terms:
         if options.ctx_size < 0:
             raise UsageError(f"--ctx-size must not be negative, got {options.ctx_size}", "0 = as trained, or what fits")
         config, layout = setting.config, KVLayout.of_options(setting.config, options)
-        ctx_size, plan, shortened = plan_for_engine(config, setting.weights, options, budget, setting.threads)
-        return cls(setting, budget, options, setting.settled(layout, ctx_size), ctx_size, plan, shortened)
+        found = plan_for_engine(config, setting.weights, options, budget, setting.threads)
+        settled = found.setting.settled(layout, found.ctx_size)
+        return cls(found.setting, budget, options, settled, found.ctx_size, found.plan, found.notice)
 
     def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
         """With another context or policy. Raises UsageError, and DoesNotFit."""
