@@ -67,6 +67,12 @@ class PromptCacheOptions:
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
     memory: bool = False  # pages stay in the pool for the next prompt of this process
+    chat: str | None = None  # the saved chat whose turns the prompts are, "" = a chat that is not saved; None = no chat
+
+    @property
+    def stored_from(self) -> int:
+        """Tokens of the shortest prompt that gets into the store: every turn of a saved chat does."""
+        return 1 if self.chat else self.min_tokens
 
 
 @dataclass(frozen=True)

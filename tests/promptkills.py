@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -32,8 +33,8 @@ def segment(store: PromptStore, tokens: list[int], start: int = 0) -> Contents:
     return Contents(IDENTITY, tokens[start:], pages, whole.page_bytes, whole.basis, whole.about, start, parent)
 
 
-def killed_writer(root: Path, tokens: list[int], start: int, point: int) -> bool:
-    """Write a segment in a child that is killed at the given checkpoint; whether it got there."""
+def killed_writer(root: Path, tokens: list[int], start: int, point: int, replaced: Sequence[Path] = ()) -> bool:
+    """Write a segment, in place of others, in a child that is killed at the given checkpoint; whether it got there."""
     child = os.fork()
     if child == 0:
         reached = iter(range(1 << 20))
@@ -45,7 +46,7 @@ def killed_writer(root: Path, tokens: list[int], start: int, point: int) -> bool
         try:
             store = store_at(root)
             part = segment(store, tokens, start)
-            store.add(part, blocks(part), die)
+            store.add(part, blocks(part), die, replaced)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

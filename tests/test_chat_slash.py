@@ -269,7 +269,7 @@ def test_the_kept_start_follows_the_system_message(kv, talk, monkeypatch):
 def test_a_chat_is_saved_from_now_on(kv, tmp_path):
     outcome = chat(kv, "first\n/branch b\n/save ann\nsecond\n/save\n")
     assert outcome.code == 0 and "saved as ann after every turn" in outcome.err
-    assert kv.engine.cache_options.min_tokens == 1
+    assert kv.engine.cache_options.stored_from == 1
     found = sessions.read("ann")
     assert found.branch == "b" and sorted(found.states) == ["b", "main"]
     assert [m["content"] for m in found.messages()] == ["first", "one", "second", "two"]

@@ -43,7 +43,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text
 .promptcaches.caches .promptcaches.promptcache
 .promptcaches.pagefiles .promptcaches.prefix .promptcaches.promptwriting
 .promptcaches.conversion .promptcaches.held .promptcaches.promptstore .promptcaches.userfile
-.promptcaches.cachewriter .promptcaches.missed
+.promptcaches.cachewriter .promptcaches.chatfiles .promptcaches.missed
 .promptcaches.keeping
 .promptcaches.reuse
 kvcli.estimate .text.conversation .layers .host.machine .download.sources

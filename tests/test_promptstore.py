@@ -87,7 +87,7 @@ def test_a_file_under_the_name_of_another_is_not_taken(tmp_path: Path) -> None:
     store, tokens = store_at(tmp_path), list(range(100))
     wrong = segment(store, [5, *range(1, 100)], 96)
     _add(store, tokens)
-    (store.folder / store.name_of(segment(store, tokens, 96))).write_bytes(store.add(wrong, blocks(wrong)).read_bytes())
+    (store.path_of(segment(store, tokens, 96))).write_bytes(store.add(wrong, blocks(wrong)).read_bytes())
     assert _valid(store, tokens)[1, 6] == 100
     found = store.find(tokens)
     assert found.files[1, 6].contents.start == 0

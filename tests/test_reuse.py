@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_a_writer_did_not_expect_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise ValueError("an odd page")
 
     monkeypatch.setattr(PromptStore, "add", fails)

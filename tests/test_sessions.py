@@ -47,7 +47,7 @@ def test_a_chat_goes_on_where_it_was_left(kv, tmp_path):
     assert [m["role"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["user", "assistant"] * 4
     path = tmp_path / "kv" / "sessions" / "ann.json"
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    assert kv.engine.cache_options.min_tokens == 1, "every turn of a saved chat is kept"
+    assert kv.engine.cache_options.stored_from == 1, "every turn of a saved chat is kept"
 
 
 def test_the_ids_are_those_that_were_generated(kv, tmp_path):

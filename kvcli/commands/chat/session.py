@@ -106,10 +106,9 @@ class ChatSession:
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
     def _open_caches(self) -> None:
-        kept = replace(self.options.kept, memory=True)
-        if self.branches.saved_as:
-            kept = replace(kept, min_tokens=1)  # each turn of a saved chat
+        kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as)
         self.caches = self.engine.use_caches(kept, self.tell)
+        self.caches.elsewhere = self.branches.elsewhere
 
     def close(self) -> None:
         """Keep the rows of a saved chat, and let go of everything."""

@@ -168,6 +168,11 @@ class GroupLayout:
         sinks = min(whole, self.sinks) if self.sealed else 0
         return whole - sinks, sinks
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a sequence lets go of pages as it grows."""
+        return self.kind == SLIDING or self.retention is not None
+
     def first_page(self, position: int) -> int:
         """The oldest page that a query at `position`, or any later one, can see, kept pages aside."""
         if self.retention:

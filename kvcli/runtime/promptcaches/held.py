@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import SLIDING
 from kvcli.runtime.promptcaches.pagefiles import host_bytes
-
-REWIND_ROWS = 512  # before a window at a prompt's end: they are kept, so that the end can be another
+from kvcli.runtime.promptcaches.prefixpages import REWIND_ROWS
 
 
 class Trail:
@@ -24,7 +22,7 @@ class Trail:
         """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end."""
         arena, number = self.layout.arenas[key[0]], key[1]
         kept = arena.retention.kept_pages if arena.retention else 0
-        if arena.kind != SLIDING and not arena.retention:
+        if not arena.windowed:
             return False
         return kept <= number < arena.first_page(length) and number >= arena.first_page(max(0, self.end - REWIND_ROWS))
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.promptcaches import userfile
+from kvcli.runtime.promptcaches import chatfiles, userfile
 from kvcli.runtime.promptcaches.cachewriter import CacheWriter
+from kvcli.runtime.promptcaches.chatfiles import OWNER, Plan, State, relied_on
 from kvcli.runtime.promptcaches.held import Held, Trail
 from kvcli.runtime.promptcaches.pagefiles import basis_arrays
 from kvcli.runtime.promptcaches.promptcache import Contents
-from kvcli.runtime.promptcaches.promptstore import Limits, PromptStore
+from kvcli.runtime.promptcaches.promptstore import Kept, Limits, PromptStore
 from kvcli.telling import Tell
 
 
@@ -39,7 +44,10 @@ class Keeper:
         self.setting, self.options, self.tell = setting, options, tell
         self.writer = CacheWriter(tell.warn)
         self.file = userfile.UserFile(options) if options.file is not None else None
-        self.stored: dict[PageKey, int] = {}  # what the store has of the prompt: see `Found.valid`
+        self.kept: list[Kept] = []  # what the store has of the prompt
+        self.base = 0  # rows of the prompt that were there
+        self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
+        self._owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
         self.exact = True  # all rows are those that this machine computes
         self.trail = Trail(setting.pool.layout, 0)
         self._store: PromptStore | None = None
@@ -56,30 +64,52 @@ class Keeper:
     def begin(self, n_tokens: int) -> None:
         """A prompt of `n_tokens` comes."""
         self.trail = Trail(self.setting.pool.layout, n_tokens)
-        self.stored = {}
+        self.base, self.kept = 0, []
+
+    def found(self, kept: list[Kept]) -> None:
+        """What the store has of the prompt."""
+        self.kept = list(kept)
+        if self.owner:
+            mine = (file for file in kept if file.contents.about.get(OWNER) == self.owner)
+            self._owned.update((file.path, file.contents) for file in mine)
 
     def stores(self, n_tokens: int) -> bool:
         """Whether a prompt of `n_tokens` gets into the store."""
-        return self.options.store is not None and n_tokens >= self.options.min_tokens and self.exact
+        return self.options.store is not None and n_tokens >= self.options.stored_from and self.exact
 
     def follow(self, seq: Sequence) -> None:
         """A step of the prompt was computed."""
         if self.stores(self.trail.end) or (self.file is not None and not self.options.read_only):
             self.trail.follow(seq)
 
-    def to_store(self, seq: Sequence, seconds: float) -> int:
-        """Write the pages that the store does not have yet; returns the tokens that the file covers."""
+    def to_store(self, seq: Sequence, seconds: float, elsewhere: Iterable[list[int]] = ()) -> int:
+        """Write the pages that the store does not have yet; returns the tokens whose rows are in the file.
+
+        `elsewhere`: the tokens of a chat's other branches, whose files stay.
+        """
         store, layout = self.store, self.setting.pool.layout
         assert store is not None
-        size, length = layout.page_size, seq.length
         held = {**self.trail.copies, **seq.numbered()}
-        keys = sorted(key for key in held if self.stored.get(key, -1) < min(length, (key[1] + 1) * size))
-        if not keys:
+        state = State(layout, seq.length, self.base, held, self.kept, self.owner)
+        plan = Plan(sorted(state.new))
+        if self.owner and plan.pages:
+            plan = chatfiles.plan(state, self._owned, relied_on(store, layout, elsewhere))
+        if not plan.pages:
             return 0
-        whole = [number for arena, number in keys if layout.arenas[arena].kind != SLIDING]
-        first = min(whole, default=length // size)  # sliding pages may come from before
+        whole = [number for arena, number in plan.pages if layout.arenas[arena].kind != SLIDING]
+        first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
         parent = store.chain(seq.tokens)[first]
-        contents = self._contents(seq, keys, seconds, store.identity, first * size, parent)
+        about = {OWNER: self.owner} if plan.own else {}
+        contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * layout.page_size, parent)
+        self._announce(store)
+        held_pages = Held(seq, self.trail.copies, plan.pages)
+        write = partial(store.add, replaced=plan.replaced)
+        self.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
+        self._written(Kept(store.path_of(contents), contents, seq.length), plan)
+        return state.rows(plan.pages)
+
+    def _announce(self, store: PromptStore) -> None:
+        """Say what the store is, where this is its first file."""
         if not store.root.exists():
             most, days = self.options.max_bytes / (1 << 20), self.options.ttl_s / 86400
             room = f"{most / 1024:.3g} GiB" if most >= 1024 else f"{most:.3g} MiB"
@@ -87,10 +117,14 @@ class Keeper:
                 f"long prompts are kept in {store.root}, at most {room} for {days:.3g} days, and need not be"
                 " computed again; --no-cache turns that off"
             )
-        held_pages = Held(seq, self.trail.copies, keys)
-        self.writer.start(contents, held_pages, store.add, f"the cache of this prompt in {store.root}")
-        self.stored = {**self.stored, **dict.fromkeys(keys, length)}
-        return length - first * size
+
+    def _written(self, file: Kept, plan: Plan) -> None:
+        """The store has this file now, or will soon, and no longer those that it replaces."""
+        self.kept = [file, *(other for other in self.kept if other.path not in plan.replaced)]
+        for path in plan.replaced:
+            self._owned.pop(path, None)
+        if plan.own:
+            self._owned[file.path] = file.contents
 
     def to_file(self, seq: Sequence, seconds: float) -> int:
         """Write the file that the user named, where it has less than this; returns the tokens written."""
@@ -98,7 +132,7 @@ class Keeper:
         if not self.file.wants(seq.tokens):
             return 0
         keys = sorted({**self.trail.copies, **seq.numbered()})
-        contents = self._contents(seq, keys, seconds, self.setting.identity())
+        contents = self._contents(seq, keys, seconds, self.setting.identity(), {})
         held_pages = Held(seq, self.trail.copies, keys)
         self.writer.start(contents, held_pages, self.file.write, str(self.file.path))
         return seq.length
@@ -109,12 +143,13 @@ class Keeper:
         keys: Iterable[PageKey],
         seconds: float,
         identity: dict[str, str],
+        more: dict[str, str],
         start: int = 0,
         parent: str = "",
     ) -> Contents:
         """What a file says that has these pages, and the tokens from `start` on."""
         setting, arenas = self.setting, self.setting.pool.layout.arenas
-        about = userfile.about(setting.model, setting.computed_on, seq.losses(), seconds, self.exact)
+        about = userfile.about(setting.model, setting.computed_on, seq.losses(), seconds, self.exact) | more
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
         basis = basis_arrays(seq.bases)
         return Contents(identity, seq.tokens[start:], list(keys), sizes, basis, about, start, parent)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 
+REWIND_ROWS = 512  # before a window at a prompt's end: they are kept, so that the end can be another
+
 
 def common_length(a: list[int], b: list[int]) -> int:
     """How many ids two lists have in common from the start."""

@@ -3,7 +3,8 @@
 A file is a segment: rows of some pages of a prompt, under a name that says where it fits: the hash of all blocks (pages
 of tokens) before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what
 the rows depend on (fingerprint.py). So a longer prompt adds only its new pages, prompts share what they have in common,
-and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many.
+and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many, or
+when a chat has gone on from them (chatfiles.py).
 """
 
 from __future__ import annotations
@@ -40,13 +41,23 @@ class Limits:
     ttl_s: float
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A file of the store, and how many tokens of a prompt it agrees with."""
+
+    path: Path
+    contents: Contents
+    agrees: int
+
+
 @dataclass
 class Found:
     """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
 
-    `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
+    `kept`: all of them. `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
     """
 
+    kept: list[Kept] = field(default_factory=list)
     valid: dict[PageKey, int] = field(default_factory=dict)
     files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
     closest: int = 0
@@ -55,6 +66,7 @@ class Found:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def add(self, file: PromptCacheFile, agrees: int) -> None:
+        self.kept.append(Kept(file.path, file.contents, agrees))
         for key in file.contents.pages:
             if agrees > self.valid.get(key, -1):
                 self.valid[key], self.files[key] = agrees, file
@@ -120,15 +132,28 @@ class PromptStore:
             with suppress(OSError):  # gone, or a folder that cannot be written
                 os.utime(path)
 
-    def add(self, contents: Contents, blocks: Iterable[Any], checkpoint: Checkpoint = nothing) -> Path:
-        """Write a segment. Raises OSError, and CacheFileError for one larger than the whole store may be."""
+    def add(
+        self,
+        contents: Contents,
+        blocks: Iterable[Any],
+        checkpoint: Checkpoint = nothing,
+        replaced: Iterable[Path] = (),
+    ) -> Path:
+        """Write a segment, then remove those that it replaces (chatfiles.py).
+
+        Raises OSError, and CacheFileError for one larger than the whole store may be.
+        """
         if contents.payload_bytes > self.limits.max_bytes:
             size, most = contents.payload_bytes, self.limits.max_bytes
             raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store")
         self.open_folder()
-        path = self.folder / self.name_of(contents)
+        path = self.path_of(contents)
         if not path.exists():
             write(path, contents, blocks, checkpoint)
+        for old in replaced:
+            if old != path:
+                old.unlink(missing_ok=True)
+                checkpoint("removed")
         prune(self.root, self.limits)
         return path
 
@@ -139,15 +164,16 @@ class PromptStore:
         if not tag.exists():
             tag.write_text(TAG, "utf-8")
 
-    def name_of(self, contents: Contents) -> str:
-        """PARENT-FIRST-CONTENT: hashes of what comes before, of the first block, and of all that the file holds."""
+    def path_of(self, contents: Contents) -> Path:
+        """Where a segment lies: PARENT-FIRST-CONTENT, the hashes of what comes before it, of its first block, and of
+        all that it holds."""
         tokens, size = contents.tokens, self.page_size
         digests = [contents.parent]
         for at in range(0, max(1, len(tokens)), size):
             block = np.array(tokens[at : at + size], "<i4").tobytes()
             digests.append(hashlib.sha256(bytes.fromhex(digests[-1]) + block).hexdigest())
         last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
-        return "-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX
+        return self.folder / ("-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX)
 
 
 @dataclass(frozen=True)

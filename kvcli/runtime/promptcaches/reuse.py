@@ -9,6 +9,7 @@ get into the store.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class PromptCaches:
         self.setting, self.options, self.tell = setting, options, tell
         self.keeper = Keeper(setting, options, tell)
         self.tree = PrefixTree(setting.pool)
+        self.elsewhere: Callable[[], Iterable[list[int]]] = lambda: ()  # the tokens of a chat's other branches
         setting.pool.reclaim, setting.pool.soft_bytes = self._make_room, setting.pool_bytes
 
     def _make_room(self, arena: int, last_resort: bool) -> None:
@@ -64,14 +66,15 @@ class PromptCaches:
         reuse = self._from_memory(seq, wanted)
         if file is not None and not file.asked:
             reuse = self._from_file(file, seq, wanted, reuse)
-        if self.options.store is not None and len(prompt) >= self.options.min_tokens:
+        if self.options.store is not None and len(prompt) >= self.options.stored_from:
             reuse = self._from_store(seq, prompt, reuse)
+        self.keeper.base = reuse.tokens
         return reuse
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """See `Caches`; a named file is not looked into."""
         have = max(seq.rewindable(common_length(seq.tokens, tokens)), self.tree.find(tokens)[0])
-        store = self.keeper.store if len(tokens) >= self.options.min_tokens else None
+        store = self.keeper.store if len(tokens) >= self.options.stored_from else None
         if store is None:
             return have
         self._wait()
@@ -168,11 +171,10 @@ class PromptCaches:
                     return replace(reuse, reason=error.message)
                 continue
             except DoesNotFit:
-                self.keeper.stored = found.valid
                 return self._missed(reuse, missed.NO_ROOM)
             finally:
                 found.close()
-            self.keeper.stored = found.valid
+                self.keeper.found(found.kept)
             if length > reuse.tokens:
                 return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
@@ -210,7 +212,7 @@ class PromptCaches:
         if self.options.memory:
             self.tree.insert(seq, whole=True)
         if self.keeper.stores(seq.length):
-            written = self.keeper.to_store(seq, seconds)
+            written = self.keeper.to_store(seq, seconds, self.elsewhere())
         if self.keeper.file is not None and not self.options.save_answer:
             written = max(written, self.keeper.to_file(seq, seconds))
         return written
@@ -224,7 +226,7 @@ class PromptCaches:
     def save(self, seq: Sequence) -> None:
         """Write all of `seq` to the store, however short it is."""
         if self.options.store is not None and self.keeper.exact:
-            self.keeper.to_store(seq, 0.0)
+            self.keeper.to_store(seq, 0.0, self.elsewhere())
 
     def pump(self) -> None:
         self.keeper.writer.pump()

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAIN = "main"  # the branch that every chat begins with
+MAX_ID = 1 << 31  # of a token
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -73,6 +75,14 @@ class Branches:
         there, self.branch = name in self.states, name
         self.restore(conversation)
         return there
+
+    def elsewhere(self) -> Iterator[list[int]]:
+        """The token ids of the branches that are not the one at hand, as far as they make sense."""
+        for name, state in self.states.items():
+            with suppress(KeyError, TypeError):
+                ids = [token for chunk in state["chunks"] for token in chunk["ids"]]
+                if name != self.branch and all(isinstance(token, int) and 0 <= token < MAX_ID for token in ids):
+                    yield ids
 
     def save(self, conversation: Conversation) -> None:
         """Nothing outlives the process."""
