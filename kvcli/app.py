@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli import commandline, helptext, render
+from kvcli import commandline, helptext, remarks, render, settings
+from kvcli.errors import UsageError
+from kvcli.invocation import Invocation
+from kvcli.settings import Setting
+
+# Commands that say what is wrong with settings, and so go on with wrong ones.
+_LENIENT = ("config", "completion", "doctor")
 
 
 class Command(TyperCommand):
     """A command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _read(ctx, args))
+        with _prepared(ctx, args) as read:
+            return super().parse_args(ctx, read)
 
     def get_help(self, ctx: Any) -> str:
         return _page(ctx)
@@ -27,7 +36,8 @@ class Group(TyperGroup):
     alone = False  # it does something without them, too, and takes options like one of them
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _read(ctx, args))
+        with _prepared(ctx, args) as read:
+            return super().parse_args(ctx, read)
 
     def get_help(self, ctx: Any) -> str:
         return _page(ctx)
@@ -51,14 +61,68 @@ class App(typer.Typer):
         return super().command(name, **{"cls": Command, **options})
 
 
-def _read(ctx: Any, args: list[str]) -> list[str]:
-    """The words for a command as Typer may read them. Raises UsageError."""
+@contextmanager
+def _prepared(ctx: Any, args: list[str]) -> Iterator[list[str]]:
+    """The words for a command as Typer may read them; inside, options that are not typed have what is set.
+
+    Raises UsageError. What is wrong with settings is raised behind it, by the last command: --help and --version, which
+    exit, need none.
+    """
     if ctx.resilient_parsing:  # a shell completes them
-        return args
+        yield args
+        return
+    invocation: Invocation = ctx.obj
     reader = commandline.Reader(ctx.command.get_params(ctx), ctx.command_path)
     read = reader.read(args, ctx.allow_interspersed_args)
-    ctx.obj.called |= reader.called
-    return read
+    invocation.called |= reader.called
+    last = getattr(ctx.command, "alone", True) and not reader.stopped
+    found = settings.without(_set(ctx, last), [option.name for option in reader.given])
+    ctx.default_map = {name: setting.value for name, setting in found.items()}
+    for option in ctx.command.params:
+        if option.name in found:
+            invocation.called |= dict.fromkeys((*option.opts, *option.secondary_opts), found[option.name].called)
+    yield read
+    if not last:
+        return
+    if invocation.wrong_settings and _words(ctx)[0] not in _LENIENT:
+        raise invocation.wrong_settings
+    remarks.tell(ctx.command.params, found, invocation)
+    if _words(ctx) in (["run"], ["chat"]):  # they have all options that variables set
+        remarks.tell_once(ctx.command.params, invocation)
+
+
+def _words(ctx: Any) -> list[str]:
+    """Those that name the command, behind `kv`."""
+    return ctx.command_path.split()[1:]
+
+
+def _set(ctx: Any, last: bool) -> dict[str, Setting]:
+    """What is set of the options of a command; nothing where something is wrong with it, which is kept."""
+    invocation: Invocation = ctx.obj
+    if invocation.settings is None:
+        return {}
+    try:
+        below = getattr(ctx.command, "commands", ())
+        return invocation.settings.of(_words(ctx), ctx.command.params, below, last)
+    except UsageError as error:
+        invocation.wrong_settings = invocation.wrong_settings or error
+        return {}
+
+
+def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command with all below it, and the words that name each."""
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from walk(below, (*words, name))
+
+
+def shared_options(tree: Any) -> dict[str, Any]:
+    """The options that variables and the top of the config file set, by `name`: the first of each in all commands."""
+    found: dict[str, Any] = {}
+    for words, command in walk(tree):
+        for option in settings.shared(words, command.params):
+            found.setdefault(option.name, option)
+    return found
 
 
 def _page(ctx: Any) -> str:

@@ -42,6 +42,7 @@ COMMANDS = (
     "inspect",
     "tokenize",
     "cache",
+    "config",
 )
 
 EXAMPLES = """
@@ -81,8 +82,9 @@ def run_command(args: list[str]) -> int:
             sys.stdout.write(f"kv {__version__}\n")
             return _flushed(0)
         from kvcli.invocation import Invocation
+        from kvcli.settings import Settings
 
-        invocation = Invocation()
+        invocation = Invocation(settings=Settings(COMMANDS, _shared_names), tree=_tree)
         return _flushed(_call(args, invocation))
     except BaseException as error:
         return _report(error, args, invocation)
@@ -122,6 +124,18 @@ def _command(args: list[str]) -> Any:
     command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
     globaloptions.add_to_commands(command)
     return command
+
+
+def _tree() -> Any:
+    """All commands."""
+    return _command([])
+
+
+def _shared_names() -> set[str]:
+    from kvcli.app import shared_options
+    from kvcli.settings import names
+
+    return {name for option in shared_options(_tree()).values() for name, _ in names(option)}
 
 
 def _prepare_process() -> None:

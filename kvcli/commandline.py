@@ -23,13 +23,15 @@ class Reader:
     """Reads the words for one command, whose options and arguments are `params`. `path`: the words that name it.
 
     `called` tells what to call an option in messages, by the name that they would use: {"--predict": "-n/--predict"}
-    where -n was typed.
+    where -n was typed. `given`: the options that were typed; `stopped`: whether a word ended them.
     """
 
     def __init__(self, params: Sequence[Any], path: str) -> None:
         self.params, self.path = params, path
         self.options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
         self.called: dict[str, str] = {}
+        self.given: list[Any] = []
+        self.stopped = False
 
     def read(self, args: Sequence[str], interspersed: bool = True) -> list[str]:
         """The words, with options of other programs replaced by ours of the same meaning.
@@ -44,7 +46,8 @@ class Reader:
                 found += self._option(word, words)
             else:
                 found.append(word)
-                if not interspersed:
+                self.stopped = not interspersed
+                if self.stopped:
                     break
         return found + words
 
@@ -56,6 +59,7 @@ class Reader:
             if value is None and self._is_row(word):
                 return [word]
             raise self._missing(word, name)
+        self.given.append(self.options[ours])
         self.called |= {each: f"{name}/{each}" for each in self.options[ours].opts if name != each}
         if not _takes_value(self.options[ours]):
             if value is not None:

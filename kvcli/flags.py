@@ -74,9 +74,7 @@ _prompt, _sampling = _panel("Prompt"), _panel("Generation")
 class ModelFlags:
     """Which model, and how it is loaded."""
 
-    model: Annotated[str, _model("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")] = (
-        DEFAULT_MODEL
-    )
+    model: Annotated[str, _model("-m", "--model", help="A name (kv models ls) or a .gguf file.")] = DEFAULT_MODEL
     threads: Annotated[int, _model("-t", "--threads", help="CPU threads; 0 = the physical cores.")] = 0
     backend: Annotated[
         str,

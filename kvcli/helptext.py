@@ -93,8 +93,13 @@ def _options(context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     for param in context.command.get_params(context):
         if not getattr(param, "hidden", False):
             sections.setdefault(section(param), []).append((_names(param), _text(param)))
-    for title in sorted(sections, key=lambda title: ORDER.index(title if title in ORDER else OPTIONS)):
+    for title in sorted(sections, key=rank):
         yield title, sections[title]
+
+
+def rank(title: str) -> int:
+    """Where a section stands among others."""
+    return ORDER.index(title if title in ORDER else OPTIONS)
 
 
 def section(param: Any) -> str:
@@ -121,7 +126,7 @@ def _long(param: Any) -> list[str]:
 def _text(param: Any) -> str:
     """What an option does, its default, and its other names."""
     notes = []
-    if default := _default(param):
+    if default := default_text(param):
         notes.append(f"default: {default}")
     if param.param_type_name == "option" and param.required:
         notes.append("required")
@@ -130,7 +135,7 @@ def _text(param: Any) -> str:
     return (param.help or "") + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _default(param: Any) -> str:
+def default_text(param: Any) -> str:
     """Its default in words, "" where there is none to speak of."""
     shown = param.show_default
     if isinstance(shown, str):

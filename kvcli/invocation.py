@@ -7,13 +7,16 @@ object that flags change: the global options fill it in, wherever on the line th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kvcli.errors import UsageError
 from kvcli.helptext import OUTPUT
+from kvcli.settings import Settings
 
 
 class When(str, Enum):
@@ -32,10 +35,9 @@ class Bars(str, Enum):
     off = "off"
 
 
-def _offline_by_environment() -> bool:
-    """KV_OFFLINE with any value that does not say no; HF_HUB_OFFLINE with what the hub's library takes for yes."""
-    ours, hub = (os.environ.get(name, "").lower() for name in ("KV_OFFLINE", "HF_HUB_OFFLINE"))
-    return ours not in ("", "0", "false", "no", "off") or hub in ("1", "true", "yes", "on")
+def _hub_is_offline() -> bool:
+    """HF_HUB_OFFLINE with what the hub's library takes for yes."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 @dataclass
@@ -44,16 +46,21 @@ class Invocation:
 
     `called`: what to call an option in messages, by the name that they would use, where it was given under another one.
     `told`: every warning and notice of this call, whether or not it was to be seen on stderr.
+    `settings`: where values come from that nobody typed; `wrong_settings`: the first thing that is wrong there.
+    `tree`: makes all commands, most of which a call does without.
     """
 
     verbose: int = 0
     quiet: bool = False
     color: When = When.auto
     progress: Bars = Bars.auto
-    offline: bool = field(default_factory=_offline_by_environment)
+    offline: bool = field(default_factory=_hub_is_offline)
     json: bool = False
     called: dict[str, str] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    settings: Settings | None = None
+    wrong_settings: UsageError | None = None
+    tree: Callable[[], Any] | None = None
 
 
 def _note_json(ctx: typer.Context, value: bool) -> bool:

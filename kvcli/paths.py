@@ -26,6 +26,11 @@ def state_dir() -> Path:
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
+def config_dir() -> Path:
+    """What a user sets: `$XDG_CONFIG_HOME/kv`."""
+    return _folder("XDG_CONFIG_HOME", ".config")
+
+
 def _folder(variable: str, fallback: str) -> Path:
     given = os.environ.get(variable, "")
     # A relative path is invalid by the XDG rules and would scatter files over working folders.

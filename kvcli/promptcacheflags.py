@@ -26,7 +26,6 @@ CacheDir = Annotated[
     _option(
         "--cache-dir",
         metavar="FOLDER",
-        envvar="KV_CACHE_DIR",
         help="Where the rows of long prompts are kept.",
         show_default="~/.cache/kv/prompts",
     ),

@@ -20,6 +20,11 @@ os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Settings of whoever runs the tests are not those of the tests.
+os.environ["KV_CONFIG"] = "none"
+for _name in [name for name in os.environ if name.startswith(("KV_", "OLLAMA_", "LLAMA_ARG_"))]:
+    if _name not in ("KV_CONFIG", "KV_TEST_MODELS"):
+        del os.environ[_name]
 
 
 def _prefer_installed_package() -> None:

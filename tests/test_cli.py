@@ -14,7 +14,7 @@ import pytest
 from conftest import PACKAGE_ROOT, Kv, KvHere
 
 import kvcli
-from kvcli import cli, errors, invocation
+from kvcli import cli, errors
 
 # A command that fails as its argument says. It takes the place of the real ones.
 FAULTY = """
@@ -185,13 +185,17 @@ def test_global_options_on_both_sides(faulty: list[str], kv_here: KvHere, monkey
 
 
 @pytest.mark.parametrize("name", ["KV_OFFLINE", "HF_HUB_OFFLINE"])
-def test_offline_by_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "1")
-    assert invocation.Invocation().offline
-    monkeypatch.setenv(name, "0")
-    assert not invocation.Invocation().offline
-    monkeypatch.setenv(name, "please")  # the network is not used by mistake; the hub's library has a rule of its own
-    assert invocation.Invocation().offline == (name == "KV_OFFLINE")
+def test_offline_by_environment(name: str, faulty: list[str], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(value: str) -> bool:
+        monkeypatch.setenv(name, value)
+        return bool(json.loads(kv_here("fail", "show")[1])[4])
+
+    assert offline("1") and offline("yes") and not offline("0") and not offline("")
+    if name == "KV_OFFLINE":
+        monkeypatch.setenv(name, "please")
+        assert kv_here("fail", "show")[2] == "kv: error: KV_OFFLINE must be 1 or 0, not 'please'\n"
+    else:  # the hub's library has a rule of its own
+        assert not offline("please")
 
 
 def test_every_error_has_its_exit_code() -> None:

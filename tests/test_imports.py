@@ -56,10 +56,13 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
-kvcli.cacheflags kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.streams
-kvcli.commandline kvcli.flags kvcli.invocation
+kvcli.cacheflags kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt
+kvcli.streams
+kvcli.commandline kvcli.flags kvcli.settings
+kvcli.invocation
 kvcli.render
-kvcli.app kvcli.globaloptions
+kvcli.globaloptions kvcli.remarks
+kvcli.app
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring

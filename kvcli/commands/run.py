@@ -49,7 +49,6 @@ class PromptFlags:
         bool,
         _option(
             "--no-stdin",
-            envvar="KV_NO_STDIN",
             help="Leave stdin alone, as in a loop that reads from it; only -f - reads it.",
         ),
     ] = False

@@ -11,7 +11,7 @@ import typer
 from kvcli import inputs, render
 from kvcli.errors import UsageError
 from kvcli.flags import DEFAULT_MODEL
-from kvcli.helptext import STORES
+from kvcli.helptext import MODEL, STORES
 from kvcli.invocation import JsonFlag
 from kvcli.locate import locate_model
 from kvcli.telling import Tell
@@ -28,7 +28,10 @@ def tokenize(
     ctx: typer.Context,
     text: Annotated[str | None, typer.Argument(help="The text; without it stdin is read.")] = None,
     model: Annotated[
-        str, typer.Option("-m", "--model", envvar="KV_MODEL", help="A name (kv models ls) or a .gguf file.")
+        str,
+        typer.Option(
+            "-m", "--model", rich_help_panel=MODEL, metavar="MODEL", help="A name (kv models ls) or a .gguf file."
+        ),
     ] = DEFAULT_MODEL,
     file: Annotated[str | None, typer.Option("-f", "--file", help="Read this file; - is stdin.")] = None,
     json: JsonFlag = False,
