@@ -143,6 +143,9 @@ def test_what_is_wrong_in_the_file(text: str, message: str, hint: str, config: P
 
 def test_what_is_wrong_elsewhere_in_the_file(config: Path, kv_here: KvHere) -> None:
     """Each command reads its own table and the top; a key is nowhere passed over in silence."""
+    config.write_text("[chat.sl]\njson = true\n[chat.ls]\njson = true")
+    assert kv_here("chat", "--script")[2].startswith(f"kv: error: chat.sl in {config} is not a setting\n")
+    assert kv_here("chat", "ls")[2].startswith(f"kv: error: chat.sl in {config} is not a setting\n")
     config.write_text("[cache.bulid]\nraw = true\n[bench]\nrepetition = 1")
     assert kv_here("cache", "ls")[2].startswith(f"kv: error: cache.bulid in {config} is not a setting\n")
     assert kv_here("bench")[2] == (
@@ -179,7 +182,8 @@ def test_measuring_takes_the_model_and_nothing_else(config: Path, monkeypatch: p
         assert not names[words] & {"ctx_size", "cache_type", "cache_type_k", "seed", "evict", "window", "page_size"}
     assert {"ctx_size", "cache_type", "evict", "no_stdin"} < names[("cache", "build")]
     assert names[("tokenize",)] == {"model"} and "cache_dir" in names[("cache", "ls")]
-    assert not names[("models", "rm")] and names[()] == {"verbose", "quiet", "color", "progress", "offline"}
+    assert not names[("models", "rm")] and not names[("chat", "rm")] and not names[("chat", "export")]
+    assert names[()] == {"verbose", "quiet", "color", "progress", "offline"}
 
 
 def test_variables_of_other_programs_are_told(config: Path, kv: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
