@@ -143,7 +143,7 @@ def test_what_is_wrong_in_the_file(text: str, message: str, hint: str, config: P
 
 def test_what_is_wrong_elsewhere_in_the_file(config: Path, kv_here: KvHere) -> None:
     """Each command reads its own table and the top; a key is nowhere passed over in silence."""
-    config.write_text("[chat.sl]\njson = true\n[chat.ls]\njson = true")
+    config.write_text("[chat.sl]\njson = true")
     assert kv_here("chat", "--script")[2].startswith(f"kv: error: chat.sl in {config} is not a setting\n")
     assert kv_here("chat", "ls")[2].startswith(f"kv: error: chat.sl in {config} is not a setting\n")
     config.write_text("[cache.bulid]\nraw = true\n[bench]\nrepetition = 1")
