@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -127,12 +128,20 @@ def keys_wait() -> Iterator[Callable[[], None]]:
     def give_back() -> None:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
+    def keep(*_: object) -> None:
+        with suppress(OSError):  # it is not the one that controls us
+            if os.tcgetpgrp(descriptor) != os.getpgrp():
+                return  # continued in the background
+        termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ICANON | termios.ECHO)
-    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    keep()
+    continued = signal.signal(signal.SIGCONT, keep)  # after a Ctrl-Z, while the shell had the terminal
     try:
         yield give_back
     finally:
+        signal.signal(signal.SIGCONT, continued)
         give_back()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import signal
 import sys
 import termios
 
@@ -61,6 +62,9 @@ def test_keys_wait_at_a_terminal_and_it_comes_back(monkeypatch: pytest.MonkeyPat
             assert flags() == (0, 0)
             give_back()  # as where Ctrl-C ends the process at once
             assert flags() == before
+            os.kill(os.getpid(), signal.SIGCONT)  # after a Ctrl-Z: the shell had the terminal
+            assert flags() == (0, 0)
+        assert flags() == before and signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
         with pytest.raises(SystemExit), streams.keys_wait():
             raise SystemExit(130)
         assert flags() == before
