@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do, stage by stage, so that every exit is prompt, silent and has the right code."""
+"""What SIGINT, SIGTERM and SIGHUP do, stage by stage, so that every exit is prompt, silent and has the right code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,11 @@ UNWIND = "unwind"  # raise SystemExit: whatever holds temporary files or the ter
 FINISH = "finish"  # note it; the answer ends after the token at hand
 
 INSIST_S = 2.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Context manager that owns the two handlers. A signal that the parent had ignored stays ignored.
+    """Context manager that owns their handlers. A signal that the parent had ignored stays ignored.
 
     `stage` may be changed at any time. `code` is 0, or 128 + the signal noted while finishing.
     `on_leave(code)` runs just before an exit at once and must not use buffered streams. With `insist` a
@@ -72,4 +73,5 @@ def last_words(code: int, as_json: bool = False) -> None:
         error = {"code": code, "message": message, "hint": ""}
         os.write(1, (json.dumps({"error": error}) + "\n").encode())
     if sys.stderr is not None and sys.stderr.isatty():
-        os.write(2, b"\r\x1b[K\x1b[?25h")
+        with suppress(OSError):  # it may be gone
+            os.write(2, b"\r\x1b[K\x1b[?25h")

@@ -10,6 +10,8 @@ from calling import Caller
 from fakes import FakeEngine, FakeTemplate
 
 from kvcli.commands.chat import lineeditor
+from kvcli.errors import OutputError
+from kvcli.sinks import TextSink
 
 
 @pytest.fixture
@@ -267,7 +269,32 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(kv, talk):
     assert session.err.count("Ctrl-D to exit") == 2
 
 
-def test_sigterm_during_an_answer_ends_the_session(kv, talk):
-    kv.engine.before_token = lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 1 else None
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_during_an_answer_end_the_session(kv, talk, number):
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 1 else None
     session = talk("first", "second")
-    assert (session.code, session.out) == (143, "on\n")
+    assert (session.code, session.out) == (128 + number, "on\n")
+
+
+def test_a_terminal_that_is_gone_is_no_error_of_the_output(kv, talk, monkeypatch):
+    """SIGHUP comes, and writing fails."""
+
+    def fail(self, event):
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise OutputError("cannot write to stdout: Input/output error")
+
+    monkeypatch.setattr(TextSink, "token", fail)
+    assert talk("first", "second").code == 129
+
+
+def test_nobody_is_told_why_nothing_was_found(kv, talk):
+    """Who began a chat asked for nothing."""
+    use = kv.engine.use_caches
+
+    def tell_at_once(options, tell):
+        tell.notice("no stored prompt begins like this one")
+        return use(options, tell)
+
+    kv.engine.use_caches = tell_at_once
+    assert "no stored prompt" not in talk("first").err
+    assert "no stored prompt" in talk("first", args=("-v",)).err

@@ -12,6 +12,8 @@ from engines import GREEDY, open_tiny
 from fakes import FakeTemplate
 from reusecases import Told
 
+from kvcli import cachefiles
+from kvcli.commands.chat import saved
 from kvcli.commands.chat.session import ChatOptions, ChatSession
 from kvcli.commands.chat.slash import handle
 from kvcli.errors import DoesNotFit, UsageError
@@ -177,4 +179,18 @@ def test_saved_from_now_on_all_rows_are_in_the_store(capsys, tmp_path: Path):
     assert unread(again("/ctx")) == 0
     again("so")
     assert again.reused >= n_tokens - 1
+    again.close()
+
+
+def test_a_deleted_chat_leaves_no_rows_of_its_own(capsys, tmp_path: Path):
+    for name in ("ann", "bob"):
+        chat = Chat(capsys, tmp_path, name=name)
+        chat(f"I am {name}", "more")
+        chat.close()
+    root = tmp_path / "prompts"
+    before = len(cachefiles.stored(root))
+    assert saved._remove_rows(["ann"], root) > 0
+    assert 0 < len(cachefiles.stored(root)) < before
+    again = Chat(capsys, tmp_path, name="bob")
+    assert unread(again("/ctx")) == 0 < unread(Chat(capsys, tmp_path, name="ann")("/ctx"))
     again.close()

@@ -61,7 +61,7 @@ def test_the_ids_are_those_that_were_generated(kv, tmp_path):
     assert kv.engine.calls[1][0][: len(kv.engine.calls[0][0]) + 2] == kv.engine.calls[0][0] + [5, 5]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_what_was_answered(kv, tmp_path, number):
     kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 1 else None
     assert chat(kv, "first\nsecond\n", "--session", "ann").code == 128 + number
@@ -72,6 +72,18 @@ def test_an_error_saves_too_and_a_forgotten_message_is_not_there(kv, tmp_path):
     kv.engine.ctx_size = 40
     outcome = chat(kv, f"first\n{'x' * 50}\n", "--session", "ann")
     assert outcome.code == 5
+    assert [m["content"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["first", "one"]
+
+
+def test_whatever_ends_an_answer_leaves_whole_turns(kv, tmp_path):
+    """Also an exception that nobody expects."""
+
+    def fail(number: int) -> None:
+        if len(kv.engine.calls) == 2:
+            raise RuntimeError("of the machine")
+
+    kv.engine.before_token = fail
+    assert chat(kv, "first\nsecond\n", "--session", "ann").code == 1
     assert [m["content"] for m in saved(tmp_path)["branches"]["main"]["messages"]] == ["first", "one"]
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json as jsons
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvcli import render
+from kvcli import cachefiles, render
 from kvcli.commands.chat import transcript
-from kvcli.errors import KVError, UsageError
+from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
+from kvcli.promptcacheflags import CacheDir, store_folder
 from kvcli.report import SCHEMA
 from kvcli.runtime.promptcaches import sessions
+from kvcli.runtime.promptcaches.chatfiles import OWNER
 from kvcli.streams import OutputFile
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv chat ls.")]
@@ -97,8 +100,9 @@ def rm(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names from kv chat ls.")] = None,
     all: Annotated[bool, typer.Option("--all", help="Every saved chat.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
 ) -> None:
-    """Delete saved chats; what prompt caches hold of them goes as kv cache says."""
+    """Delete saved chats, and the rows on disk that no other prompt shares with them."""
     invocation: Invocation = ctx.obj
     if bool(names) == all:
         raise UsageError("give names, or --all", "kv chat ls lists names")
@@ -113,4 +117,18 @@ def rm(
         typer.confirm(f"Delete {', '.join(wanted)}?", abort=True, err=True)
     for name in wanted:
         sessions.remove(name)
-        render.notice(f"deleted {name}", invocation)
+    freed = _remove_rows(wanted, store_folder(cache_dir))
+    render.notice(f"deleted {', '.join(wanted)}, and {render.human_bytes(freed)} of rows", invocation)
+
+
+def _remove_rows(names: list[str], root: Path) -> int:
+    """Delete what these chats alone have in the store; how many bytes. Raises OutputError."""
+    freed = 0
+    for file in map(cachefiles.describe, cachefiles.stored(root)):
+        if (file.about or {}).get(OWNER) in names:
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise OutputError(f"cannot remove {file.path}: {error.strerror or error}") from None
+            freed += file.size
+    return freed

@@ -126,7 +126,7 @@ class ChatSession:
         """Answer a message. Where it is refused, or stopped before the answer began, it is the draft again.
 
         Where old tokens are evicted it must fit into the context by itself: no part of it goes unread. Else all of the
-        conversation must. Raises ContextOverflow, ModelError, and SystemExit for a SIGTERM during the answer.
+        conversation must. Raises ContextOverflow, ModelError, and SystemExit for a SIGTERM or SIGHUP during the answer.
         """
         self._regenerated = 0
         files, message = self.files, "\n\n".join([*(file.text for file in self.files), text])
@@ -212,8 +212,9 @@ class ChatSession:
             ids = prompt()
             self._check_conversation(len(ids))
             result = answer(self.engine, self.sequence, ids, job)
-        except KVError:
+        except BaseException:
             self.conversation.restore(before)
+            self._after_signal()  # with the terminal gone, whatever failed failed for that
             raise
         finally:
             self.interrupts.stage = UNWIND
@@ -263,7 +264,7 @@ class ChatSession:
         self.last = result
 
     def _after_signal(self) -> None:
-        """At a terminal Ctrl-C has done its work by ending the answer; SIGTERM ends the session too."""
+        """At a terminal Ctrl-C has done its work by ending the answer; other signals end the session too."""
         code = self.interrupts.code
         self.interrupts.reset()
         if code and (self.options.script or code != EXIT_INTERRUPTED):

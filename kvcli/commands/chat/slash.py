@@ -22,7 +22,7 @@ WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal
 def handle(session: ChatSession, line: str) -> bool:
     """Answer a message or obey a command; False when the session is to end.
 
-    Raises KVError, after which the session goes on, and SystemExit for a SIGTERM during the answer. However it ends,
+    Raises KVError, after which the session goes on, and SystemExit for a signal that ends the process. However it ends,
     the conversation is saved.
     """
     try:
