@@ -42,6 +42,7 @@ COMMANDS = (
     "inspect",
     "tokenize",
     "cache",
+    "storage",
     "config",
 )
 

@@ -65,7 +65,7 @@ kvcli.globaloptions kvcli.remarks
 kvcli.app
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
-kvcli.answering kvcli.cachechecks kvcli.measuring
+kvcli.answering kvcli.cachechecks kvcli.measuring kvcli.storage
 kvcli.commands
 kvcli.cli
 kvcli.__main__

@@ -1,0 +1,95 @@
+"""`kv storage`: what all folders of `kv` hold, and clearing them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli import render
+from kvcli.app import App
+from kvcli.errors import UsageError
+from kvcli.globaloptions import require_command
+from kvcli.helptext import STORES
+from kvcli.invocation import JsonFlag
+from kvcli.promptcacheflags import CacheDir, store_folder
+
+if TYPE_CHECKING:
+    from kvcli.storage import Kind
+
+
+def register(app: typer.Typer) -> None:
+    group = App()
+    group.callback(invoke_without_command=True)(storage)
+    group.command("ls")(ls)
+    group.command("rm")(rm)
+    app.add_typer(group, name="storage", rich_help_panel=STORES)
+
+
+def storage(ctx: typer.Context) -> None:
+    """Show what kv keeps on this disk, and clear it."""
+    require_command(ctx)
+
+
+def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
+    """Everything that kv keeps on this disk: models, prompt caches, chats and the rest."""
+    from kvcli.storage import kinds
+
+    found = kinds(store_folder(cache_dir))
+    total = sum(kind.size_bytes for kind in found)
+    if json:
+        rows = [
+            {"kind": k.name, "path": str(k.place), "files": len(k.files), "size_bytes": k.size_bytes} for k in found
+        ]
+        render.print_json({"kv_schema": 1, "storage": rows, "total_bytes": total})
+        return
+    table = [[k.name, str(len(k.files)), render.human_bytes(k.size_bytes), k.title, str(k.place)] for k in found]
+    table.append(["total", str(sum(len(k.files) for k in found)), render.human_bytes(total), "", ""])
+    render.print_table(["kind", "files", "size", "what", "where"], table, ctx.obj, right={1, 2})
+
+
+def rm(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[KIND]...", help="Kinds that kv storage ls lists.")
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every kind, saved chats too.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove everything of one or more kinds.
+
+    Of the hub's cache, which other programs share, only GGUF models go.
+    """
+    from kvcli.storage import clear, kinds
+
+    known = kinds(store_folder(cache_dir))
+    if bool(names) == all:
+        raise UsageError("name a kind or give --all", "kv storage ls lists them")
+    for name in names or []:
+        if name not in (kind.name for kind in known):
+            raise UsageError(f"there is no kind '{name}'", f"the kinds are {', '.join(kind.name for kind in known)}")
+    found = [kind for kind in known if kind.files and (all or kind.name in (names or []))]
+    if not found:
+        render.notice("there is nothing to remove", ctx.obj)
+        return
+    _ask(found, yes)
+    for kind in found:
+        clear(kind)
+        render.notice(f"removed {_amount(kind)}", ctx.obj)
+
+
+def _ask(found: list[Kind], yes: bool) -> None:
+    """Typer's Abort, or UsageError where there is nobody to ask, unless the user agrees."""
+    if yes:
+        return
+    what = ", ".join(_amount(kind) for kind in found)
+    if not render.is_terminal(sys.stdin):
+        raise UsageError(f"not removing {what} unasked", "there is no terminal to ask on: add -y")
+    typer.confirm(f"Remove {what}?", abort=True, err=True)
+
+
+def _amount(kind: Kind) -> str:
+    count = len(kind.files)
+    return f"{kind.name} ({count} {'file' if count == 1 else 'files'}, {render.human_bytes(kind.size_bytes)})"

@@ -1,0 +1,91 @@
+"""`kv storage`: all that is kept, by kind, and clearing it; what is not kv's own stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import servers
+from conftest import KvHere
+from toyworld import CONTENT, REPO
+
+from kvcli import paths
+from kvcli.runtime.download import hub, hubcache, store
+from kvcli.runtime.planning import overheads
+from kvcli.runtime.promptcaches import sessions
+
+KINDS = ["models", "hub", "prompts", "sessions", "fingerprints", "headers", "kernels", "history", "measurements"]
+
+
+@pytest.fixture
+def full(site: servers.Site, world: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A disk with something of every kind, and the folder of prompts with a file that is not of the store."""
+    servers.add_repository(site, REPO, {"toy-Q8_0.gguf": CONTENT})
+    hub.pull("toy")
+    hub.pull(REPO)
+    prompts = tmp_path / "prompts"
+    monkeypatch.setenv("KV_CACHE_DIR", str(prompts))
+    for path, size in {
+        prompts / ("a" * 32) / f"{'0' * 32}-{'1' * 32}-{'2' * 32}.safetensors": 1000,
+        prompts / "thesis.txt": 1,
+        sessions.path_of("trip"): 20,
+        paths.cache_dir() / "fingerprints" / "a.json": 30,
+        paths.cache_dir() / "headers" / "b": 70,
+        paths.cache_dir() / "triton" / "x" / "kernel.so": 40,
+        paths.state_dir() / "history": 50,
+        overheads.state_file(): 60,
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    return prompts
+
+
+def listed(kv_here: KvHere) -> dict[str, tuple[int, int]]:
+    """Kind -> files and bytes."""
+    code, out, err = kv_here("storage", "ls", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["total_bytes"] == sum(row["size_bytes"] for row in found["storage"])
+    assert [row["kind"] for row in found["storage"]] == KINDS
+    return {row["kind"]: (row["files"], row["size_bytes"]) for row in found["storage"]}
+
+
+def test_everything_is_listed_and_cleared(full: Path, kv_here: KvHere) -> None:
+    assert listed(kv_here) == {
+        "models": (1, len(CONTENT)),
+        "hub": (1, len(CONTENT)),
+        "prompts": (1, 1000),
+        "sessions": (1, 20),
+        "fingerprints": (1, 30),
+        "headers": (1, 70),
+        "kernels": (1, 40),
+        "history": (1, 50),
+        "measurements": (1, 60),
+    }
+    lines = kv_here("storage", "ls")[1].splitlines()
+    assert lines[1].split()[:4] == ["models", "1", "293.0", "KiB"] and str(store.models_dir()) in lines[1]
+    assert lines[-1].split()[:2] == ["total", "9"]
+    code, _, err = kv_here("storage", "rm", "kernels", "history")
+    assert code == 2 and "not removing kernels (1 file, 40 B), history (1 file, 50 B) unasked" in err
+    assert kv_here("storage", "rm", "-y", "kernels", "history")[0] == 0
+    left = listed(kv_here)
+    assert left["kernels"] == left["history"] == (0, 0) and left["sessions"] == (1, 20)
+    assert kv_here("storage", "rm", "-y", "--all")[0] == 0
+    assert set(listed(kv_here).values()) == {(0, 0)} and not hubcache.repo_folder(REPO).exists()
+    assert [path.name for path in full.rglob("*") if path.is_file()] == ["thesis.txt"], "what is not of the store stays"
+    assert kv_here("storage", "rm", "-y", "--all") == (0, "", "")
+
+
+def test_what_is_in_use_is_not_cleared(full: Path, kv_here: KvHere) -> None:
+    with hubcache.writing(hubcache.repo_folder(REPO), "ab" * 32, None):
+        (hubcache.repo_folder(REPO) / "blobs" / f"{'ab' * 32}.x.gguf.incomplete").write_bytes(b"x")
+        code, _, err = kv_here("storage", "rm", "-y", "hub")
+    assert code == 3 and f"{REPO}:x.gguf is being downloaded" in err
+
+
+def test_wrong_kinds(full: Path, kv_here: KvHere) -> None:
+    code, _, err = kv_here("storage", "rm", "-y", "models", "everything")
+    assert code == 2 and "there is no kind 'everything'" in err and "the kinds are models, hub" in err
+    assert kv_here("storage", "rm", "-y")[0] == kv_here("storage", "rm", "-y", "--all", "models")[0] == 2
+    assert listed(kv_here)["models"] == (1, len(CONTENT))
