@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from kvcli.interrupt import FINISH, Interrupts
 from kvcli.options import SampleOptions
 from kvcli.overflow import Cut
 from kvcli.report import CacheFacts, MemoryFacts, Result
+from kvcli.runtime import sampling
 from kvcli.runtime.events import Prefill, Token
 from kvcli.sinks import Sink
 from kvcli.verification import verify
@@ -33,15 +33,12 @@ class Job:
     told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
 
 
-def settle(engine: Engine, sampling: SampleOptions) -> SampleOptions:
+def settle(engine: Engine, options: SampleOptions) -> SampleOptions:
     """The options with the model's defaults and a seed filled in: what is reported is what was used.
 
     Raises UsageError, and ModelError for a default of the model that makes no sense.
     """
-    from kvcli.runtime.sampler import Sampler
-
-    effective = Sampler(sampling, engine.sampling_defaults, engine.config.vocab_size).effective
-    return dataclasses.replace(sampling, **effective)
+    return sampling.settled(options, engine.sampling_defaults, engine.config.vocab_size)
 
 
 def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Result:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,7 +17,8 @@ import typer
 from kvcli.cacheflags import PageSize, Sinks, Tail, check_pages, one_pair
 from kvcli.errors import UsageError
 from kvcli.inputs import argument, read_file
-from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
+from kvcli.options import UNATTENDED_TOKENS, CacheOptions, EvictOptions, LoadOptions, SampleOptions
+from kvcli.runtime import sampling
 from kvcli.runtime.host.memory import main_memory, parse_size
 from kvcli.telling import Tell
 
@@ -177,7 +177,8 @@ class CacheFlags:
         """Raises UsageError for a value out of range."""
         type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
         check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
-        _at_least(0, self.ubatch_size, "--ubatch-size")
+        if self.ubatch_size < 0:
+            raise UsageError(f"--ubatch-size must be 0 or more, not {self.ubatch_size}")
         ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
         return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
@@ -206,7 +207,7 @@ class SampleFlags:
     """How the next token is chosen, and when to stop. None = the model's own default."""
 
     predict: Annotated[
-        str,
+        str | None,
         _sampling(
             "-n",
             "--predict",
@@ -214,8 +215,9 @@ class SampleFlags:
             "--max-tokens",
             metavar="N",
             help="Most new tokens (5k works); -1 = no limit.",
+            show_default=f"no limit, but {UNATTENDED_TOKENS:,} where stdout is no terminal",
         ),
-    ] = "-1"
+    ] = None
     temperature: Annotated[
         float | None,
         _sampling("--temp", "--temperature", metavar="F", help="0 = greedy.", show_default="the model's, else 0.8"),
@@ -237,33 +239,55 @@ class SampleFlags:
     ] = 64
     presence_penalty: Annotated[float, _sampling("--presence-penalty", metavar="F", help="0 = off.")] = 0.0
     frequency_penalty: Annotated[float, _sampling("--frequency-penalty", metavar="F", help="0 = off.")] = 0.0
+    dry_multiplier: Annotated[
+        float,
+        _sampling(
+            "--dry-multiplier", metavar="F", help="Penalize what continues a repetition (DRY), e.g. 0.8; 0 = off."
+        ),
+    ] = SampleOptions.dry_multiplier
+    dry_base: Annotated[float, _sampling("--dry-base", metavar="F", help="How DRY grows with each repeated token.")] = (
+        SampleOptions.dry_base
+    )
+    dry_allowed_length: Annotated[
+        int, _sampling("--dry-allowed-length", metavar="N", help="Tokens repeated in a row before DRY begins.")
+    ] = SampleOptions.dry_allowed_length
+    dry_penalty_last_n: Annotated[
+        int, _sampling("--dry-penalty-last-n", metavar="N", help="Tokens DRY looks back on; -1 = all.")
+    ] = SampleOptions.dry_penalty_last_n
+    dry_sequence_breaker: Annotated[
+        list[str],
+        _sampling(
+            "--dry-sequence-breaker",
+            metavar="TEXT",
+            help="Text over which DRY sees no repetition, instead of the default ones (repeat); none = there is none.",
+            show_default=r"\n : \" *",
+        ),
+    ] = field(default_factory=list)
     seed: Annotated[int, _sampling("-s", "--seed", metavar="N", help="-1 = random; the stats line names it.")] = -1
     stop: Annotated[
         list[str],
         _sampling("-r", "--stop", "--reverse-prompt", metavar="TEXT", help="Stop before this text (repeat)."),
     ] = field(default_factory=list)
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end of the text.")] = False
+    loop_stop: Annotated[
+        bool | None,
+        _sampling(
+            "--loop-stop/--no-loop-stop",
+            help="End an answer that says the same again and again.",
+            show_default="on, off with --ignore-eos",
+        ),
+    ] = None
     logit_bias: Annotated[
         list[str],
         _sampling("--logit-bias", metavar="ID+B", help="Add B to a token's logit, e.g. 29-inf (repeat)."),
     ] = field(default_factory=list)
 
-    def options(self) -> SampleOptions:
-        """Raises UsageError for a value out of range."""
-        for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
-            _check_finite(getattr(self, name), "--" + name.replace("_", "-"))
-        _at_least(0, self.temperature, "--temp")
-        _at_least(0, self.top_k, "--top-k")
-        _between(self.top_p, "--top-p", lowest_allowed=False)
-        _between(self.min_p, "--min-p", lowest_allowed=True)
-        if not 0 < self.repeat_penalty < math.inf:
-            raise UsageError(f"--repeat-penalty is {self.repeat_penalty}", "it is a number above 0; 1 = off")
-        _at_least(-1, self.repeat_last_n, "--repeat-last-n")
-        if not -1 <= self.seed < 1 << 64:
-            raise UsageError(f"--seed is {self.seed}", "it is below 2^64, or -1 for a random one")
+    def options(self, attended: bool) -> SampleOptions:
+        """`attended`: the answer is seen as it grows. Raises UsageError for a value out of range."""
         if "" in self.stop:
             raise UsageError("--stop is empty", "give the text to stop at")
-        return SampleOptions(
+        default = -1 if attended else UNATTENDED_TOKENS
+        options = SampleOptions(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -272,14 +296,36 @@ class SampleFlags:
             repeat_last_n=self.repeat_last_n,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
+            dry_multiplier=self.dry_multiplier,
+            dry_base=self.dry_base,
+            dry_allowed_length=self.dry_allowed_length,
+            dry_penalty_last_n=self.dry_penalty_last_n,
+            dry_sequence_breakers=_breakers(self.dry_sequence_breaker),
             seed=self.seed,
             logit_bias=parse_logit_bias(self.logit_bias),
-            max_tokens=-1
-            if self.predict.strip() == "-1"
-            else parse_tokens(self.predict, "--predict", "; -1 = no limit"),
+            max_tokens=default if self.predict is None else _limit(self.predict),
+            unattended=self.predict is None and not attended,
             ignore_eos=self.ignore_eos,
+            loop_stop=self.loop_stop,
             stop=tuple(self.stop),
         )
+        sampling.check(options)
+        return options
+
+
+def _limit(text: str) -> int:
+    """What -n says; -1 = no limit."""
+    return -1 if text.strip() == "-1" else parse_tokens(text, "--predict", "; -1 = no limit")
+
+
+def _breakers(given: list[str]) -> tuple[str, ...]:
+    """DRY's sequence breakers: those given, in which \\n and \\t are spelled out, else the default ones."""
+    if not given:
+        return SampleOptions.dry_sequence_breakers
+    texts = [text.replace("\\n", "\n").replace("\\t", "\t") for text in given if text != "none"]
+    if "" in texts:
+        raise UsageError("--dry-sequence-breaker is empty", "give a text, or none for no sequence breaker")
+    return tuple(texts)
 
 
 def parse_tokens(text: str, flag: str, more: str = "") -> int:
@@ -302,18 +348,3 @@ def parse_logit_bias(entries: list[str]) -> dict[int, float]:
             raise UsageError(f"--logit-bias is '{entry}'", "write a token id and a signed bias, e.g. 15043-1 or 29-inf")
         result[int(match[1])] = float(match[2])
     return result
-
-
-def _check_finite(value: float | None, flag: str) -> None:
-    if value is not None and not math.isfinite(value):
-        raise UsageError(f"{flag} is {value}", "it is a finite number")
-
-
-def _at_least(lowest: int, value: float | None, flag: str) -> None:
-    if value is not None and not value >= lowest:
-        raise UsageError(f"{flag} is {value}", f"it is {lowest} or more")
-
-
-def _between(value: float | None, flag: str, lowest_allowed: bool) -> None:
-    if value is not None and not (0 <= value <= 1 and (lowest_allowed or value > 0)):
-        raise UsageError(f"{flag} is {value}", "it is between 0 and 1")

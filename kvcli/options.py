@@ -37,6 +37,7 @@ class EvictOptions:
 
 
 FORGET_NOTHING = EvictOptions()
+UNATTENDED_TOKENS = 4096  # most of an answer that no terminal shows, where no number is asked for
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,16 @@ class SampleOptions:
     repeat_last_n: int = 64  # tokens the three penalties look back on; 0 = off, -1 = the whole context
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # 0 = DRY is off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens that may be repeated for nothing
+    dry_penalty_last_n: int = -1  # tokens in which repetitions are looked for; 0 = off, -1 = the whole context
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts over which no repetition reaches
     seed: int = -1  # -1 = a random one, reported in the stats
     sequence: int = 0  # which of the answers that are drawn from one prompt with one seed
     logit_bias: dict[int, float] = field(default_factory=dict)
     max_tokens: int = -1  # -1 = to the end of the text or of the context
+    unattended: bool = False  # nobody asked for max_tokens: it is UNATTENDED_TOKENS, as nobody sees the answer grow
     ignore_eos: bool = False
+    loop_stop: bool | None = None  # end an answer that repeats itself; None = unless ignore_eos
     stop: tuple[str, ...] = ()

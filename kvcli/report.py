@@ -92,9 +92,24 @@ class Result:
         ]
 
     @property
+    def ended_early(self) -> str:
+        """Why the answer is shorter than the model would have made it and nobody asked for that; "" = it is not."""
+        end, loop = self.end, self.end.loop
+        if end.finish_reason == "context":
+            return f"stop: context full ({self.cache.tokens}/{self.cache.limit})"
+        if end.finish_reason == "length" and self.params.unattended:
+            return f"stop: {len(end.ids):,} tokens, the limit where stdout is no terminal; -n sets another, -n -1 none"
+        if end.finish_reason == "repetition" and loop is not None:
+            return (
+                f"stop: the answer repeats itself ({loop.tokens} tokens, {loop.times} times the same {loop.period});"
+                " --repeat-penalty 1.1 makes that rarer, --no-loop-stop goes on"
+            )
+        return ""
+
+    @property
     def warnings(self) -> list[str]:
         """All that the user is told, however the result is shown."""
-        return [*self.told, *self.losses]
+        return [*self.told, *self.losses, *filter(None, [self.ended_early])]
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
@@ -102,11 +117,6 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
     if asked is not None:
         return asked
     return not invocation.quiet and (is_terminal(sys.stderr) or invocation.verbose > 0)
-
-
-def context_full(cache: CacheFacts) -> str:
-    """Why an answer ended early."""
-    return f"stop: context full ({cache.tokens}/{cache.limit})"
 
 
 def stats_line(result: Result, loaded: bool = True) -> str:
@@ -121,9 +131,30 @@ def stats_line(result: Result, loaded: bool = True) -> str:
         f"peak {human_bytes(peak_bytes())}",
         f"seed {result.params.seed}",
     ]
-    if result.end.finish_reason in ("interrupted", "length"):
-        parts.append(result.end.finish_reason)
+    if result.end.finish_reason != "stop":
+        limit = f" (-n {result.params.max_tokens})" if result.end.finish_reason == "length" else ""
+        parts.append(result.end.finish_reason + limit)
     return " | ".join(parts)
+
+
+def sampling_line(params: SampleOptions) -> str:
+    """How tokens are chosen and when an answer ends, as options; what is off is left out."""
+    penalised = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+    values = (  # with what means off
+        ("--temp", params.temperature, None),
+        ("--top-k", params.top_k, 0),
+        ("--top-p", params.top_p, 1),
+        ("--min-p", params.min_p, 0),
+        ("--repeat-penalty", params.repeat_penalty, 1),
+        ("--presence-penalty", params.presence_penalty, 0),
+        ("--frequency-penalty", params.frequency_penalty, 0),
+        ("--repeat-last-n", params.repeat_last_n if penalised else 0, 0),
+        ("--dry-multiplier", params.dry_multiplier, 0),
+        ("-n", params.max_tokens, None),
+    )
+    switches = (("--ignore-eos", params.ignore_eos), ("--loop-stop", params.loop_stop))
+    shown = [f"{flag} {value}" for flag, value, off in values if value != off]
+    return " ".join(["sampling:", *shown, *(flag for flag, on in switches if on)])
 
 
 def prompt_stats(end: End) -> str:
@@ -142,6 +173,7 @@ def result_object(result: Result) -> dict[str, Any]:
         "text": result.text,
         "finish_reason": result.end.finish_reason,
         "stop": result.end.stop,
+        "repetition": {**dataclasses.asdict(loop), "times": loop.times} if (loop := result.end.loop) else None,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cache_read_tokens": usage.cache_read_tokens,

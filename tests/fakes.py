@@ -12,6 +12,7 @@ from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime import eviction
 from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
 from kvcli.runtime.promptcaches.prefixpages import common_length
+from kvcli.runtime.repeats import Loop, LoopDetector
 
 BOS, START, END = 1, 2, 3
 CONTROL = {"<s>": BOS, "<|start|>": START, "<|end|>": END}
@@ -205,12 +206,13 @@ class FakeEngine:
             return
         yield Prefill(len(prompt_ids) - reused, len(prompt_ids) - reused, reused)
         reason = yield from self._decode(sequence, ids, options, cancelled)
-        yield self._end(reason, ids, Usage(len(prompt_ids), reused, len(ids)))
+        yield self._end(reason, ids, Usage(len(prompt_ids), reused, len(ids)), self.loop)
 
     def _decode(
         self, sequence: FakeSequence, ids: list[int], options: SampleOptions, cancelled: Callable[[], bool]
     ) -> Iterator[Token]:
         answer = self.tokenizer.encode(self.answers.pop(0), add_bos=False)
+        detector, self.loop = LoopDetector(), None
         for number, token in enumerate(answer):
             if cancelled():
                 return "interrupted"
@@ -219,13 +221,16 @@ class FakeEngine:
             self.before_token(number)
             ids.append(token)
             yield Token(token, self.tokenizer.decode([token]))
+            if options.loop_stop and (loop := detector.push(token)):
+                self.loop = loop
+                return "repetition"
             if sequence.length == self.ctx_size:
                 return "context"
             if not cancelled():
                 sequence.tokens.append(token)
         return "stop"
 
-    def _end(self, reason: str, ids: list[int], usage: Usage) -> End:
+    def _end(self, reason: str, ids: list[int], usage: Usage, loop: Loop | None = None) -> End:
         prefilled = usage.prompt_tokens - usage.cache_read_tokens
         timings = Timings(self.load_s, 0.5, 0.6, 0.1, prefilled, max(0, len(ids) - 1))
-        return End(reason, "", ids, None, usage, timings)
+        return End(reason, "", ids, None, usage, timings, loop=loop)

@@ -193,6 +193,20 @@ def test_a_full_context_ends_the_answer_and_leaves_the_session_usable(kv):
     assert "kv: context: 25 of 25 tokens (100.0 %), 0 until full" in outcome.err
 
 
+def test_an_answer_that_repeats_itself_is_stopped_and_said(kv):
+    kv.engine.answers, kv.engine.ctx_size = ["no!" * 1000, "fine"], 10_000
+    outcome = kv("chat", "--script", stdin=b"one\ntwo\n")
+    assert outcome.code == 0 and outcome.out == ("no!" * 171)[:512] + "\nfine\n"
+    assert outcome.err.count("stop: the answer repeats itself (512 tokens, 170 times the same 3)") == 1
+
+
+def test_a_script_has_a_limit_for_each_answer(kv):
+    text = " ".join(map(str, range(2000)))
+    kv.engine.answers, kv.engine.ctx_size = [text, "fine"], 20_000
+    outcome = kv("chat", "--script", stdin=b"one\ntwo\n")
+    assert outcome.out == text[:4096] + "\nfine\n" and outcome.err.count("stop: 4,096 tokens, the limit") == 1
+
+
 def test_a_message_that_does_not_fit_is_forgotten(kv, talk):
     kv.engine.ctx_size = 40
     session = talk("first", "a message that is much too long for this context", "/undo", "hi")

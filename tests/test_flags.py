@@ -41,6 +41,8 @@ def test_flags_reach_the_options(kv):
         ),
         *("--repeat-penalty", "1.1", "--repeat-last-n", "-1", "--presence-penalty", "0.25"),
         *("--frequency-penalty", "-0.5", "-s", "9", "--ignore-eos", "--logit-bias", "40+1.5"),
+        *("--dry-multiplier", "0.8", "--dry-base", "2", "--dry-allowed-length", "3", "--dry-penalty-last-n", "100"),
+        *("--dry-sequence-breaker", r"\n\t", "--dry-sequence-breaker", ";"),
     )
     load, cache = kv.opened[-1]
     assert (load.model, load.threads, load.backend, load.force, load.offline) == (
@@ -69,6 +71,21 @@ def test_flags_reach_the_options(kv):
     assert (sample.repeat_penalty, sample.repeat_last_n, sample.presence_penalty) == (1.1, -1, 0.25)
     assert (sample.frequency_penalty, sample.seed, sample.ignore_eos) == (-0.5, 9, True)
     assert (sample.stop, sample.logit_bias) == (("X", "Y"), {40: 1.5})
+    assert (sample.dry_multiplier, sample.dry_base, sample.dry_allowed_length, sample.dry_penalty_last_n) == (
+        0.8,
+        2,
+        3,
+        100,
+    )
+    assert sample.dry_sequence_breakers == ("\n\t", ";")
+    assert (sample.unattended, sample.loop_stop) == (False, False)  # --ignore-eos wants all of the tokens
+
+
+def test_sequence_breakers_of_dry(kv):
+    kv.engine.answers = ["x"] * 2
+    for given, found in ((["none"], ()), (["none", "é"], ("é",))):
+        kv("run", "hello", *(word for text in given for word in ("--dry-sequence-breaker", text)))
+        assert kv.engine.calls[-1][1].dry_sequence_breakers == found
 
 
 def test_defaults_of_the_flags(kv, monkeypatch):
@@ -77,7 +94,10 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     load, cache = kv.opened[-1]
     assert (load.model, cache.ctx_size, cache.type_k, cache.type_v) == ("smollm2", 0, "auto", "auto")
     assert (cache.page_size, cache.tail, cache.sinks) == (64, 1, 1)
-    assert kv.engine.calls[-1][1].max_tokens == -1
+    sample = kv.engine.calls[-1][1]
+    assert (sample.max_tokens, sample.unattended, sample.loop_stop) == (4096, True, True)
+    assert (sample.repeat_penalty, sample.dry_multiplier, sample.dry_base, sample.dry_allowed_length) == (1, 0, 1.75, 2)
+    assert (sample.dry_penalty_last_n, sample.dry_sequence_breakers) == (-1, ("\n", ":", '"', "*"))
     monkeypatch.setenv("KV_MODEL", "other")
     kv("run", "hello", "-ctk", "f16")
     load, cache = kv.opened[-1]
@@ -101,6 +121,8 @@ def test_defaults_of_the_flags(kv, monkeypatch):
             ("--repeat-penalty", "0"),
         ),
         *(
+            *(("--dry-multiplier", "-1"), ("--dry-multiplier", "inf"), ("--dry-base", "0.9"), ("--top-p", "nan")),
+            *(("--dry-allowed-length", "0"), ("--dry-penalty-last-n", "-2"), ("--dry-sequence-breaker", "")),
             ("--repeat-last-n", "-2"),
             ("-s", "-2"),
             ("-r", ""),
@@ -198,7 +220,7 @@ def test_logit_biases():
         (("-c", "4.5k"), "-c/--ctx-size is '4.5k', which"),
         (("-t", "-5"), "-t/--threads is -5\n"),
         (("-ub", "abc"), "-ub/--ubatch-size must be a whole number"),
-        (("-ub", "-1"), "-ub/--ubatch-size is -1\n"),
+        (("-ub", "-1"), "-ub/--ubatch-size must be 0 or more, not -1\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )

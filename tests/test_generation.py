@@ -14,6 +14,7 @@ from kernelcases import same_bits
 
 from kvcli.errors import ContextOverflow, DoesNotFit, KVError, ModelError, UsageError
 from kvcli.options import CacheOptions, SampleOptions
+from kvcli.runtime import repeats
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import Prefill
@@ -61,6 +62,31 @@ def test_ignore_eos_never_generates_an_end_token(quick: Engine, seq: Sequence):
     ):
         end = run(quick, seq, PROMPT[:50], options)
         assert len(end.ids) == 30 and not quick.tokenizer.eog_ids & set(end.ids)
+
+
+def test_an_answer_that_repeats_itself(quick: Engine, seq: Sequence, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(repeats, "LOOP_TOKENS", 32)
+    options = SampleOptions(temperature=0.0, logit_bias={7: 1e4}, max_tokens=60)
+    end = run(quick, seq, PROMPT[:50], replace(options, loop_stop=True))
+    assert (end.finish_reason, end.ids, end.loop) == ("repetition", [7] * 32, repeats.Loop(32, 1))
+    assert end.loop.times == 32
+    again = run(quick, seq, PROMPT[:50] + [7] * 40, replace(options, loop_stop=True))
+    assert (again.finish_reason, again.ids) == ("repetition", [7] * 32)  # the prompt may repeat itself
+    end = run(quick, seq, PROMPT[:50], options)
+    assert (end.finish_reason, len(end.ids), end.loop) == ("length", 60, None)
+    for stop in ({"stop": (quick.tokenizer.decode([7, 7]),)}, {"max_tokens": 31}):
+        assert run(quick, seq, PROMPT[:50], replace(options, loop_stop=True, **stop)).finish_reason != "repetition"
+
+
+def test_dry_reads_the_breakers_of_the_tokenizer(quick: Engine, seq: Sequence):
+    """Greedy text of a random model soon repeats itself; with DRY it does not, but for what a breaker allows."""
+    options = SampleOptions(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={7: 1e4})
+    dry = replace(options, dry_multiplier=1e9, dry_allowed_length=3)
+    assert set(run(quick, seq, PROMPT[:50], options).ids) == {7}
+    ids = run(quick, seq, PROMPT[:50], dry).ids
+    assert ids[:5] == [7, 7, 7, 7, ids[4]] != [7] * 5
+    text = quick.tokenizer.decode([7])
+    assert set(run(quick, seq, PROMPT[:50], replace(dry, dry_sequence_breakers=(text,))).ids) == {7}
 
 
 @pytest.mark.parametrize("variant", ["llama-padded", "llama-untied-padded"])

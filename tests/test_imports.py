@@ -26,8 +26,8 @@ LAYERS = """
 kvcli
 kvcli.errors kvcli.options kvcli.paths kvcli.telling
 kvcli.kernels
-kvcli.runtime .cache .download .host .planning .promptcaches .text
-.cache.cachetypes .events .eviction .download.growth .ggufkeys
+kvcli.runtime .cache .download .host .planning .promptcaches .text .repeats .sampling
+.cache.cachetypes .dry .events .eviction .download.growth .ggufkeys
 .config
 .cache.grouplayout .download.headercache .host.memory
 .host.processmemory .text.provenance .planning.repacked .text.stops .download.wire

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 
@@ -13,7 +14,7 @@ import pytest
 from calling import Caller
 from fakes import BOS, END, START, FakeEngine, FakeTemplate
 
-from kvcli import inputs
+from kvcli import inputs, render
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_json_is_one_object(kv):
     assert value["params"]["logit_bias"] == {"40": "-inf"}
     assert value["memory"]["peak_bytes"] > 1 << 20
     assert set(value) == {
-        *("kv_schema", "model", "text", "finish_reason", "stop", "usage"),
+        *("kv_schema", "model", "text", "finish_reason", "stop", "repetition", "usage"),
         *("timings", "kv", "memory", "params", "warnings", "prompt_cut", "prompt_evicted_tokens"),
     }
 
@@ -337,6 +338,60 @@ def test_a_full_context_is_exit_9_and_said(kv):
     outcome = kv("run", "hello")
     assert (outcome.code, outcome.out) == (9, "an a\n")
     assert outcome.err == "kv: stop: context full (27/27)\n"
+
+
+LOOP = "kv: stop: the answer repeats itself (512 tokens, 170 times the same 3); --repeat-penalty 1.1 makes that rarer, "
+
+
+def test_an_answer_that_repeats_itself_is_stopped_and_said(kv):
+    kv.engine.answers, kv.engine.ctx_size = ["no!" * 1000] * 5, 10_000
+    outcome = kv("run", "hello")
+    assert (outcome.code, outcome.out[:7], len(outcome.out)) == (0, "no!no!n", 513)
+    assert outcome.err == LOOP + "--no-loop-stop goes on\n"
+    value = json.loads(kv("run", "hello", "--json").out)
+    assert value["finish_reason"] == "repetition" and value["params"]["loop_stop"]
+    assert value["repetition"] == {"tokens": 512, "period": 3, "times": 170}
+    assert [f"kv: {warning}\n" for warning in value["warnings"]] == [outcome.err]
+    assert "| seed 3 | repetition\n" in kv("run", "hello", "--stats", "-s", "3").err
+    for option in ("--no-loop-stop", "--ignore-eos"):
+        outcome = kv("run", "hello", option)
+        assert (outcome.out, outcome.err) == ("no!" * 1000 + "\n", "")
+
+
+def test_an_answer_that_nobody_sees_has_a_limit(kv, monkeypatch):
+    text = " ".join(map(str, range(2000)))
+    kv.engine.answers, kv.engine.ctx_size = [text] * 6, 20_000
+    outcome = kv("run", "hello")
+    assert (outcome.code, outcome.out) == (0, text[:4096] + "\n")
+    assert outcome.err == (
+        "kv: stop: 4,096 tokens, the limit where stdout is no terminal; -n sets another, -n -1 none\n"
+    )
+    value = json.loads(kv("run", "hello", "--json").out)
+    assert (value["finish_reason"], value["params"]["max_tokens"]) == ("length", 4096) and value["params"]["unattended"]
+    assert [f"kv: {warning}\n" for warning in value["warnings"]] == [outcome.err]
+    assert kv("run", "hello", "-n", "4096").err == ""  # as asked
+    assert "| length (-n 7)\n" in kv("run", "hello", "-n", "7", "--stats").err
+    assert kv("run", "hello", "-n", "-1").out == text + "\n"
+    monkeypatch.setattr(render, "is_terminal", lambda stream: stream is sys.stdout)
+    assert kv("run", "hello").out == text + "\n"
+
+
+def test_the_default_limit_takes_no_room_from_a_prompt_that_is_cut(kv):
+    """A quarter of the context is left to the answer, as without a limit."""
+    kv.engine.ctx_size = 400
+    outcome = kv("run", "x" * 1000, "--on-overflow", "truncate-start", "--json")
+    assert len(kv.engine.calls[-1][0]) == 300 and json.loads(outcome.out)["prompt_cut"]["context"] == 400
+
+
+def test_sampling_is_told_with_v(kv):
+    kv.engine.answers = ["x"] * 3
+    kv.engine.sampling_defaults = {"temp": 0.3, "top_k": 0}
+    line = "kv: sampling: --temp 0.3 --top-p 0.95 --min-p 0.05 -n 4096 --loop-stop\n"
+    assert kv("run", "hello", "-v").err.endswith(line)
+    assert "sampling:" not in kv("run", "hello", "--stats").err
+    options = ("--temp", "0", "--min-p", "0", "--top-p", "1", "-n", "3", "--ignore-eos", "--repeat-penalty", "1.2")
+    line = "kv: sampling: --temp 0.0 --repeat-penalty 1.2 --repeat-last-n 64 --dry-multiplier 0.8 -n 3 --ignore-eos\n"
+    assert kv("run", "hello", "-v", *options, "--dry-multiplier", "0.8").err.endswith(line)
 
 
 def test_a_prompt_longer_than_the_context_is_exit_5(kv):

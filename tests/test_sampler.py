@@ -196,6 +196,23 @@ def test_whole_context_is_longer_than_the_default():
     assert adjusted(whole, torch.zeros(3), history)[1] == pytest.approx(-1)
 
 
+def test_dry_lowers_what_would_continue_a_repetition():
+    """After 1 2 3 1 2 a 3 would be the third token of one; CTRL's penalty comes first."""
+    logits, history = torch.tensor([0.5, 2.0, -2.0, 2.0, 1.0]), [1, 2, 3, 1, 2]
+    dry = replace(OFF, dry_multiplier=0.5, dry_base=3.0, dry_allowed_length=1)
+    assert adjusted(dry, logits, history) == pytest.approx([0.5, 2.0, -2.0, 0.5, 1.0], abs=1e-5)
+    both = replace(dry, repeat_penalty=2.0, logit_bias={3: 4.0})
+    assert adjusted(both, logits, history) == pytest.approx([0.5, 1.0, -4.0, 3.5, 1.0], abs=1e-5)
+    for off in (
+        {"dry_multiplier": 0.0},
+        {"dry_penalty_last_n": 0},
+        {"dry_penalty_last_n": 3},
+        {"dry_allowed_length": 3},
+    ):
+        assert adjusted(replace(dry, **off), logits, history) == pytest.approx(logits.tolist(), abs=1e-5)
+    assert Sampler(replace(dry, temperature=0.0), {}, 5).sample(logits, history, 5) == 1
+
+
 def test_logit_bias_comes_after_penalties():
     options = replace(OFF, repeat_penalty=2.0, logit_bias={1: 3.0, 2: -1.0})
     assert adjusted(options, torch.tensor([0.0, 2.0, 1.0]), [1]) == pytest.approx([0.0, 4.0, 0.0], abs=1e-5)
@@ -225,8 +242,11 @@ def test_defaults_of_the_program_the_model_and_the_user():
     model = {"temp": 0.3, "top_k": 7, "top_p": 0.5, "min_p": 0.0, "other": 1.0}
     found = Sampler(SampleOptions(top_k=9, seed=4), model, 10).effective
     assert (found["temperature"], found["top_k"], found["top_p"], found["min_p"]) == (0.3, 9, 0.5, 0.0)
-    assert found["seed"] == 4 and found["repeat_last_n"] == 64 and "logit_bias" not in found
+    assert found["seed"] == 4 and found["repeat_last_n"] == 64 and found["logit_bias"] == {}
     assert Sampler(SampleOptions(logit_bias={3: 1.0}), {}, 10).effective["logit_bias"] == {3: 1.0}
+    assert [built_in[n] for n in ("repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier")] == [
+        *(1.0, 0.0, 0.0, 0.0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +264,10 @@ def test_defaults_of_the_program_the_model_and_the_user():
         ({"repeat_last_n": -2}, "--repeat-last-n"),
         ({"presence_penalty": math.nan}, "--presence-penalty"),
         ({"frequency_penalty": -math.inf}, "--frequency-penalty"),
+        ({"dry_multiplier": -0.1}, "--dry-multiplier must be 0 (off) or more, not -0.1"),
+        ({"dry_base": 0.5}, "--dry-base"),
+        ({"dry_allowed_length": 0}, "--dry-allowed-length"),
+        ({"dry_penalty_last_n": -2}, "--dry-penalty-last-n"),
         ({"seed": -2}, "--seed"),
         ({"seed": 1 << 64}, "--seed"),
         ({"logit_bias": {10: 1.0}}, "--logit-bias names token 10, the vocabulary is 0 to 9"),

@@ -111,7 +111,7 @@ def test_draws_follow_top_k():
 
 
 def stream(options: SampleOptions, sequence: int = 0, positions: range = range(60)) -> list[int]:
-    sampler = Sampler(options, {}, 50, sequence)
+    sampler = Sampler(replace(options, sequence=sequence), {}, 50)
     logits = torch.randn(50, generator=torch.Generator().manual_seed(5))
     return [sampler.sample(logits, [], position) for position in positions]
 

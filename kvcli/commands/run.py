@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -215,7 +216,8 @@ def run(
     """Answer one prompt and exit; the generated text alone goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
-        load, sampling, policy = model.options(invocation.offline), sample.options(), overflow.policy()
+        load, policy = model.options(invocation.offline), overflow.policy()
+        sampling = sample.options(attended=render.is_terminal(sys.stdout))
         cache_options, kept = (
             cache.options(evict.options(cache.page_size)),
             replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1),
@@ -225,7 +227,7 @@ def run(
         question = prompt.question(instruction, system, invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         question = question.of(engine, invocation)
-        ids, cut = _fitting(engine, question, policy, sampling.max_tokens, invocation)
+        ids, cut = _fitting(engine, question, policy, -1 if sampling.unattended else sampling.max_tokens, invocation)
         if cut is not None:
             render.warn(str(cut), invocation)
         sampling, told = settle(engine, sampling), invocation.told
@@ -242,9 +244,12 @@ def run(
             copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):
             say(report.stats_line(result))
+            if invocation.verbose:
+                say(report.sampling_line(result.params))
         code = interrupts.code
+    if result.ended_early:
+        say(result.ended_early)
     if result.end.finish_reason == "context":
-        say(report.context_full(result.cache))
         code = code or EXIT_CONTEXT_FULL
     if result.verification is not None:
         say(verification.block(result.verification))

@@ -327,7 +327,7 @@ class Engine:
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
-        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, options.sequence)
+        sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, self.tokenizer.token_bytes)
         return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcli.runtime.repeats import Loop
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -62,7 +64,8 @@ class Timings:
 class End:
     """The last event. `text` was held back and may be shown; `ids` are all tokens generated in this call.
 
-    `finish_reason` is "stop" (end token or stop string), "length", "context" (cache full) or "interrupted".
+    `finish_reason` is "stop" (end token or stop string), "length", "context" (cache full), "repetition" (`loop` says
+    which) or "interrupted".
     `prompt_evicted`: tokens of the prompt that the answer's first token did not see. `losses`: why the cache is not
     what 16 bits and all tokens would give, as `Sequence.losses` has it; () = it is.
     """
@@ -75,6 +78,7 @@ class End:
     timings: Timings
     prompt_evicted: int = 0
     losses: tuple[str, ...] = ()
+    loop: Loop | None = None
 
 
 Event = Prefill | Token | End

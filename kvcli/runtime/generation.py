@@ -13,6 +13,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.promptcaches.caches import Caches, Reuse
+from kvcli.runtime.repeats import Loop, LoopDetector
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
@@ -54,6 +55,8 @@ class Generation:
         self.n_prompt = len(prompt_ids)
         self.decoder = StreamDecoder(engine.tokenizer, continues=True)
         self.matcher = StopMatcher(options.stop)
+        self.loops = LoopDetector() if sampler.effective["loop_stop"] else None
+        self.loop: Loop | None = None  # that the answer is in
         self.began = self.first = self.last = time.perf_counter()
         self.prefill_s = 0.0
         self.reuse = Reuse()
@@ -90,6 +93,9 @@ class Generation:
             yield Token(token, self.matcher.push(self.decoder.push(token)))
             if self.matcher.stop is not None:
                 return "stop"
+            if self.loops and (loop := self.loops.push(token)):
+                self.loop = loop
+                return "repetition"
 
     def _full(self) -> str:
         """Why no further token may come, or ''."""
@@ -135,4 +141,4 @@ class Generation:
         )
         reuse, losses = self.reuse, self.seq.losses()
         usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self.written, reuse.reason)
-        return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses)
+        return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses, self.loop)

@@ -1,6 +1,6 @@
 """Logits and history -> the next token's id.
 
-Order: penalties (repetition as in CTRL, arXiv 1909.05858; presence; frequency), logit bias, top-k, top-p
+Order: penalties (repetition as in CTRL, arXiv 1909.05858; presence; frequency; DRY), logit bias, top-k, top-p
 (arXiv 1904.09751), min-p (arXiv 2407.01082), temperature, draw. Filters look at probabilities before
 temperature; ties go to the lowest id, so the set that is kept depends on nothing but the logits.
 
@@ -12,17 +12,19 @@ float as `tl.rand` of triton does, so that a kernel can draw the same token.
 from __future__ import annotations
 
 import math
-import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.errors import KVError
 from kvcli.options import SampleOptions
+from kvcli.runtime import sampling
+from kvcli.runtime.dry import Dry
 
 _BLOCK = 64  # logits per block of the two-level searches
 _NUCLEUS_GUESS = 1024  # top-p over a whole vocabulary sorts this many first
@@ -52,60 +54,26 @@ def uniform(seed: int, sequence: int, position: int) -> float:
     return float(np.float32(folded) * np.float32(4.6566127342e-10))
 
 
-class _Rule(NamedTuple):
-    flag: str
-    text: str
-    holds: Callable[[Any], bool]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-_RULES = {
-    "temperature": _Rule("--temp", "0 or more", lambda v: _is_real(v) and v >= 0),
-    "top_k": _Rule("--top-k", "a whole number, 0 (off) or more", lambda v: _is_int(v) and v >= 0),
-    "top_p": _Rule("--top-p", "in (0, 1]", lambda v: _is_real(v) and 0 < v <= 1),
-    "min_p": _Rule("--min-p", "in [0, 1]", lambda v: _is_real(v) and 0 <= v <= 1),
-    "repeat_penalty": _Rule("--repeat-penalty", "more than 0", lambda v: _is_real(v) and v > 0),
-    "repeat_last_n": _Rule("--repeat-last-n", "-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
-    "presence_penalty": _Rule("--presence-penalty", "a number", _is_real),
-    "frequency_penalty": _Rule("--frequency-penalty", "a number", _is_real),
-    "seed": _Rule("--seed", "-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
-}
-_BUILT_IN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-_MODEL_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-
-
 class Sampler:
-    """Chooses tokens. It keeps no state between calls: the same arguments give the same token."""
+    """Chooses tokens: the same arguments give the same token. A history that was given before has changed by appending
+    only."""
 
     def __init__(
         self,
         options: SampleOptions,
         defaults: Mapping[str, float],
         vocab_size: int,
-        sequence: int = 0,
+        token_bytes: Callable[[int], bytes] = lambda token: b"",
     ) -> None:
-        """`defaults`: the model's own (keys temp, top_k, top_p, min_p), used where an option is None.
-
-        `sequence` numbers the answers drawn from one prompt with one seed. Raises UsageError naming the flag
-        of a value that makes no sense, ModelError naming the key of a model's default that makes none.
-        """
-        self.vocab_size, self.sequence = vocab_size, sequence
-        values = {name: _checked(name, options, defaults) for name in _RULES}
-        if values["seed"] == -1:
-            values["seed"] = secrets.randbits(32)
-        self.effective: dict[str, Any] = values
+        """`defaults`: the model's own, see `sampling.settled`, which also says what is raised. `token_bytes`: what a
+        token adds to the text, for DRY's sequence breakers."""
+        found = sampling.settled(options, defaults, vocab_size)
+        self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
+        self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
         """Every value in force, by option name, with the seed that is used."""
-        self.seed: int = values["seed"]
-        self._bias = _checked_bias(options.logit_bias, vocab_size)
-        if self._bias:
-            self.effective["logit_bias"] = dict(self._bias)
+        self._bias = found.logit_bias
+        dry = found.dry_multiplier > 0 and found.dry_penalty_last_n != 0
+        self._dry = Dry(self.effective, token_bytes) if dry else None
 
     def sample(self, logits: Tensor, history: Sequence[int], position: int) -> int:
         """The token after `history` (prompt and generated ids), to stand at absolute `position`.
@@ -135,6 +103,9 @@ class Sampler:
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits are {tuple(logits.shape)}, not [{self.vocab_size}]")
         penalised = self._penalised(logits.float(), history)
+        if self._dry is not None:
+            ids, amounts = map(torch.from_numpy, self._dry.penalties(history))
+            penalised = penalised.index_add(0, ids.to(logits.device), amounts.to(logits.device), alpha=-1)
         if not self._bias:
             return penalised
         ids = torch.tensor(list(self._bias), device=logits.device)
@@ -174,28 +145,6 @@ class Sampler:
             kept = values.exp() >= min_p
             ids, values = ids[kept], values[kept]
         return ids, (values / self.effective["temperature"]).exp()
-
-
-def _checked(name: str, options: SampleOptions, defaults: Mapping[str, float]) -> Any:
-    rule, value = _RULES[name], getattr(options, name)
-    if value is not None:
-        if not rule.holds(value):
-            raise UsageError(f"{rule.flag} must be {rule.text}, not {value}")
-        return value
-    value = defaults.get(_MODEL_KEYS[name], _BUILT_IN[name])
-    if not rule.holds(value):
-        key = f"general.sampling.{_MODEL_KEYS[name]}"
-        raise ModelError(f"the model's {key} is {value!r}; it must be {rule.text}", f"give {rule.flag}")
-    return value
-
-
-def _checked_bias(bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
-    for token, value in bias.items():
-        if not 0 <= token < vocab_size:
-            raise UsageError(f"--logit-bias names token {token}, the vocabulary is 0 to {vocab_size - 1}")
-        if math.isnan(value) or value == math.inf:
-            raise UsageError(f"--logit-bias of token {token} must be a number or -inf, not {value}")
-    return dict(bias)
 
 
 def _checked_maximum(logits: Tensor) -> float:

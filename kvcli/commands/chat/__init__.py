@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli import opening, render, report
+from kvcli.answering import settle
 from kvcli.app import App
 from kvcli.commands.chat import saved, slash, transcript
 from kvcli.commands.chat.flags import ChatFlags
@@ -80,7 +81,7 @@ def chat(
     keys = nullcontext(lambda: None) if flags.script else keys_wait()
     with keys as give_back, Interrupts(partial(_leave, give_back), insist=flags.script) as interrupts:
         flags.check()
-        load, sampling = model.options(invocation.offline), sample.options()
+        load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
         evict_options = evict.options(cache.page_size)
         cache_options, name = cache.options(evict_options), flags.session_name()
         message = system.text(render.telling(invocation))
@@ -88,6 +89,8 @@ def chat(
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, store.options(invocation))
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
+        if invocation.verbose:
+            say(report.sampling_line(settle(engine, sampling)))
         conversation = _conversation(engine, message, flags.no_raw, invocation)
         with closing(_branches(name, load.model, engine)) as branches:
             branches.restore(conversation)

@@ -12,7 +12,7 @@ from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.inputs import read_file
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
-from kvcli.report import CacheFacts, Result, context_full, stats_line
+from kvcli.report import CacheFacts, Result, stats_line
 from kvcli.runtime import eviction
 from kvcli.runtime.events import Usage
 from kvcli.runtime.promptcaches.prefixpages import common_length
@@ -253,8 +253,9 @@ class ChatSession:
         return f"/ctx {size} makes the context larger"
 
     def _account(self, result: Result) -> None:
-        if result.end.finish_reason == "context":
-            say(f"{context_full(result.cache)}; {self.ways_out(result.cache.limit + 1)}")
+        if result.ended_early:
+            full = result.end.finish_reason == "context"
+            say(result.ended_early + (f"; {self.ways_out(result.cache.limit + 1)}" if full else ""))
         if result.cache.evicted and not self._told:
             self._told = True
             say(f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten")

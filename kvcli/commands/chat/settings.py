@@ -11,7 +11,7 @@ from kvcli.options import SampleOptions
 
 OTHER_NAMES = {"n": "max_tokens", "predict": "max_tokens", "n_predict": "max_tokens", "temp": "temperature"}
 SHOWN_AS = {"max_tokens": "n"}
-NOT_SET = ("sequence", "logit_bias")  # the one is not the user's, the other is a table
+NOT_SET = ("sequence", "unattended", "logit_bias")  # two follow from others, the last is a table
 DEFAULT = "default"
 
 
@@ -46,7 +46,8 @@ def changed(sampling: SampleOptions, name: str, text: str) -> SampleOptions:
         value = _parsed(shown_as(name), _kinds()[name], text)
     if name == "max_tokens" and value < -1:
         raise UsageError(f"n must be a number of tokens, or -1 for no limit, not {value}")
-    return dataclasses.replace(sampling, **{name: value})
+    unattended = sampling.unattended and name != "max_tokens"
+    return dataclasses.replace(sampling, **{"unattended": unattended, name: value})
 
 
 def _parsed(name: str, kind: type, text: str) -> Any:
@@ -71,13 +72,12 @@ def lines(asked: SampleOptions, settled: SampleOptions) -> list[str]:
 
 def described(name: str, asked: SampleOptions, settled: SampleOptions) -> str:
     """The value of one setting in words."""
-    value = getattr(asked, name)
+    value = getattr(settled, name)
     if name == "seed":
-        return "random" if value < 0 else str(value)
+        return "random" if asked.seed < 0 else str(value)
     if name == "max_tokens":
         return "no limit" if value < 0 else str(value)
-    if isinstance(value, bool):
-        return "on" if value else "off"
     if isinstance(value, tuple):
         return " ".join(map(repr, value)) or "none"
-    return f"{getattr(settled, name):g} (default)" if value is None else f"{value:g}"
+    said = ("on" if value else "off") if isinstance(value, bool) else f"{value:g}"
+    return f"{said} (default)" if getattr(asked, name) is None else said
