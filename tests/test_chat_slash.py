@@ -152,6 +152,8 @@ def test_settings_are_shown_and_changed(kv):
     shown = dict(line.split(maxsplit=1) for line in outcome.err.splitlines() if line.startswith("  "))
     assert shown["temperature"] == "0.2" and shown["top_k"] == "7" and shown["top_p"] == "0.95 (default)"
     assert shown["n"] == "2" and shown["seed"] == "5" and shown["stop"] == "'XY'" and shown["ignore_eos"] == "off"
+    assert shown["loop_stop"] == "on (default)" and shown["dry_multiplier"] == "0" and "unattended" not in shown
+    assert not options.unattended  # a limit was asked for
     assert outcome.err.endswith("kv: temperature: 0.8 (default)\n")
 
 
@@ -170,7 +172,7 @@ def test_settings_are_shown_and_changed(kv):
 def test_wrong_settings_change_nothing(kv, talk, line, hint):
     assert hint in talk(line, "first").err
     options = kv.engine.calls[0][1]
-    assert (options.temperature, options.top_k, options.max_tokens) == (0.8, 40, -1)
+    assert (options.temperature, options.top_k, options.max_tokens, options.unattended) == (0.8, 40, 4096, True)
 
 
 # --- the context

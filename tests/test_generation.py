@@ -67,15 +67,16 @@ def test_ignore_eos_never_generates_an_end_token(quick: Engine, seq: Sequence):
 def test_an_answer_that_repeats_itself(quick: Engine, seq: Sequence, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(repeats, "LOOP_TOKENS", 32)
     options = SampleOptions(temperature=0.0, logit_bias={7: 1e4}, max_tokens=60)
-    end = run(quick, seq, PROMPT[:50], replace(options, loop_stop=True))
+    end = run(quick, seq, PROMPT[:50], options)
     assert (end.finish_reason, end.ids, end.loop) == ("repetition", [7] * 32, repeats.Loop(32, 1))
     assert end.loop.times == 32
-    again = run(quick, seq, PROMPT[:50] + [7] * 40, replace(options, loop_stop=True))
+    again = run(quick, seq, PROMPT[:50] + [7] * 40, options)
     assert (again.finish_reason, again.ids) == ("repetition", [7] * 32)  # the prompt may repeat itself
-    end = run(quick, seq, PROMPT[:50], options)
-    assert (end.finish_reason, len(end.ids), end.loop) == ("length", 60, None)
-    for stop in ({"stop": (quick.tokenizer.decode([7, 7]),)}, {"max_tokens": 31}):
-        assert run(quick, seq, PROMPT[:50], replace(options, loop_stop=True, **stop)).finish_reason != "repetition"
+    for off in ({"loop_stop": False}, {"ignore_eos": True}):
+        end = run(quick, seq, PROMPT[:50], replace(options, **off))
+        assert (end.finish_reason, len(end.ids), end.loop) == ("length", 60, None)
+    for first in ({"stop": (quick.tokenizer.decode([7, 7]),)}, {"max_tokens": 31}):
+        assert run(quick, seq, PROMPT[:50], replace(options, **first)).finish_reason != "repetition"
 
 
 def test_dry_reads_the_breakers_of_the_tokenizer(quick: Engine, seq: Sequence):
