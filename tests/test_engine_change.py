@@ -4,6 +4,7 @@ follows is as if it had been so from the start."""
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
+from kvcli.runtime.host.memory import CUDA
 
 SIZE = 16
 TEXT = torch.randint(3, 370, (180,), generator=torch.manual_seed(9)).tolist()
@@ -47,6 +49,7 @@ def states(engine: Engine, seq: Sequence, ids: list[int]) -> torch.Tensor:
         (150, (80, SINK), (160, NONE), 16),  # the page that is kept
         (150, (80, SINK), (176, SINK), 16),
         (60, (80, SINK), (70, WINDOW), 35),
+        (150, (80, EvictOptions("sink", 40, 5)), (160, EvictOptions("sink", 40, 5)), 150),
     ],
 )
 def test_all_is_as_from_the_start(variant, types, n, before, after, kept):
@@ -69,6 +72,15 @@ def test_all_is_as_from_the_start(variant, types, n, before, after, kept):
     assert engine.plan.rows == other.plan.rows
     seq.close()
     engine.pool.check([])
+
+
+def test_on_a_gpu_rows_of_another_policy_are_not_kept():
+    """Its kernels round in another way where some rows stay: what gets into the store is what would be computed."""
+    terms = opened("llama", ("f16", "f16"), 80, NONE).terms
+    setting, budget = replace(terms.setting, kind=CUDA), replace(terms.budget, kind=CUDA)
+    terms = replace(terms, setting=setting, budget=budget)
+    assert terms.same_rows(terms.changed(160, NONE), 70) == 70
+    assert terms.same_rows(terms.changed(80, SINK), 70) == terms.changed(80, SINK).same_rows(terms, 70) == 0
 
 
 def test_what_cannot_be_changes_nothing():

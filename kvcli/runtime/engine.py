@@ -188,11 +188,11 @@ class Engine:
         """Another context, or another policy, with the same weights. `seq`, the only sequence there is, keeps the rows
         that are the same under both. Raises UsageError and DoesNotFit, with nothing changed. Caches are to be opened
         again."""
-        before = self.retention
+        before = self.terms
         self._take(self.terms.changed(ctx_size, evict))
         self.pool.change(self.layout, self.terms.pool_bytes)
         if seq is not None:
-            keep_rows(seq, min([seq.length, *(r.whole for r in (before, self.retention) if r)]))
+            keep_rows(seq, before.same_rows(self.terms, seq.length))
         self.caches, self.graph = LiveRows(), None
         self.graph = None if self.keeps_prompt else self._token_graph()
 

@@ -9,6 +9,7 @@ from kvcli.errors import UsageError
 from kvcli.estimate import Budget, Plan, Setting, plan_for_engine
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.host.memory import CPU
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Terms:
         """With another context or policy. Raises UsageError, and DoesNotFit."""
         options = replace(self.options, ctx_size=ctx_size, evict=evict)
         return Terms.settle(replace(self.setting, evict=evict), self.budget, options)
+
+    def same_rows(self, other: Terms, length: int) -> int:
+        """How many of the first `length` rows of a sequence are the same under both, bit for bit: those that see
+        everything. On a GPU none, where other rows stay: its kernels are others then, and round in another way."""
+        mine, theirs = self.layout.retention, other.layout.retention
+        if mine == theirs:
+            return length
+        return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
 
     @property
     def pool_bytes(self) -> int:
