@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcli import render
+from kvcli.errors import DownloadError, ModelError
 from kvcli.invocation import Invocation
 
+if TYPE_CHECKING:
+    from kvcli.runtime.download.ranges import RemoteFile
 
-def locate_model(name: str, invocation: Invocation) -> Path:
-    """The .gguf file meant by `name`, downloaded first if need be. Raises ModelError, DownloadError."""
+
+def locate_model(name: str, invocation: Invocation, to_run: bool = False) -> Path:
+    """The .gguf file meant by `name`, downloaded first if need be. Raises ModelError, DownloadError.
+
+    `to_run`: a model that kv cannot run is refused before it is downloaded.
+    """
     from kvcli.runtime.download import hub
 
     with showing_download(invocation) as (progress, notice):
-        return hub.find_model(name, invocation.offline, progress, notice)
+        return hub.find_model(name, invocation.offline, progress, notice, _refuse_unrunnable if to_run else None)
+
+
+def _refuse_unrunnable(files: Sequence[RemoteFile]) -> None:
+    from kvcli.runtime.planning.headers import gguf_model
+    from kvcli.runtime.planning.runnable import judge
+
+    try:
+        header = gguf_model(files)
+    except DownloadError:  # a server without ranges, say; then the download itself tells what can be had
+        return
+    _, problem = judge(header.metadata, header.tensors)
+    if problem:
+        hint = "kv pull downloads it all the same; kv models ls -a lists models that run"
+        raise ModelError(f"kv cannot run {files[0].label}: {problem}", hint)
 
 
 @contextmanager

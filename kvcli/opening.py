@@ -32,7 +32,7 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
     """
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
-    path = locate.locate_model(load.model, invocation)
+    path = locate.locate_model(load.model, invocation, to_run=True)
     interrupts.stage = LEAVE
     from kvcli.runtime.engine import Engine
 

@@ -15,10 +15,12 @@ import pytest
 import servers
 from conftest import KvHere
 from estimatecases import small_file
+from ggufbytes import build, entry, key, text
 from toyworld import CONTENT, REPO, Start, finish, stored
 
 from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime.download import fetching, hub, hubcache, inventory, store
+from kvcli.runtime.formats.gguf import GGML_TYPES
 
 NAME = "toy-Q4_K_M.gguf"
 FILES = {
@@ -173,6 +175,28 @@ def test_faults_of_the_hub(
         hub.pull(name)
     assert hint in caught.value.hint and "\n" not in caught.value.message
     assert hubcache.models() == [] and stored() == []
+
+
+def test_what_cannot_be_run_is_refused_before_it_is_downloaded(
+    site: servers.Site, world: dict[str, str], kv_here: KvHere
+) -> None:
+    tensor = entry("token_embd.weight", (256, 4), GGML_TYPES["IQ4_XS"].id)
+    content = build((key("general.architecture", 8, text("falcon")),), (tensor,), data=1000)
+    servers.add_repository(site, REPO, {"toy-IQ4_XS.gguf": content})
+    run = ("run", "hi", "--no-stdin", "-m", REPO)
+    code, out, err = kv_here(*run)
+    assert (code, out) == (3, "") and f"kv cannot run {REPO}/toy-IQ4_XS.gguf: " in err and "falcon" in err
+    assert site.ranges_of("toy-IQ4_XS.gguf") == ["bytes=0-1048575"] and not place().exists()
+    assert kv_here("pull", REPO)[0] == 0
+    code, _, err = kv_here(*run)
+    assert code == 3 and "falcon" in err
+
+
+def test_a_name_that_might_be_a_path_says_both(site: servers.Site, world: dict[str, str]) -> None:
+    with pytest.raises(
+        DownloadError, match=r"there is no file org/none/x.gguf here; taken for one of the hub: .*no org"
+    ):
+        hub.find_model("org/none/x.gguf")
 
 
 def test_offline_never_asks(site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:

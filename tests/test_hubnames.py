@@ -92,6 +92,7 @@ def test_a_file_name_after_two_folders_may_be_either(tmp_path: Path, monkeypatch
         ("m-MXFP4_MOE.gguf", "MXFP4_MOE"),
         ("q8_0.gguf", "Q8_0"),
         ("Q5_K_M/model.gguf", "Q5_K_M"),
+        ("m-q5_0/model.gguf", "Q5_0"),
         ("Qwen3-8B.gguf", ""),
         ("phi-2.gguf", ""),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import servers
 import tiny
 from conftest import KvHere
 from ggufbytes import build, entry, key
@@ -120,6 +121,19 @@ def test_a_missing_part_is_one_line(split: list[Path], tmp_path: Path, kv_here: 
         assert (code, out) == (3, ""), err
         assert f"kv: error: part 2 of 3 of the model is missing: {missing}\n" in err
         assert err.count("\n") == 2, "what, and what next"
+
+
+def test_from_the_hub(split: list[Path], site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:
+    servers.add_repository(site, "org/x-GGUF", {f"x-F32/{path.name}": path.read_bytes() for path in split})
+    command = ("run", "Hello", "-n", "2", "--raw", "--temp", "0", "--json", "--no-cache", "--no-stdin", "-m")
+    code, out, err = kv_here(*command, "org/x-GGUF:f32")
+    assert code == 0 and "downloading F32, 3 of 3 files" in err, err
+    code, again, err = kv_here(*command, "org/x-GGUF", "--offline")
+    assert code == 0 and json.loads(again)["text"] == json.loads(out)["text"], err
+    header = read_header("org/x-GGUF")
+    assert header is not None and set(header.tensors) == set(GGUFFile.open(split[0]).tensors)
+    code, out, err = kv_here("inspect", "hf.co/org/x-GGUF/x-F32/x-00003-of-00003.gguf", "--json")
+    assert code == 0 and json.loads(out)["parts"] == PARTS, err
 
 
 def _part(number: int, name: str, count: int = 2, announced: int = 2) -> bytes:

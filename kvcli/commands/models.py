@@ -71,6 +71,8 @@ def ls(
 
 
 def _runs(entry: Entry) -> str:
+    if entry.problem and entry.files and not entry.path:  # nobody has seen all of it
+        return "-"
     if entry.unsupported:
         return "no"
     return "yes" if not entry.problem else "hub" if entry.hf else "file"
@@ -80,7 +82,7 @@ def _here(entry: Entry) -> str:
     """The word for how much of a model is on this disk."""
     if entry.damaged:
         return "damaged"
-    if entry.unfinished:
+    if entry.unfinished or (entry.files and not entry.path):
         return f"{'yes, and' if entry.path else 'partial:'} {render.human_bytes(entry.unfinished)}"
     return "yes" if entry.path else "no"
 

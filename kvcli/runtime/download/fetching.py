@@ -78,12 +78,17 @@ def held(piece: Path) -> int:
 
 
 def _complete(session: Session, wanted: Wanted, piece: Path, progress: Progress) -> None:
-    with open(piece, "r+b" if piece.exists() else "w+b", buffering=0) as file:
-        if held(piece) > wanted.size:
-            file.truncate(0)
-        transfer = _Transfer(session, wanted, file, progress)
-        transfer.run()
-        os.fsync(file.fileno())
+    try:
+        with open(piece, "r+b" if piece.exists() else "w+b", buffering=0) as file:
+            if held(piece) > wanted.size:
+                file.truncate(0)
+            transfer = _Transfer(session, wanted, file, progress)
+            transfer.run()
+            os.fsync(file.fileno())
+    except BaseException:
+        if not held(piece):
+            piece.unlink(missing_ok=True)
+        raise
     if wanted.sha256 not in ("", transfer.digest.hexdigest()):
         piece.unlink()
         raise _Damaged(transfer.kept)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.download import hubcache, hubnames, sources, store
 from kvcli.runtime.download.recipes import Recipe, find_recipe, similar
 from kvcli.runtime.download.store import Progress, no_progress
+
+if TYPE_CHECKING:
+    from kvcli.runtime.download.hubdownload import Approve
 
 Notice = Callable[[str], None]  # told what is about to happen, in one line without a prefix
 
@@ -21,16 +25,26 @@ def no_notice(text: str) -> None:
 
 
 def find_model(
-    name: str, offline: bool = False, progress: Progress | None = None, notice: Notice | None = None
+    name: str,
+    offline: bool = False,
+    progress: Progress | None = None,
+    notice: Notice | None = None,
+    approve: Approve | None = None,
 ) -> Path:
     """The .gguf file meant by `name`; a known model that is missing is downloaded after `notice` said so.
 
-    `progress(stage, done, total)` counts bytes. Raises ModelError (no such model or file) or DownloadError.
-    That the file is a GGUF file is checked by whoever opens it.
+    `progress(stage, done, total)` counts bytes. `approve`: see hubdownload. Raises ModelError (no such model or file)
+    or DownloadError. That the file is a GGUF file is checked by whoever opens it.
     """
     if find_recipe(name) is None and (is_path(name) or hubnames.parse_reference(name) is None):
         return check_path(name)
-    return pull(name, False, offline, progress, notice)
+    try:
+        return pull(name, False, offline, progress, notice, approve)
+    except DownloadError as error:
+        if hubnames.could_be_path(name):
+            what = f"there is no file {name} here; taken for one of the hub: {error.message}"
+            raise DownloadError(what, error.hint) from error
+        raise
 
 
 def pull(
@@ -39,6 +53,7 @@ def pull(
     offline: bool = False,
     progress: Progress | None = None,
     notice: Notice | None = None,
+    approve: Approve | None = None,
 ) -> Path:
     """Download a recipe or a hub file unless it is here already; with `force` even then. Returns its path.
 
@@ -52,7 +67,7 @@ def pull(
     reference = hubnames.parse_reference(name)
     if reference is None:
         raise unknown_name(name)
-    return _pull_reference(reference, force, offline, progress or no_progress, notice or no_notice)
+    return _pull_reference(reference, force, offline, progress or no_progress, notice or no_notice, approve)
 
 
 def is_path(name: str) -> bool:
@@ -155,7 +170,12 @@ def _fetch_from_any(recipe: Recipe, folder: Path, progress: Progress, notice: No
 
 
 def _pull_reference(
-    reference: hubnames.Reference, force: bool, offline: bool, progress: Progress, notice: Notice
+    reference: hubnames.Reference,
+    force: bool,
+    offline: bool,
+    progress: Progress,
+    notice: Notice,
+    approve: Approve | None,
 ) -> Path:
     cached = hubcache.find(reference, loose=offline)
     if cached is not None and not force:
@@ -164,4 +184,4 @@ def _pull_reference(
         raise _offline(str(reference), cached is not None)
     from kvcli.runtime.download import hubdownload  # TLS and HTTP: nothing that a model that is here needs
 
-    return hubdownload.download(reference, force, progress, notice)
+    return hubdownload.download(reference, force, progress, notice, approve)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from kvcli.runtime.download import fetching, hubcache, hubnames
 from kvcli.runtime.download.fetching import Wanted
 from kvcli.runtime.download.hublisting import HubFile, Listing, list_repository, stored_token
 from kvcli.runtime.download.hubnames import Reference, Variant
+from kvcli.runtime.download.ranges import RemoteFile
 from kvcli.runtime.download.store import Progress, amount, check_disk, install
 from kvcli.runtime.download.websession import Session
 
 Notice = Callable[[str], None]
+Approve = Callable[[Sequence[RemoteFile]], None]
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,23 @@ class _File:
     blob: Path
 
 
-def download(reference: Reference, force: bool, progress: Progress, notice: Notice) -> Path:
+def download(
+    reference: Reference, force: bool, progress: Progress, notice: Notice, approve: Approve | None = None
+) -> Path:
     """Bring the model that is meant into the hub's cache; the path of its (first) file.
 
-    What is here of it stays and counts, except with `force`. Raises DownloadError, ModelError.
+    What is here of it stays and counts, except with `force`. `approve` sees the first bytes of its files before they
+    are downloaded, and raises ModelError for a model that is of no use. Raises DownloadError, ModelError.
     """
     token, home = stored_token(), hubnames.endpoint()
-    listing = list_repository(Session(home, token), reference.repo, reference.revision)
+    briefly = Session(home, token)
+    listing = list_repository(briefly, reference.repo, reference.revision)
     variant = _choose(reference, listing)
     session = Session(home, token, fetching.LIMITS)
     place = hubcache.repo_folder(listing.repo)
     files = [_file(session, listing, place, name) for name in variant.files]
+    if approve is not None and any(not file.blob.exists() for file in files):
+        approve([listing.open(briefly, name) for name in variant.files])
     try:
         hubcache.sweep(place, (file.version for name, file in listing.files.items() if name.endswith(".gguf")))
         _bring(session, place, variant, [f for f in files if force or not f.blob.exists()], force, progress, notice)

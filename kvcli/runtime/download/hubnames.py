@@ -77,10 +77,16 @@ def parse_reference(text: str) -> Reference | None:
     return None
 
 
+def could_be_path(text: str) -> bool:
+    """Whether a reference may have been meant for a path: org/repo/x.gguf."""
+    match = _FILE.fullmatch(text)
+    return match is not None and not match[1] and not match[3]
+
+
 def quant_of(name: str) -> str:
     """'folder/model-UD-Q4_K_XL.gguf' -> 'UD-Q4_K_XL'; '' if neither the file's name nor the folder's ends in one."""
     folder, _, base = name.rpartition("/")
-    match = _QUANT.search(base.removesuffix(".gguf")) or _QUANT.fullmatch(folder.rpartition("/")[2])
+    match = _QUANT.search(base.removesuffix(".gguf")) or _QUANT.search(folder.rpartition("/")[2])
     if match is None:
         return ""
     before, quant, after = (match[i] or "" for i in (1, 2, 3))
