@@ -6,9 +6,6 @@ import json
 import os
 import signal
 import stat
-import sys
-import threading
-import time
 
 import pytest
 from calling import Caller
@@ -205,19 +202,18 @@ def test_an_unreadable_file_is_an_error(kv, tmp_path):
 
 
 def test_a_silent_pipe_is_mentioned(kv, monkeypatch):
-    monkeypatch.setattr(inputs, "STDIN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(inputs, "STDIN_PATIENCE_S", 0)
     reader, writer = os.pipe()
+    told = []
 
-    def write_late() -> None:
-        time.sleep(0.3)
+    def write_late(text: str) -> None:
+        told.append(text)
         os.write(writer, b"late")
         os.close(writer)
 
-    thread = threading.Thread(target=write_late)
-    thread.start()
-    outcome = kv("run", "hello", stdin=reader)
-    thread.join()
-    assert outcome.err == "kv: waiting for stdin (use --no-stdin)\n"
+    monkeypatch.setattr(render, "write_err", write_late)
+    kv("run", "hello", stdin=reader)
+    assert told == ["kv: waiting for stdin (use --no-stdin)\n"]
     assert question(kv) == "late\n\nhello"
 
 
