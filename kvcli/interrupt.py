@@ -66,7 +66,7 @@ class Interrupts:
         self._noted_at, self.code = now, max(self.code, code)
 
 
-def last_words(code: int, as_json: bool = False) -> None:
+def last_words(code: int, as_json: bool = False, remark: str = "") -> None:
     """For `on_leave`: an error object where JSON is expected; a terminal gets its line and cursor back."""
     if as_json:
         message = "interrupted" if code == EXIT_INTERRUPTED else "terminated"
@@ -74,4 +74,7 @@ def last_words(code: int, as_json: bool = False) -> None:
         os.write(1, (json.dumps({"error": error}) + "\n").encode())
     if sys.stderr is not None and sys.stderr.isatty():
         with suppress(OSError):  # it may be gone
-            os.write(2, b"\r\x1b[K\x1b[?25h")
+            os.write(sys.stderr.fileno(), b"\r\x1b[K\x1b[?25h")
+    if sys.stderr is not None and remark:
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"kv: {remark}\n".encode())

@@ -100,7 +100,9 @@ class FileFlags:
 
 
 def writable(name: str, hint: str = "name another file") -> Path:
-    """A file that can be made. Raises OutputError at once, so that no prompt is computed in vain."""
+    """A file that can be made. Raises UsageError or OutputError at once, so that no prompt is computed in vain."""
+    if name == "-":
+        raise UsageError("a prompt cache cannot be written to stdout", "name a file; one that is called - is ./-")
     file = Path(name).absolute()
     if not os.access(file.parent, os.W_OK):
         raise OutputError(f"cannot write {name}: its folder is missing or not writable", hint)

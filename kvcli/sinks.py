@@ -9,7 +9,7 @@ from kvcli.invocation import Invocation
 from kvcli.render import Progress
 from kvcli.report import SCHEMA, Result, params_object, result_object
 from kvcli.runtime.events import Prefill, Token
-from kvcli.streams import TextOut
+from kvcli.streams import OutputFile, TextOut
 
 BAR_FROM_TOKENS = 512  # a shorter prompt is read before a bar could be looked at
 
@@ -50,6 +50,30 @@ class TextSink:
         if self.newline:
             self.out.end_line()
         self.out.flush()
+
+
+class CopySink:
+    """What another sink does, and the text goes into a file, too: first, so that it has what stdout does not take."""
+
+    def __init__(self, sink: Sink, file: OutputFile, newline: bool = True) -> None:
+        self.sink, self.file, self.newline = sink, file, newline
+
+    def start(self, model: str, params: Any) -> None:
+        self.sink.start(model, params)
+
+    def prefill(self, event: Prefill) -> None:
+        self.sink.prefill(event)
+
+    def token(self, event: Token) -> None:
+        self.file.write(event.text)
+        self.sink.token(event)
+
+    def end(self, result: Result, held: str) -> None:
+        self.file.write(held)
+        if self.newline:
+            self.file.end_line()
+        self.file.whole = result.end.finish_reason != "interrupted"
+        self.sink.end(result, held)
 
 
 class NoSink(TextSink):

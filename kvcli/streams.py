@@ -10,6 +10,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -146,36 +147,75 @@ def keys_wait() -> Iterator[Callable[[], None]]:
 
 
 class OutputFile:
-    """A copy of the text in a file that appears whole or not at all (a device or a pipe is written directly).
+    """A copy of the text in a file. While the context is open, text goes into a file beside it as it comes; however the
+    context ends, that one then takes the file's place, so the file holds the old text or all of the new one there is.
+    Without any text it stays as it is. A device or a pipe is written directly.
 
-    Raises OutputError at once when the folder cannot take the file, so that no model is loaded in vain.
+    Raises OutputError at once when the folder cannot take the file, so that no model is loaded in vain. A write that
+    fails later ends the copy and leaves the file as it was; OutputError then comes at the end of the context.
     """
 
     def __init__(self, name: str) -> None:
-        self.path = Path(os.path.realpath(name))
+        self.name = name
+        direct = os.path.exists(name) and not os.path.isfile(name)
+        self.path = Path(name if direct else os.path.realpath(name))
         if self.path.is_dir():
             raise OutputError(f"cannot write {name}: it is a directory")
-        if not self._direct() and not os.access(self.path.parent, os.W_OK):
+        if self.path.exists() and not os.access(self.path, os.W_OK):
+            raise OutputError(f"cannot write {name}: no permission")
+        if not direct and not os.access(self.path.parent, os.W_OK):
             raise OutputError(f"cannot write {name}: its folder is missing or not writable")
+        self.whole = False  # all of the text was written
+        self._written_to = self.path if direct else self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        self._file: FileIO | None = None
+        self._error = ""
+        self._ends_line = False
 
-    def _direct(self) -> bool:
-        return self.path.exists() and not self.path.is_file()
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if remark := self.keep():
+            say(remark)
+        if self._error and kind is None:
+            raise OutputError(f"cannot write {self.name}: {self._error}")
 
     def write(self, text: str) -> None:
-        """Replace the file's content. Raises OutputError; the old content is then untouched."""
-        data = text.encode("utf-8", errors="replace")
-        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        """Append to the new text, '' too: it has begun."""
+        with self._noting_failure():
+            if self._file is None and not self._error:
+                self._file = FileIO(self._written_to, "w")
+            data = memoryview(text.encode("utf-8", errors="replace"))
+            while self._file and data:
+                data = data[self._file.write(data) :]
+            self._ends_line = text.endswith("\n") if text else self._ends_line
+
+    def end_line(self) -> None:
+        """A newline unless the text ends with one (an empty text gets one too)."""
+        if not self._ends_line:
+            self.write("\n")
+
+    def keep(self) -> str:
+        """Put what was written in place; what to say of it, "" = nothing. It may be called in a signal handler."""
+        if self._file is None:
+            return ""
+        with self._noting_failure():
+            if self._written_to != self.path:
+                os.fsync(self._file.fileno())
+                if self.path.exists():
+                    shutil.copymode(self.path, self._written_to)
+                self._written_to.replace(self.path)
+            self._file.close()
+            self._file = None
+            return "" if self.whole else f"{self.name} holds the answer so far"
+        return ""
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """A write that fails ends the copy; nothing is left of it."""
         try:
-            if self._direct():
-                self.path.write_bytes(data)
-                return
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if self.path.exists():
-                shutil.copymode(self.path, temporary)
-            temporary.replace(self.path)
+            yield
         except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from None
+            self._error, self._file = error.strerror or str(error), None
+            if self._written_to != self.path:
+                self._written_to.unlink(missing_ok=True)

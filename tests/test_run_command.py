@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import stat
+import sys
 
 import pytest
 from calling import Caller
 from fakes import BOS, END, START, FakeEngine, FakeTemplate
 
 from kvcli import inputs, render
+from kvcli.errors import ModelError
 
 
 @pytest.fixture
@@ -405,10 +407,67 @@ def test_length_is_success(kv):
 def test_a_signal_ends_the_answer_after_the_token(kv, tmp_path, number, code):
     path = tmp_path / "out.txt"
     kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 3 else None
+    path.write_text("old")
     outcome = kv("run", "hello", "--stats", "-o", str(path))
     assert (outcome.code, outcome.out) == (code, "an a\n")
     assert "interrupted" in outcome.err
-    assert not path.exists()
+    assert path.read_text() == "an a\n" and f"kv: {path} holds the answer so far\n" in outcome.err
+
+
+def failing(error: BaseException, before: int):
+    def before_token(n: int) -> None:
+        if n == before:
+            raise error
+
+    return before_token
+
+
+@pytest.mark.parametrize("form", ["--no-stats", "--json", "--jsonl"])
+@pytest.mark.parametrize(("error", "code"), [(MemoryError(), 4), (ModelError("broken"), 3), (SystemExit(129), 129)])
+def test_an_error_in_the_middle_leaves_what_was_generated(kv, tmp_path, error, code, form):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    kv.engine.answers = ["an answer"] * 2
+    kv.engine.before_token = failing(error, 3)
+    outcome = kv("run", "hello", form, "-o", str(path))
+    assert outcome.code == code and path.read_text() == "an " and list(tmp_path.iterdir()) == [path]
+    assert f"kv: {path} holds the answer so far\n" in outcome.err
+    path.write_text("old")
+    kv.engine.before_token = failing(error, 0)
+    outcome = kv("run", "hello", form, "-o", str(path))
+    assert outcome.code == code and path.read_text() == "old" and "holds" not in outcome.err
+
+
+def test_what_stdout_did_not_take_is_in_the_file(kv, tmp_path, monkeypatch):
+    path = tmp_path / "out.txt"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = kv("run", "hello", "-o", str(path))
+        monkeypatch.undo()
+    assert outcome.code == 74 and path.read_text() == "a" and "No space left" in outcome.err
+
+
+def test_a_second_signal_leaves_what_was_generated(kv, tmp_path, monkeypatch):
+    path = tmp_path / "out.txt"
+
+    def twice(n: int) -> None:
+        if n == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    kv.engine.before_token = twice
+    outcome = kv("run", "hello", "-o", str(path))
+    assert (outcome.code, path.read_text()) == (130, "an ")
+    assert outcome.err == f"kv: {path} holds the answer so far\n"
+
+
+def test_a_dash_is_stdout(kv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = kv("run", "hello", "-o", "-")
+    assert (outcome.code, outcome.out, list(tmp_path.iterdir())) == (0, "an answer\n", [])
+    for args in (("-o", "-", "--json"), ("-o", "-", "--jsonl"), ("-o", "")):
+        assert kv("run", "hello", *args).code == 2
 
 
 def test_a_signal_in_json(kv):

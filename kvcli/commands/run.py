@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from kvcli.invocation import Invocation, JsonFlag, json_option
 from kvcli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.promptcacheflags import FileFlags, StoreFlags
 from kvcli.runtime.promptcaches.prefixpages import common_length
-from kvcli.sinks import JsonlSink, JsonSink, Sink, TextSink
+from kvcli.sinks import CopySink, JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class OutputFlags:
     json: JsonFlag = False
     jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event a line.")] = False
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the text to a file.")
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the text to this file, too."),
     ] = None
     stats: Annotated[
         bool | None,
@@ -103,22 +104,33 @@ class OutputFlags:
         bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
     ] = False
 
-    def sink(self, invocation: Invocation) -> Sink:
+    def copy(self) -> OutputFile | None:
+        """The file of -o. Raises UsageError, OutputError."""
+        if self.output == "-":
+            if self.json or self.jsonl:
+                raise UsageError("-o - and JSON are both for stdout", "the text is in the JSON, too")
+            return None
+        if self.output == "":
+            raise UsageError("--output is empty", "give the name of a file")
+        return None if self.output is None else OutputFile(self.output)
+
+    def sink(self, invocation: Invocation, copy: OutputFile | None) -> Sink:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl exclude each other")
         if self.n_samples < 1:
             raise UsageError(f"--n-samples is {self.n_samples}", "it is 1 or more")
-        if self.n_samples > 1 and (not self.jsonl or self.output is not None):
+        if self.n_samples > 1 and (not self.jsonl or copy is not None):
             raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
         out = TextOut.stdout(self.raw_output)
+        sink: Sink = TextSink(out, invocation, not self.no_newline)
         if self.json or self.jsonl:
-            return JsonSink(out) if self.json else JsonlSink(out)
-        return TextSink(out, invocation, not self.no_newline)
+            sink = JsonSink(out) if self.json else JsonlSink(out)
+        return sink if copy is None else CopySink(sink, copy, not self.no_newline)
 
-    def finished(self, text: str) -> str:
-        """The text with the newline that stdout ends with."""
-        return text if self.no_newline or text.endswith("\n") else text + "\n"
+    def leave(self, code: int, copy: OutputFile | None = None) -> None:
+        """Before an exit at once: nothing is lost that was generated."""
+        last_words(code, self.json or self.jsonl, copy.keep() if copy else "")
 
 
 @dataclass(frozen=True)
@@ -215,15 +227,15 @@ def run(
 ) -> None:
     """Answer one prompt and exit; the generated text alone goes to stdout."""
     invocation: Invocation = ctx.obj
-    with Interrupts(partial(last_words, as_json=output.json or output.jsonl)) as interrupts:
+    with Interrupts(output.leave) as interrupts:
         load, policy = model.options(invocation.offline), overflow.policy()
         sampling = sample.options(attended=render.is_terminal(sys.stdout))
         cache_options, kept = (
             cache.options(evict.options(cache.page_size)),
             replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1),
         )
-        sink = output.sink(invocation)
-        copy = None if output.output is None else OutputFile(output.output)
+        copy = output.copy()
+        sink, interrupts.on_leave = output.sink(invocation, copy), partial(output.leave, copy=copy)
         question = prompt.question(instruction, system, invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         question = question.of(engine, invocation)
@@ -232,7 +244,7 @@ def run(
             render.warn(str(cut), invocation)
         sampling, told = settle(engine, sampling), invocation.told
         job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
-        with closing(engine.use_caches(kept, render.telling(invocation))):
+        with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
             try:
                 result = _answers(engine, ids, job, output.n_samples)
             except ContextOverflow as error:
@@ -240,8 +252,6 @@ def run(
                 raise
         for loss in result.losses:
             render.warn(loss, invocation)
-        if copy is not None and not interrupts.code:
-            copy.write(output.finished(result.text))
         if report.wants_stats(output.stats, invocation):
             say(report.stats_line(result))
             if invocation.verbose:
