@@ -12,6 +12,7 @@ from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import End, Prefill, Token
+from kvcli.runtime.text.tokenizer import StreamDecoder
 
 GREEDY = SampleOptions(temperature=0.0, ignore_eos=True, max_tokens=8)
 DRAWN = SampleOptions(4.0, 0, 1.0, 0.0, seed=8, ignore_eos=True, max_tokens=12)  # varied text, the same each time
@@ -62,7 +63,8 @@ def run(
     assert [type(e) for e in events] == sorted((type(e) for e in events), key=[Prefill, Token, End].index)
     assert [t.id for t in tokens] == end.ids
     shown = "".join(t.text for t in tokens) + end.text
-    decoded = engine.tokenizer.decode(end.ids, continues=True)
+    decoder = StreamDecoder(engine.tokenizer, continues=True)
+    decoded = "".join(map(decoder.push, end.ids)) + (decoder.flush() if end.finish_reason == "stop" else "")
     assert shown == (decoded if end.stop is None else decoded[: decoded.index(end.stop)])
     whole = prompt + end.ids
     assert seq.tokens == whole[: seq.length]

@@ -74,6 +74,21 @@ def test_an_answer_cut_at_a_stop_string_is_tokenized_again():
     assert ids[: len(before) + 2] == [*before, A, END]
 
 
+def test_an_answer_cut_inside_a_character_keeps_the_ids_before_it():
+    """One id a byte, as byte-level tokens are; the text lacks what was no character yet."""
+
+    class Bytes(FakeTokenizer):
+        def decode(self, ids, continues=False):
+            return bytes(token - 10 for token in ids).decode("utf-8", "replace")
+
+    conversation = chat()
+    before = conversation.add_user("one")
+    conversation.tokenizer = Bytes()
+    conversation.record_answer("a", [10 + byte for byte in b"a\xf0\x9f\x99"])
+    conversation.tokenizer = FakeTokenizer()
+    assert conversation.add_user("two")[: len(before) + 2] == [*before, 10 + ord("a"), END]
+
+
 def test_a_template_that_rewrites_an_answer_keeps_what_comes_before_it():
     conversation = chat(trim=True)
     conversation.add_user("one")

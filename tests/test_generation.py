@@ -19,7 +19,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.events import Prefill
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.text.tokenizer import Tokenizer
+from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from kvcli.runtime.weights import Weights
 
 
@@ -51,6 +51,14 @@ def test_an_end_token_stops_and_is_not_shown(quick: Engine, seq: Sequence):
         options = SampleOptions(temperature=0.0, logit_bias={eog: 1e4})
         end = run(quick, seq, PROMPT[:50], options)
         assert (end.finish_reason, end.ids, end.text, seq.length) == ("stop", [], "", 50)
+
+
+def test_an_answer_does_not_end_inside_a_character(quick: Engine, seq: Sequence):
+    lead = next(i for i in range(quick.tokenizer.vocab_size) if quick.tokenizer.token_bytes(i) == b"\xf0")
+    options = SampleOptions(temperature=0.0, logit_bias={lead: 1e4}, max_tokens=2)
+    events = list(quick.generate(seq, PROMPT[:50], options))
+    assert [event.text for event in events[-3:]] == ["", "\ufffd", ""]  # the second shows that the first was none
+    assert events[-1].ids == [lead, lead]
 
 
 def test_ignore_eos_never_generates_an_end_token(quick: Engine, seq: Sequence):
@@ -158,9 +166,10 @@ def test_stop_strings_split_over_tokens_do_not_leak(quick: Engine, seq: Sequence
 
 def test_held_text_comes_out_at_the_end(quick: Engine, seq: Sequence):
     """A stop string that began and did not go on."""
-    text = quick.tokenizer.decode(run(quick, seq, PROMPT[:60], DRAWN).ids, continues=True)
+    decoder = StreamDecoder(quick.tokenizer, continues=True)
+    text = "".join(map(decoder.push, run(quick, seq, PROMPT[:60], DRAWN).ids))
     end = run(quick, seq, PROMPT[:60], replace(DRAWN, stop=(text[-2:] + "~~",)))
-    assert (end.finish_reason, end.stop) == ("length", None) and end.text.endswith(text[-2:])
+    assert (end.finish_reason, end.stop) == ("length", None) and end.text == text[-2:]
 
 
 def cancel_after(calls: int) -> Callable[[], bool]:

@@ -92,13 +92,13 @@ def test_json_and_stop_string(here, model):
     assert plain.out == stopped["text"]
 
 
-def test_incomplete_characters_are_replaced_and_never_split(here, model):
+def test_incomplete_characters_are_replaced_and_none_ends_an_answer(here, model):
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(Path(model[1])).metadata)
     lead = tokenizer.encode("🙂")[0]
     assert tokenizer.decode_bytes([lead]) == b"\xf0\x9f"
     outcome = here("run", *model, *GREEDY, "-n", "3", "--logit-bias", f"{lead}+1000", "--json", "x")
     text = json.loads(outcome.out)["text"]
-    assert set(text) == {"\ufffd"} and len(text) >= 3
+    assert text == "\ufffd\ufffd"  # the third could have become a character
 
 
 def test_a_full_context_is_exit_9(here, model):

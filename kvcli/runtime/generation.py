@@ -129,7 +129,9 @@ class Generation:
         return logits
 
     def _end(self, reason: str) -> End:
-        text = self.matcher.push(self.decoder.flush()) + self.matcher.flush()
+        # An answer that was cut short may end inside a character, which is no text yet.
+        tail = self.decoder.flush() if reason == "stop" else ""
+        text = self.matcher.push(tail) + self.matcher.flush()
         ids = self.history[self.n_prompt :]
         timings = Timings(
             load_s=self.engine.load_s,

@@ -77,9 +77,11 @@ class Conversation:
         while end and ids[end - 1] in self.tokenizer.eog_ids:
             end -= 1  # the template writes the end of the turn
         self.messages.append({"role": "assistant", "content": text})
-        # Ids that say more than what was shown (a stop string was cut off) are not kept.
-        if text in (self.tokenizer.decode(ids[:end]), self.tokenizer.decode(ids[:end], continues=True)):
-            self._chunks.append(_Chunk([(text, False)] if text else [], ids[:end]))
+        # Ids that say more than what was shown (a stop string or an incomplete character was cut off) are not kept.
+        for length in range(end, max(-1, end - 4), -1):
+            if text in (self.tokenizer.decode(ids[:length]), self.tokenizer.decode(ids[:length], continues=True)):
+                self._chunks.append(_Chunk([(text, False)] if text else [], ids[:length]))
+                break
 
     def regen(self) -> list[int]:
         """Take the last answer back; the prompt's ids again. Raises UsageError if there is none."""
