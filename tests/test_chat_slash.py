@@ -144,9 +144,10 @@ def test_files_that_cannot_be_are_refused_at_once(kv, tmp_path):
 
 
 def test_settings_are_shown_and_changed(kv):
-    script = "/set temperature 0.2\n/set n 2\n/set seed 5\n/set stop XY\n/set\nfirst\n/set temp default\n/set temp\n"
+    script = "/set temperature 0.2\n/set n 2k\n/set n\n/set n -1\n/set n 2\n"
+    script += "/set seed 5\n/set stop XY\n/set\nfirst\n/set temp default\n/set temp\n"
     outcome = chat(kv, script, "--top-k", "7")
-    assert outcome.code == 0 and outcome.out == "on\n"
+    assert outcome.code == 0 and outcome.out == "on\n" and "n: 2048\n" in outcome.err
     options = kv.engine.calls[0][1]
     assert (options.temperature, options.max_tokens, options.seed, options.stop) == (0.2, 2, 5, ("XY",))
     shown = dict(line.split(maxsplit=1) for line in outcome.err.splitlines() if line.startswith("  "))
@@ -164,7 +165,7 @@ def test_settings_are_shown_and_changed(kv):
         ("/set temperature warm", "temperature must be a number, not 'warm'"),
         ("/set temperature -1", "temperature must be 0 or more, not -1.0"),
         ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
-        ("/set n -3", "n must be"),
+        ("/set n -3", "n is '-3', which is not a number of tokens"),
         ("/set ignore_eos maybe", "on or off"),
         ("/set logit_bias 3", "there is no setting"),
     ],
@@ -288,7 +289,7 @@ def test_what_cannot_be_saved_is_said(kv, talk):
     for part in (
         "/save needs a NAME",
         "a saved chat 'ann' already",
-        "no name for a session",
+        "is not a name for a session",
         "open in another kv chat",
     ):
         assert part in outcome.err

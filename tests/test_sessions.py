@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,8 @@ def test_with_another_tokenizer_no_branch_keeps_its_old_ids(kv, tmp_path):
     ("flags", "hint"),
     [
         (("--resume", "bob"), "no saved chat 'bob'"),
-        (("--session", "../x"), "no name for a session"),
-        (("--session", ".x"), "no name for a session"),
+        (("--session", "../x"), "is not a name for a session"),
+        (("--session", ".x"), "is not a name for a session"),
         (("--session", "a", "--continue"), "exclude each other"),
     ],
 )
@@ -201,14 +202,20 @@ def test_ls_has_the_last_used_first_and_damaged_ones_too(kv, two):
     head, bob, ann, old = kv("chat", "ls").out.splitlines()
     assert head.split() == ["name", "turns", "branches", "saved", "model", "begins"]
     assert bob.split()[:3] == ["bob", "1", "1"] and bob.endswith(" smollm2  third")
-    assert ann.split() == ["ann", "2", "2", "2001-09-09", "01:46", "smollm2", "first", "words"]
+    saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9))
+    assert ann.split() == ["ann", "2", "2", *saved_at.split(), "smollm2", "first", "words"]
     assert old.startswith("old") and "is not valid JSON" in old
     value = json.loads(kv("chat", "ls", "--json").out)
     assert value["kv_schema"] == 1 and [s["name"] for s in value["sessions"]] == ["bob", "ann", "old"]
     assert value["sessions"][1] == {
         "name": "ann", "model": "smollm2", "turns": 2, "branch": "b", "branches": ["b", "main"],
-        "saved_at": "2001-09-09 01:46:40+00:00", "begins": "first words", "error": None,
+        "saved_at": "2001-09-09T01:46:40+00:00", "begins": "first words", "error": None,
     }  # fmt: skip
+
+
+def test_ls_of_nothing(kv):
+    assert kv("chat", "ls").err == "kv: no chat is saved; kv chat --session NAME saves one\n"
+    assert json.loads(kv("chat", "ls", "--json").out) == {"kv_schema": 1, "sessions": []}
 
 
 def test_show_and_export(kv, two, tmp_path):

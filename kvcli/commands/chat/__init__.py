@@ -167,7 +167,7 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     tell = partial(render.announce, invocation=invocation)
     conversation, engine = session.conversation, session.engine
     if not session.options.script:
-        name = os.path.basename(session.options.model).removesuffix(".gguf")
+        name = transcript.model_name(session.options.model)
         render.notice(f"{name}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
     if not conversation.messages:
         return

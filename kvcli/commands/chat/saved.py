@@ -32,13 +32,19 @@ def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
     if json:
         render.print_json({"kv_schema": SCHEMA, "sessions": found})
         return
-    rows = [
-        [f["name"], str(f["turns"]), str(len(f["branches"])), str(f["saved_at"])[:16], f["model"], f["begins"]]
-        if not f["error"]
-        else [f["name"], "-", "-", "-", "-", f["error"]]
-        for f in found
-    ]
+    if not found:
+        render.announce("no chat is saved; kv chat --session NAME saves one", ctx.obj)
+        return
+    rows = [_row(each) for each in found]
     render.print_table(["name", "turns", "branches", "saved", "model", "begins"], rows, ctx.obj, right={1, 2})
+
+
+def _row(chat: dict[str, Any]) -> list[str]:
+    if chat["error"]:
+        return [chat["name"], "-", "-", "-", "-", chat["error"]]
+    counts = [str(chat["turns"]), str(len(chat["branches"]))]
+    when = datetime.fromisoformat(chat["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
+    return [chat["name"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -56,7 +62,7 @@ def _described(name: str) -> dict[str, Any]:
         "turns": transcript.turns(messages),
         "branch": found.branch,
         "branches": sorted(found.states),
-        "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(" ", "seconds"),
+        "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(timespec="seconds"),
         "begins": transcript.first_words(first, 40),
         "error": None,
     }

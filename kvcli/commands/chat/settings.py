@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from kvcli.errors import UsageError
+from kvcli.flags import parse_tokens
 from kvcli.options import SampleOptions
 
 OTHER_NAMES = {"n": "max_tokens", "predict": "max_tokens", "n_predict": "max_tokens", "temp": "temperature"}
@@ -44,13 +45,13 @@ def changed(sampling: SampleOptions, name: str, text: str) -> SampleOptions:
         value = next(field.default for field in dataclasses.fields(SampleOptions) if field.name == name)
     else:
         value = _parsed(shown_as(name), _kinds()[name], text)
-    if name == "max_tokens" and value < -1:
-        raise UsageError(f"n must be a number of tokens, or -1 for no limit, not {value}")
     unattended = sampling.unattended and name != "max_tokens"
     return dataclasses.replace(sampling, **{"unattended": unattended, name: value})
 
 
 def _parsed(name: str, kind: type, text: str) -> Any:
+    if name == SHOWN_AS["max_tokens"]:
+        return -1 if text == "-1" else parse_tokens(text, name, "; -1 = no limit")
     if kind is tuple:
         return (text,)
     if kind is bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ Messages = list[dict[str, str]]  # role and content; a system message, if any, i
 
 SHOWN_LINES, SHOWN_CHARACTERS = 4, 300  # of a message that is shown in part
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+def model_name(model: str) -> str:
+    """What the user calls a model, without folders."""
+    return os.path.basename(model).removesuffix(".gguf") or model
 
 
 def turns(messages: Messages) -> int:
@@ -74,7 +80,7 @@ def export(name: str, messages: Messages, model: str, session: str = "", branch:
     if path.suffix not in (".md", ".json"):
         raise UsageError(f"{name} ends neither in .md nor in .json", "Markdown is to be read, JSON for programs")
     if path.suffix == ".md":
-        text = as_markdown(messages, session or f"Chat with {model}")
+        text = as_markdown(messages, session or f"Chat with {model_name(model)}")
     else:
         text = json.dumps(as_object(messages, model, session, branch), ensure_ascii=False, indent=2) + "\n"
     try:

@@ -47,7 +47,7 @@ def names() -> list[str]:
 def check_name(name: str) -> str:
     """The name. Raises UsageError for one that makes no good file name."""
     if not NAME.fullmatch(name):
-        raise UsageError(f"'{name}' is no name for a session", "use letters, digits, dots, - and _, at most 64")
+        raise UsageError(f"'{name}' is not a name for a session", "use letters, digits, dots, - and _, at most 64")
     return name
 
 
