@@ -80,11 +80,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The flags to use, what they lead to, and why."""
+    """The flags to use, what they lead to, and why. `fits`: no less than asked for, as far as the model is trained."""
 
     outcome: Outcome
     context: int
     reason: str
+    fits: bool
 
     @property
     def args(self) -> list[str]:
@@ -119,7 +120,7 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
 
     if card is not None:
         if device is not None:
-            raise UsageError("--gpu and --device exclude each other", "--gpu plans for a card that need not be here")
+            raise UsageError("only one of --gpu and --device can be given", "--gpu is for a card that need not be here")
         known = find_card(card)
         memory, rate = known.memory(), known.bandwidth
         free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
@@ -218,20 +219,24 @@ def _outcome(
     )
 
 
-def recommend(outcomes: Sequence[Outcome], named: bool) -> Recommendation | None:
-    """The most precise types that hold the context; else those with the longest one, which is shorter. Of all where the
-    user `named` them, else of LADDER. None where nothing fits at all.
+def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recommendation | None:
+    """The most precise types that hold the context, or as much of it as the model is `trained` on (0 = not known); else
+    those with the longest one, which is shorter. Of all where the user `named` them, else of LADDER. None where nothing
+    fits at all.
     """
     ladder = sorted((o for o in outcomes if named or o.pair in LADDER), key=_precision)
     for outcome in ladder:
-        if outcome.fits:
+        wanted = min(outcome.plan.tokens, trained or NO_LIMIT)
+        if outcome.fits or outcome.max_context >= wanted:
             why = "highest precision that fits" if len(ladder) > 1 else "it fits"
-            return Recommendation(outcome, min(outcome.plan.tokens, outcome.max_context), why)
+            if wanted < outcome.plan.tokens:
+                why += f"; trained on {trained:,} tokens"
+            return Recommendation(outcome, wanted, why, True)
     best = max(ladder, key=lambda o: o.max_context, default=None)
     if best is None or best.max_context == 0:
         return None
     types = "any type" if not named else best.label if len(ladder) == 1 else "any of these types"
-    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with {types}")
+    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with {types}", False)
 
 
 def _precision(outcome: Outcome) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.planning.plannedmodel import PlannedModel
     from kvcli.runtime.planning.shapes import Given
 
-_UNITS = ("GiB", "GB", "B")
+UNITS = ("MiB", "GiB", "MB", "GB", "B")
 
 
 def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
@@ -101,13 +101,15 @@ class PlanFlags:
             ("--tp", self.tp),
         ):
             if not 1 <= value <= 1 << 20:
-                raise UsageError(f"{flag} is {value}", "it is 1 or more")
+                raise UsageError(
+                    f"{flag} must be 1 or more, not {value}" if value < 1 else f"{flag} is {value:,}, too many"
+                )
         if not 0 <= self.ubatch_size <= 1 << 20:
             raise UsageError(f"--ubatch-size must be 1 or more, not {self.ubatch_size}", "0 = automatic")
         contexts = self.contexts(model)
         shared = parse_tokens(self.shared_prefix, "--shared-prefix")
         if shared > min(contexts):
-            raise UsageError(f"--shared-prefix is {shared:,}, more than the context of {min(contexts):,}")
+            raise UsageError(f"--shared-prefix must be at most the context of {min(contexts):,}, not {shared:,}")
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
@@ -172,7 +174,9 @@ class DeviceFlags:
     """The device planned for."""
 
     gpu: Annotated[str | None, _device("--gpu", metavar="NAME", help="A card that need not be here.")] = None
-    vram: Annotated[str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G, 0.9.")] = None
+    vram: Annotated[
+        str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G (GiB), 11GB (10^9 bytes), 0.9.")
+    ] = None
     device: Annotated[
         str | None,
         _device("--device", metavar="auto|cpu|cuda[:N]", help="A device that is here; the first GPU, else the CPU."),
@@ -194,7 +198,9 @@ class OutputFlags:
     check: Annotated[
         bool, _output("--check", help="Print nothing; exit 0 if all types named (or f16) fit, else 4.")
     ] = False
-    units: Annotated[str, _output("--units", metavar="GiB|GB|B", help="Of sizes in the table (GiB).")] = "GiB"
+    units: Annotated[
+        str, _output("--units", metavar="|".join(UNITS), help="Of all sizes on the screen (MiB); GB = 10^9 bytes.")
+    ] = UNITS[0]
     list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
     list_gpus: Annotated[bool, _output("--list-gpus", help="List the cards that --gpu knows.")] = False
 
@@ -202,9 +208,9 @@ class OutputFlags:
         forms = [f.name for f in fields(self) if f.name != "units" and getattr(self, f.name)]
         if len(forms) > 1:
             flags = " and ".join("--" + name.replace("_", "-") for name in forms)
-            raise UsageError(f"{flags} exclude each other")
-        if self.units not in _UNITS:
-            raise UsageError(f"--units is '{self.units}'", f"it is one of {', '.join(_UNITS)}")
+            raise UsageError(f"only one of {flags} can be given")
+        if self.units not in UNITS:
+            raise UsageError(f"--units must be one of {', '.join(UNITS)}, not '{self.units}'")
 
 
 def _parameters(text: str) -> int:
@@ -216,7 +222,9 @@ def _parameters(text: str) -> int:
         number = float(word[:-1] if word[-1:] in scale else word) * factor
         return int(number)
     except (ValueError, OverflowError):
-        raise UsageError(f"--params is '{text}'", "write a number of weights: 8e9, 8b or 8030261248") from None
+        raise UsageError(
+            f"--params must be a number of weights, not '{text}'", "such as 8e9, 8b or 8030261248"
+        ) from None
 
 
 def _threads() -> int:

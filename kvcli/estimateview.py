@@ -18,7 +18,7 @@ from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.planning.plannedmodel import PlannedModel
 
-MIB, GIB = 1 << 20, 1 << 30
+_BYTES = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 SCHEMA = 1
 _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT: "recurrent"}
 
@@ -40,21 +40,23 @@ class Report:
         return per_rank(self.model.config, self.wish.ranks)
 
 
+def number(count: int, units: str) -> str:
+    """Bytes in these units: '8,192' of MiB, '8.00' of GiB."""
+    return f"{count / _BYTES[units]:,.{2 if units in ('GiB', 'GB') else 0}f}"
+
+
 def size(count: int, units: str) -> str:
-    """Bytes as '8.000 GiB', '8.590 GB' or '8,589,934,592 B'."""
-    if units == "B":
-        return f"{count:,} B"
-    unit = GIB if units == "GiB" else 10**9
-    return f"{count / unit:.3f} {units}" if count < 1000 * unit else f"{count / unit:,.1f} {units}"
+    """The same with the units behind it."""
+    return f"{number(count, units)} {units}"
 
 
-# --- the screen ---
+# --- the screen: one unit for all sizes ---
 
 
 def screen(report: Report, units: str) -> str:
     """The whole answer as text that fits into 80 columns unless numbers are enormous."""
-    lines = [f"{name:<11}{text}".rstrip() for name, text in _model_lines(report)]
-    lines += ["", *_device_lines(report)]
+    lines = [f"{name:<11}{text}".rstrip() for name, text in _model_lines(report, units)]
+    lines += ["", *_device_lines(report, units)]
     for outcomes, best in zip(report.outcomes, report.best, strict=True):
         lines += ["", *_table(report, outcomes, units), "", *_advice(report, outcomes, best, units)]
     return "\n".join(lines) + "\n"
@@ -62,18 +64,18 @@ def screen(report: Report, units: str) -> str:
 
 def cache_only(report: Report, units: str) -> str:
     """For a shape without weights: the cache alone, one line for each pair of types and context."""
-    lines = [f"{name:<11}{text}" for name, text in _model_lines(report)]
+    lines = [f"{name:<11}{text}" for name, text in _model_lines(report, units)]
     for outcomes in report.outcomes:
         times = f" x {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
-            figures = f"{o.layout.token_bytes():,} B/token · {o.plan.kv_bytes:,} B · {size(o.plan.kv_bytes, units)}"
+            figures = f"{o.layout.token_bytes():,} B/token · {size(o.plan.kv_bytes, units)}"
             lines.append(f"{o.label:<11}{figures}")
     return "\n".join([*lines, "", "weights are not counted: --params N gives their number"]) + "\n"
 
 
-def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
-    model, config = report.model, report.config
+def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
+    model, config, ranks = report.model, report.model.config, report.wish.ranks
     parts = [
         one_line(os.path.basename(model.name) or model.name),
         config.arch if config.arch != model.name else "",
@@ -86,20 +88,28 @@ def _model_lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "model", " · ".join(part for part in parts if part)
     if config.context_length:
         yield "", f"trained context {config.context_length:,}"
+    if model.runs != "yes":
+        yield "runs", _how_it_runs(model)
     if model.bytes_read:
-        yield "", f"read {model.bytes_read / MIB:.1f} MiB of {model.file_bytes / 1e9:.1f} GB"
+        yield "", f"read {number(model.bytes_read, units)} of {size(model.file_bytes, units)}"
     if model.alternatives:
-        named = [one_line(name) + (f" {size / 1e9:.1f} GB" if size else "") for name, size in model.alternatives]
+        named = [one_line(name) + (f" {size(nbytes, units)}" if nbytes else "") for name, nbytes in model.alternatives]
         more = f", and {len(named) - 3} more" if len(named) > 3 else ""
         yield "others", ", ".join(named[:3]) + more
     yield "attention", _attention(config)
-    name = "KV/token"
-    for group in KVLayout.build(config, "f16", "f16").groups:
-        yield name, formula(group)
+    name, each = "KV/token", f", on each of {ranks}" if ranks > 1 else ""
+    for group in KVLayout.build(report.config, "f16", "f16").groups:
+        yield name, formula(group) + each
         name = ""
-    constant = sum(layer.state_bytes for layer in config.layers)
+    constant = sum(layer.state_bytes for layer in report.config.layers)
     if constant:
         yield "state", f"{constant:,} B per sequence in recurrent layers, whatever the context"
+
+
+def _how_it_runs(model: PlannedModel) -> str:
+    if model.runs == "no":
+        return f"no: {one_line(model.problem)}"
+    return f"as {model.run_as} (from the hub)" if model.run_as else "from a GGUF file of your own, or of the hub"
 
 
 def _attention(config: ModelConfig) -> str:
@@ -131,18 +141,18 @@ def formula(group: GroupLayout) -> str:
     return f"{head}{widths} × 2 B = {group.token_bytes:,} B{end}{note} (f16)"
 
 
-def _device_lines(report: Report) -> list[str]:
+def _device_lines(report: Report, units: str) -> list[str]:
     memory, target = report.target.memory, report.target
-    free = f"{memory.free / MIB:,.0f} of {memory.total / MIB:,.0f} MiB free"
+    free = f"{number(memory.free, units)} of {size(memory.total, units)} free"
     if memory.free == memory.total:
-        free = f"{memory.free / MIB:,.0f} MiB"
+        free = size(memory.free, units)
     each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
     plan = _shown(report).plan
     rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
-    rows.append(("margin", target.margin, "--margin"))
-    lines.append(f"{'':<28}{'MiB':>9}  source")
-    return lines + [f"{name:<28}{count / MIB:>9,.0f}  {source}" for name, count, source in rows]
+    rows.append(("margin", target.margin, "left free (--margin)"))
+    lines.append(f"{'':<28}{units:>9}  source")
+    return lines + [f"{name:<28}{number(count, units):>9}  {source}" for name, count, source in rows]
 
 
 def _shown(report: Report) -> Outcome:
@@ -161,16 +171,16 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     wish, context = report.wish, outcomes[0].plan.tokens
     times = f" x {wish.sequences:,} sequences" if wish.sequences > 1 else ""
     common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
-    rows = [["cache", "KiB/tok", "KV", "total", "left MiB", "fits", "max ctx", "≤ tok/s"]]
+    small, unit = ("B", 1) if units == "B" else ("KiB", 1024) if "i" in units else ("kB", 1000)
+    rows = [["cache", f"{small}/token", "KV", "total", "left", "fits", "max ctx", "≤ tok/s"]]
     for o in outcomes:
         star = "*" if o.memory_context > o.max_context else ""
         rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
-        total = f"{o.plan.total / GIB:.2f} GiB"
-        rows.append([o.label, f"{o.layout.token_bytes() / 1024:.1f}", size(o.plan.kv_bytes, units),
-                     total if units == "GiB" else size(o.plan.total, units), f"{o.left / MIB:,.0f}",
-                     "yes" if o.fits else "no", f"{o.max_context:,}" + star, rate])  # fmt: skip
+        sizes = [number(count, units) for count in (o.plan.kv_bytes, o.plan.total, o.left)]
+        token = f"{o.layout.token_bytes() / unit:,.{0 if unit == 1 else 1}f}"
+        rows.append([o.label, token, *sizes, "yes" if o.fits else "no", f"{o.max_context:,}" + star, rate])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [f"At a context of {context:,} tokens{times}{common}:"]
+    lines = [f"At a context of {context:,} tokens{times}{common}, in {units}:"]
     for row in rows:
         cells = [
             row[0].ljust(widths[0]),
@@ -179,11 +189,20 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
         lines.append("  ".join(cells))
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
+    lines.append("≤ tok/s  " + _what_limits_speed(report))
     shown = _shown(report)
     if report.target.memory.kind != CPU and (others := [o for o in outcomes if o.step != shown.step]):
         each = "; ".join(f"{o.step:,} with {o.label}" for o in others)
         lines.append(f"prefill steps of {shown.step:,} tokens as far as memory goes: {each}")
     return lines
+
+
+def _what_limits_speed(report: Report) -> str:
+    if report.target.bandwidth is None:
+        return "not known: --bandwidth GB/s gives it"
+    each = "for each sequence, " if report.wish.sequences > 1 else ""
+    rate = f"{report.target.bandwidth:,.0f} GB/s ({report.target.bandwidth_source})"
+    return f"{each}an upper bound from reading memory at {rate}"
 
 
 def _beyond(outcomes: Sequence[Outcome]) -> str:
@@ -200,11 +219,13 @@ def _advice(
     if best is None:
         return ["recommend  a smaller model: not even one page of cache fits"]
     lines = [f"{'recommend':<11}{' '.join(best.args)}", f"{'':<11}{best.reason}"]
+    if report.model.runs == "no":
+        lines.append(f"{'':<11}a plan only: kv does not run this model")
     sixteen = next((o for o in outcomes if o.pair == ("f16", "f16")), None)
     if sixteen and not sixteen.fits and sixteen.max_context and best.outcome is not sixteen:
         lines.append(f"{'or':<11}-c {sixteen.max_context} to stay at f16")
-    if report.wish.sequences == 1:
-        held = best.outcome
+    held = best.outcome
+    if report.wish.sequences == 1 and best.context == held.plan.tokens:
         each = size(held.file_bytes, units)
         lines.append(f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}")
     return lines
@@ -257,10 +278,11 @@ def as_json(report: Report) -> dict[str, Any]:
         "model": {
             "name": model.name, "arch": config.arch, "origin": model.origin, "params": model.params,
             "weight_type": model.quantization or None, "context_length": config.context_length or None,
+            "runs": model.runs == "yes", "problem": model.problem or None, "run_as": model.run_as or None,
             "layers": config.n_layers, "file_bytes": model.file_bytes or None, "bytes_read": model.bytes_read,
             "alternatives": [{"name": name, "bytes": nbytes} for name, nbytes in model.alternatives],
         },
-        "attention": {"kind": config.attention_kind.lower(), "groups": _group_objects(config),
+        "attention": {"kind": model.config.attention_kind.lower(), "groups": _group_objects(config),
                       "state_bytes": sum(layer.state_bytes for layer in config.layers)},
         "device": {"kind": memory.kind, "name": memory.name, "total": memory.total, "free": memory.free,
                    "source": memory.source, "bandwidth": report.target.bandwidth,

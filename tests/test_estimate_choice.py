@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,9 @@ def test_print_args_can_be_run(small: Path, kv_here: KvHere) -> None:
 
 
 def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
-    args = ok(kv_here("estimate", *CARD, "--print-args")).split()
-    assert args[args.index("--cache-type-k") + 1] in CODEC_SPECS
+    code, out, _ = kv_here("estimate", *CARD, "--print-args")
+    args = out.split()
+    assert code == 0 and args[args.index("--cache-type-k") + 1] in CODEC_SPECS
     assert 0 < int(args[args.index("-c") + 1]) <= 65536
 
 
@@ -65,6 +67,11 @@ def test_check(kv_here: KvHere) -> None:
     assert ok(kv_here("estimate", *CARD, "-ct", "int8", "--check")) == ""
     code, out, err = kv_here("estimate", *CARD, "--check")  # f16 is what kv run takes
     assert (code, out) == (4, "") and "the largest context that fits is 47," in err
+    needed = "13,571 MiB"  # the total
+    assert (
+        "a context of 65,536 tokens does not fit with f16: 14,083 MiB are needed (with a margin of 512), 11,876" in err
+    )
+    assert needed.split()[0] in ok(kv_here("estimate", *CARD))
 
 
 def test_largest_context_is_offered_and_true(kv_here: KvHere) -> None:
@@ -79,6 +86,61 @@ def test_beyond_the_training_context(kv_here: KvHere) -> None:
     code, out, err = kv_here("estimate", "llama-2-7b", "-c", "8k", "--vram", "80G")
     assert code == 0 and "needs RoPE scaling" in err
     assert "-c 4096" in out and "-c 8192" not in out
+
+
+def test_what_fits_is_judged_by_what_the_model_is_trained_on(kv_here: KvHere) -> None:
+    """f16 does not fit at a million tokens, and need not: nobody should go beyond the trained ones."""
+    args = ("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "1000000")
+    code, out, err = kv_here(*args)
+    assert code == 0 and "needs RoPE scaling" in err and "to stay at f16" not in out
+    assert "recommend  --cache-type-k f16 --cache-type-v f16 -c 131072\n" in out
+    assert "           highest precision that fits; trained on 131,072 tokens\n" in out
+    assert kv_here(*args, "--print-args")[:2] == (0, _META + " --cache-type-k f16 --cache-type-v f16 -c 131072\n")
+
+
+_META = "-m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"
+
+
+def test_names_that_kv_does_not_run(kv_here: KvHere) -> None:
+    """Planned all the same, with a word; no flags are printed for what cannot run."""
+    card = ("--gpu", "h200")
+    reason = "its architecture is qwen3, and kv runs gemma3 and llama"
+    out = ok(kv_here("estimate", "qwen3-8b", *card))
+    assert f"runs       no: {reason}\n" in out and "a plan only: kv does not run this model" in out
+    code, out, err = kv_here("estimate", "qwen3-8b", *card, "--print-args")
+    assert (code, out) == (3, "") and reason in err and "kv models ls" in err
+    model = json.loads(ok(kv_here("estimate", "qwen3-8b", *card, "--json")))["model"]
+    assert (model["runs"], model["problem"], model["run_as"]) == (False, reason, None)
+    out = ok(kv_here("estimate", "llama3.1:8b", *card))
+    assert "runs       as bartowski/Meta-Llama-3.1-8B-Instruct-GGUF (from the hub)" in out and "plan only" not in out
+    code, out, err = kv_here("estimate", "llama3.1:8b", *card, "--print-args")
+    assert code == 0 and out.startswith(_META + " --cache") and "is taken from the hub" in err
+    code, out, err = kv_here("estimate", "llama-3.1-405b", "--vram", "900G", "--print-args")
+    assert (code, out) == (3, "") and "org/repo:Q4_K_M" in err
+    model = json.loads(ok(kv_here("estimate", "smollm2", *card, "--json")))["model"]
+    assert (model["runs"], model["problem"], model["run_as"]) == (True, None, "smollm2")
+
+
+def test_files_that_kv_does_not_run(tmp_path: Path, kv_here: KvHere) -> None:
+    path = tmp_path / "a file.gguf"
+    small_file(tmp_path).rename(path)
+    args = shlex.split(ok(kv_here("estimate", str(path), "--print-args")))
+    assert args[:2] == ["-m", str(path)], "quoted where need be"
+    metadata = path.read_bytes()
+    path.write_bytes(metadata.replace(b"general.architecture", b"general.architectura"))
+    assert kv_here("estimate", str(path))[0] == 3
+    path.write_bytes(metadata.replace(b"llama", b"llamb"))
+    assert "runs       no: kv does not run the architecture 'llamb'" in ok(kv_here("estimate", str(path)))
+    code, out, err = kv_here("estimate", str(path), "--print-args")
+    assert (code, out) == (3, "") and "'llamb'" in err
+
+
+def test_cards_by_their_numbers(kv_here: KvHere) -> None:
+    for name in ("4090", "RTX 4090", "geforce rtx4090"):
+        assert "NVIDIA RTX 4090 24 GB" in ok(kv_here("estimate", "smollm2", "--gpu", name))
+    for name, hint in (("a100", "a100-40g or a100-80g"), ("4095", "rtx4090-24g"), ("m2", "--list-gpus")):
+        code, _, err = kv_here("estimate", "smollm2", "--gpu", name)
+        assert code == 2 and hint in err and "--vram 24G --bandwidth 800 needs no name" in err
 
 
 def test_what_does_not_fit_is_exit_4(kv_here: KvHere) -> None:

@@ -39,8 +39,9 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "attention  GQA · 32 full layers · 32 query heads · 8 KV heads (4:1)" in lines
     assert any(line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines)
     f16, int8 = (next(line.split() for line in lines if line.startswith(name)) for name in ("f16 ", "int8 "))
-    assert f16[:4] == ["f16", "128.0", "8.000", "GiB"] and "no" in f16
-    assert int8[:4] == ["int8", "65.0", "4.344", "GiB"] and "yes" in int8
+    assert f16[:6] == ["f16", "128.0", "8,192", "13,571", "-1,695", "no"]
+    assert int8[:6] == ["int8", "65.0", "4,448", "10,344", "1,532", "yes"]
+    assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
     assert any("computed: chunk 2,048" in line for line in lines)
     assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32; 512 with f16" in lines
     assert "recommend  --cache-type-k int8 --cache-type-v int8 -c 65536" in lines
@@ -124,7 +125,9 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
 def test_a_shape_by_hand(kv_here: KvHere) -> None:
     shape = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "-c", "8192", "--batch-size", "64")
     out = ok(kv_here("estimate", *shape, "--cache-type", "bf16"))
-    assert "131,072 B/token · 68,719,476,736 B · 64.000 GiB" in out
+    assert "131,072 B/token · 65,536 MiB" in out
+    exact = ok(kv_here("estimate", *shape, "--cache-type", "bf16", "--units", "B"))
+    assert "131,072 B/token · 68,719,476,736 B" in exact
     assert "weights are not counted" in out
     counted = ok(kv_here("estimate", *shape[:-2], "--params", "8b", "--bpw", "16", "--vram", "80G", "--json"))
     assert json.loads(counted)["fixed"][0] == {
@@ -226,8 +229,11 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
         (("smollm2", "--device", "cuda:99"), "--device"),
         (("smollm2", "--vram", "lots"), "--vram"),
         (("smollm2", "--tp", "4"), "--tp 4"),
-        (("smollm2", "--json", "--csv"), "exclude"),
-        (("smollm2", "--units", "MB"), "--units"),
+        (("smollm2", "--json", "--csv"), "only one of --json and --csv can be given"),
+        (("smollm2", "--units", "mb"), "--units must be one of MiB, GiB, MB, GB, B, not 'mb'"),
+        (("smollm2", "--batch-size", "0"), "--batch-size must be 1 or more, not 0"),
+        (("smollm2", "--print-args", "--tp", "3"), "one device and one sequence"),
+        (("smollm2", "--print-args", "--batch-size", "2"), "one device and one sequence"),
         (("smollm2", "--page-size", "48"), "--page-size"),
         (("smollm2", "--kv-tail", "2"), "--kv-tail is 2"),
         (("smollm2", "--kv-sink", "-1"), "--kv-sink is -1"),
@@ -297,8 +303,18 @@ def test_lists(kv_here: KvHere) -> None:
 
 
 def test_units(kv_here: KvHere) -> None:
-    assert "8.590 GB" in ok(kv_here("estimate", *CARD, "--units", "GB"))
-    assert "8,589,934,592 B" in ok(kv_here("estimate", *CARD, "--units", "B"))
+    """One for all sizes: weights, cache, what is left, what a file takes."""
+    for units, token, sizes in (
+        ("MiB", "KiB/token", ("4,691", "8,192", "11,876 of 12,288 MiB free", "4,228 MiB at int8")),
+        ("GiB", "KiB/token", ("4.58", "8.00", "11.60 of 12.00 GiB free", "4.13 GiB at int8")),
+        ("MB", "kB/token", ("4,919", "8,590", "12,453 of 12,885 MB free", "4,434 MB at int8")),
+        ("GB", "kB/token", ("4.92", "8.59", "12.45 of 12.88 GB free", "4.43 GB at int8")),
+        ("B", "B/token", ("4,918,535,014", "8,589,934,592", "of 12,884,901,888 B free", "4,433,711,104 B at int8")),
+    ):
+        out = ok(kv_here("estimate", *CARD, "--units", units))
+        assert [each for each in (token, f"tokens, in {units}:", *sizes) if each not in out] == []
+        others = {"MiB", "GiB", "MB", "GB"} - {units}
+        assert not any(f" {other}" in out.replace("GB/s", "").replace("12 GB ·", "") for other in others), out
 
 
 def test_errors_as_json(kv_here: KvHere) -> None:
@@ -321,3 +337,19 @@ def test_torch_is_never_imported(small: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ranks_do_not_change_what_the_model_is(kv_here: KvHere) -> None:
+    """Sixteen devices repeat eight KV heads: each has one, and the model is GQA all the same."""
+    args = ("estimate", "llama-3.1-8b", "--gpu", "h100-80g", "-c", "8k", "--tp", "16")
+    out = ok(kv_here(*args))
+    assert "attention  GQA · 32 full layers · 32 query heads · 8 KV heads (4:1)" in out
+    assert "KV/token   32 × 1 × (128 K + 128 V) × 2 B = 16,384 B (f16), on each of 16" in out
+    assert json.loads(ok(kv_here(*args, "--json")))["attention"]["kind"] == "gqa"
+
+
+def test_whose_tokens_a_second(kv_here: KvHere) -> None:
+    args = ("estimate", "llama-3.1-8b", "-c", "4k", "-ct", "f16")
+    line = "≤ tok/s  for each sequence, an upper bound from reading memory at 3,350 GB/s (table)"
+    assert line in ok(kv_here(*args, "--gpu", "h100", "--batch-size", "8"))
+    assert "≤ tok/s  not known: --bandwidth GB/s gives it" in ok(kv_here(*args, "--vram", "80G"))

@@ -20,8 +20,9 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("6G", 6 * GIB), ("6GiB", 6 * GIB), ("512MiB", 512 * MIB), ("1.5g", 1536 * MIB), ("8 GB", 8 * GIB),
-     (str(6 * GIB), 6 * GIB), ("0.9", 9 * GIB), (".5", 5 * GIB), ("1.0", 10 * GIB), ("0", 0)],
+    [("6G", 6 * GIB), ("6GiB", 6 * GIB), ("512MiB", 512 * MIB), ("1.5g", 1536 * MIB), ("8 GB", 8 * 10**9),
+     ("8gib", 8 * GIB), ("1.5MB", 1_500_000), (str(6 * GIB), 6 * GIB), ("0.9", 9 * GIB),
+     (".5", 5 * GIB), ("1.0", 10 * GIB), ("0", 0)],
 )  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--vram", 10 * GIB) == size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli import render
-from kvcli.errors import DoesNotFit, UsageError
+from kvcli.errors import DoesNotFit, ModelError, UsageError
 from kvcli.estimateflags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import grouped
@@ -56,7 +57,7 @@ def estimate(
     if output.check:
         _check(report, plan)
     elif output.print_args:
-        _print_args(report, model or model_option, plan)
+        _print_args(report, model or model_option, plan, invocation)
     else:
         _show(report, output)
         if report.model.weights is None:  # the cache alone was asked for, of no device
@@ -92,7 +93,9 @@ def _report(
     trained = model.config.context_length
     if trained and max(wish.contexts) > trained:
         warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
-    return Report(model, target, wish, outcomes, [recommend(each, plan.names_types) for each in outcomes], warnings)
+    return Report(
+        model, target, wish, outcomes, [recommend(each, plan.names_types, trained) for each in outcomes], warnings
+    )
 
 
 def _show(report: Report, output: OutputFlags) -> None:
@@ -118,30 +121,36 @@ def _check(report: Report, plan: PlanFlags) -> None:
     for outcomes in report.outcomes:
         for o in outcomes:
             if o.pair in wanted and not o.fits:
-                missing, margin = ((x >> 20) for x in (o.plan.needed - report.target.memory.free, o.plan.margin))
+                needed, margin, free = (x >> 20 for x in (o.plan.needed, o.plan.margin, report.target.memory.free))
                 raise DoesNotFit(
-                    f"{o.label} at {o.plan.tokens:,} tokens needs {missing:,} MiB more than there is beside a margin of"
-                    f" {margin:,}",
+                    f"a context of {o.plan.tokens:,} tokens does not fit with {o.label}: {needed:,} MiB are needed"
+                    f" (with a margin of {margin:,}), {free:,} are free",
                     f"the largest context that fits is {o.max_context:,}" if o.max_context else "use a smaller model",
                 )
 
 
-def _print_args(report: Report, name: str | None, plan: PlanFlags) -> None:
-    if len(report.wish.contexts) > 1:
+def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: Invocation) -> None:
+    model, wish = report.model, report.wish
+    if len(wish.contexts) > 1:
         raise UsageError("--print-args is about one context", "give -c one number")
+    if wish.ranks > 1 or wish.sequences > 1:
+        raise UsageError("kv run has one device and one sequence", "leave --tp and --batch-size out with --print-args")
+    if name is not None and not model.run_as:
+        raise ModelError(f"there are no flags for kv run with {model.name}: {model.problem}", model.remedy)
     choice = report.best[0]
-    if choice is None or (plan.ctx_size is not None and not choice.outcome.fits):
+    if choice is None or (plan.ctx_size is not None and not choice.fits):
         least = "nothing fits" if choice is None else f"{choice.reason}, one of {choice.context:,} does"
         raise DoesNotFit(least, "kv estimate without --print-args shows the table")
-    args = [] if name is None or name != "".join(name.split()) else ["-m", name]
+    if model.problem:
+        render.announce(f"{name} has no file of its own: {model.run_as} is taken from the hub", invocation)
+    args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += choice.args
-    wish = report.wish
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
     args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]
     args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
     args += wish.evict.args
     args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
-    render.write_out(" ".join(args) + "\n")
+    render.write_out(shlex.join(args) + "\n")
 
 
 def _list(output: OutputFlags, invocation: Invocation) -> None:
@@ -162,5 +171,5 @@ def _list(output: OutputFlags, invocation: Invocation) -> None:
         if recipe.shape:
             config = config_from_recipe(recipe.name, recipe.shape)
             cost = KVLayout.build(config, "f16", "f16").token_bytes()
-            rows.append([recipe.name, config.attention_kind, f"{cost:,}", f"{config.context_length:,}"])
-    render.print_table(["name", "attention", "B/token at f16", "context"], rows, invocation, right={2, 3})
+            rows.append([recipe.name, config.attention_kind, f"{cost:,}", f"{config.context_length:,}", recipe.runs])
+    render.print_table(["name", "attention", "B/token at f16", "context", "runs"], rows, invocation, right={2, 3})

@@ -61,21 +61,13 @@ def ls(
             f"{entry.context_length:,}" if entry.context_length else "-",
             render.human_bytes(entry.size) if entry.size else "-",
             _here(entry),
-            _runs(entry),
+            entry.runs,
             entry.license or "-",
         ]
         for entry in found
     ]
     headers = ["name", "arch", "params", "context", "size", "here", "runs", "license"]
     render.print_table(headers, rows, ctx.obj, right={2, 3, 4})
-
-
-def _runs(entry: Entry) -> str:
-    if entry.problem and entry.files and not entry.path:  # nobody has seen all of it
-        return "-"
-    if entry.unsupported:
-        return "no"
-    return "yes" if not entry.problem else "hub" if entry.hf else "file"
 
 
 def _here(entry: Entry) -> str:
@@ -100,7 +92,7 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "default": entry.default,
         "present": entry.path is not None and not entry.damaged,
         "path": str(entry.path) if entry.path else None,
-        "runs": not entry.problem,
+        "runs": entry.runs == "yes",
         "problem": entry.problem or None,
         "hf": entry.hf or None,
         "unfinished_bytes": entry.unfinished,

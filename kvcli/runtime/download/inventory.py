@@ -20,8 +20,8 @@ from kvcli.runtime.planning.runnable import judge
 class Entry:
     """One model. `size` in bytes, 0 where that is not known. `path` is None if it is not downloaded.
 
-    `parameters` and `context_length` are 0 where they are not known. `problem`: why kv cannot run it by this name, ""
-    = it can; `unsupported`: not by any other either. `hf`: a hub repository with files of it, or "". `files` are all
+    `parameters` and `context_length` are 0 where they are not known. `runs`: see Recipe, "-" = nobody has seen all of
+    it; `problem`: why not by this name, "" = it does. `hf`: a hub repository with files of it, or "". `files` are all
     its files on this disk; `unfinished` counts the bytes that an interrupted download left.
     """
 
@@ -35,8 +35,8 @@ class Entry:
     license: str
     default: bool
     path: Path | None
+    runs: str
     problem: str = ""
-    unsupported: bool = False
     hf: str = ""
     damaged: bool = False  # a file is there, but not with the size it should have
     files: tuple[Path, ...] = ()
@@ -64,8 +64,8 @@ def _of_recipe(recipe: Recipe) -> Entry:
         license=recipe.license,
         default=recipe.default,
         path=path if there else None,
+        runs=recipe.runs,
         problem=recipe.problem,
-        unsupported=bool(recipe.unsupported),
         hf=recipe.hf,
         damaged=there and store.stored_variant(recipe) is None,
         files=((path,) if path and there else ()) + pieces,
@@ -78,8 +78,8 @@ def _of_cached(model: hubcache.CachedModel) -> Entry:
     arch, parameters, context, license_, problem = "", 0, 0, "", ""
     if not model.finished:
         return Entry(
-            model.name, "", "", arch, parameters, context, 0, license_, False, None, "it is not whole",
-            files=model.paths, unfinished=model.size,
+            model.name, "", "", arch, parameters, context, 0, license_, False, None,
+            "-", "it is not whole", files=model.paths, unfinished=model.size,
         )  # fmt: skip
     try:
         with GGUFFile.open(path) as opened:
@@ -91,7 +91,7 @@ def _of_cached(model: hubcache.CachedModel) -> Entry:
         problem = error.message
     return Entry(
         model.name, title, "", arch, parameters, context, model.size, license_, False, path,
-        problem=problem, unsupported=bool(problem), files=model.paths,
+        "no" if problem else "yes", problem, files=model.paths,
     )  # fmt: skip
 
 

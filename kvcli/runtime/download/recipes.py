@@ -149,6 +149,13 @@ class Recipe:
         return self.unsupported or ("" if self.file else "kv has no file of it to download")
 
     @property
+    def runs(self) -> str:
+        """How: "yes", by its name; "hub", by the repository `hf`; "file", with a file of one's own; "no"."""
+        if self.unsupported:
+            return "no"
+        return "yes" if not self.problem else "hub" if self.hf else "file"
+
+    @property
     def remedy(self) -> str:
         """What to do about the problem."""
         if self.unsupported:

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvcli.errors import UsageError
 
 CPU, CUDA = "cpu", "cuda"
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NO_LIMIT = 1 << 60  # version 1 of control groups writes "unlimited" as a number near 2^63
 _SMI_S = 10  # seconds until nvidia-smi must have answered
 
@@ -31,7 +31,7 @@ class Memory:
 
 
 def parse_size(text: str, flag: str, whole: int | None = None) -> int:
-    """'6G', '512MiB', '1.5g' or '6442450944' -> bytes, units of 1024; '0.9' -> that share of `whole`.
+    """'6G', '512MiB', '1.5g' or '6442450944' -> bytes; '0.9' -> that share of `whole`. G and GiB are 2^30, GB is 10^9.
 
     Raises UsageError for anything else, and for a share where there is nothing to take it of.
     """
@@ -44,7 +44,7 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
         if whole is None:
             raise UsageError(f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G")
         return int(number * whole)
-    size = int(number * _UNITS[unit])
+    size = int(number * (1000 ** _POWERS[unit] if match[3] == "b" else 1024 ** _POWERS[unit]))
     if size < 1 << 20 and not unit and not match[3] and size:
         raise UsageError(f"{flag} is '{text}', less than a MiB", "write the unit too, such as 6G")
     return size

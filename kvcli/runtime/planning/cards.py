@@ -70,14 +70,26 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """The card of that name; the size may be left out where a model has only one. Raises UsageError."""
-    wanted = re.sub(r"[\s_-]|nvidia", "", name.lower())
-    found = [c for c in CARDS.values() if wanted in (c.name.replace("-", ""), c.name.partition("-")[0])]
+    """The card of that name; the size may be left out where a model has only one, and RTX. Raises UsageError."""
+    wanted = re.sub(r"[\s_-]|nvidia|geforce|rtx|gtx", "", name.lower())
+    found = [c for c in CARDS.values() if wanted in _short_names(c)]
     if len(found) == 1:
         return found[0]
-    close = [c.name for c in found] or difflib.get_close_matches(name.lower(), CARDS, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "kv estimate --list-gpus names them;"
-    raise UsageError(f"--gpu: no card named '{name}' in the table", f"{hint} --vram SIZE needs no name")
+    names = {c.name: c for c in CARDS.values()} | {short: c for c in CARDS.values() for short in _short_names(c)}
+    close = [names[match].name for match in difflib.get_close_matches(wanted, names, n=5)]
+    offered = [c.name for c in found] or list(dict.fromkeys(close))[:3]
+    hint = (
+        f"did you mean {' or '.join(offered)}?"
+        if offered
+        else "kv estimate --list-gpus names the NVIDIA cards it knows;"
+    )
+    raise UsageError(f"--gpu: no card named '{name}' in the table", f"{hint} --vram 24G --bandwidth 800 needs no name")
+
+
+def _short_names(card: Card) -> tuple[str, str]:
+    """'rtx4090-24g' -> '409024g' and '4090'."""
+    model, _, size = card.name.removeprefix("rtx").removeprefix("gtx").partition("-")
+    return model + size, model
 
 
 def bandwidth_of(title: str, total_bytes: int) -> float | None:

@@ -14,6 +14,7 @@ from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.planning import footprint, repacked
 from kvcli.runtime.planning.anygguf import config_from_gguf_any
 from kvcli.runtime.planning.footprint import ASSUMED, Tensor, WeightBytes
+from kvcli.runtime.planning.runnable import judge
 from kvcli.runtime.planning.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 
 ASSUMED_BITS = 4.9  # per weight, of a Q4_K_M file of several billion weights
@@ -21,7 +22,11 @@ ASSUMED_BITS = 4.9  # per weight, of a Q4_K_M file of several billion weights
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """`weights` is None where only the cache is asked for; `bytes_read` came over the network."""
+    """`weights` is None where only the cache is asked for; `bytes_read` came over the network.
+
+    `runs`: see Recipe; if not by its name `problem` is why, and `remedy` what to do about it. `run_as`: what `-m` of
+    `kv run` is to be, "" = nothing that kv knows.
+    """
 
     name: str
     config: ModelConfig
@@ -33,6 +38,10 @@ class PlannedModel:
     bytes_read: int = 0
     notices: Sequence[str] = ()
     alternatives: Sequence[tuple[str, int | None]] = ()  # name and bytes of the repository's other models
+    runs: str = "yes"
+    problem: str = ""
+    remedy: str = ""
+    run_as: str = ""
 
 
 def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> PlannedModel:
@@ -60,7 +69,7 @@ def _by_hand(given: Given) -> PlannedModel:
 def _from_recipe(recipe: Recipe, given: Given, kind: str) -> PlannedModel:
     shape = recipe.shape
     if not shape:
-        raise ModelError(f"the recipe of {recipe.name} has no [shape]", "download it with kv pull and try again")
+        raise ModelError(f"the sizes of {recipe.name} are not known", "download it with kv pull and try again")
     config = override(config_from_recipe(recipe.name, shape), given)
     params = given.params or shape["params"]
     if given.bpw is None and given.params is None and recipe.file is not None:
@@ -70,14 +79,18 @@ def _from_recipe(recipe: Recipe, given: Given, kind: str) -> PlannedModel:
     else:
         read = recipe_params_read(shape) if given.params is None else params
         weights = _weights_of_number(params, read, given, ASSUMED_BITS)
-    notice = f"planned from the recipe of {recipe.title}: no file of it is here"
-    return PlannedModel(recipe.name, config, weights, params, "", "recipe", notices=(notice,))
+    notice = f"planned from the published sizes of {recipe.title}: no file of it is here"
+    return PlannedModel(
+        recipe.name, config, weights, params, "", "recipe", notices=(notice,),
+        runs=recipe.runs, problem=recipe.problem, remedy=recipe.remedy if recipe.problem else "",
+        run_as={"yes": recipe.name, "hub": recipe.hf}.get(recipe.runs, ""),
+    )  # fmt: skip
 
 
 def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> WeightBytes:
     if given.bpw is not None:
-        return footprint.weights_of_params(params, read, given.bpw, f"{given.bpw:g} bits per weight, --bpw")
-    weights = footprint.weights_of_params(params, read, assumed, f"{assumed:g} bits per weight: --bpw")
+        return footprint.weights_of_params(params, read, given.bpw, f"{given.bpw:g} bits per weight (--bpw)")
+    weights = footprint.weights_of_params(params, read, assumed, f"{assumed:g} bits per weight (--bpw)")
     return WeightBytes(weights.packed, weights.copies, weights.read, ASSUMED, weights.detail)
 
 
@@ -87,7 +100,9 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
     header = read_header(source, offline=offline)
     assert header is not None  # None is the answer for recipes, which do not come here
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    problem, remedy = "kv runs GGUF files, and this is a safetensors model", "convert it to GGUF first"
     if header.container == "gguf":
+        problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
         config = config_from_gguf_any(header.metadata, shapes, given)
     elif header.config:
         from kvcli.runtime.planning.hfconfig import config_from_hf
@@ -115,6 +130,10 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         header.bytes_read,
         notices,
         header.alternatives,
+        "no" if problem else "yes",
+        problem,
+        remedy if problem else "",
+        "" if problem else label,
     )
 
 

@@ -42,7 +42,7 @@ class Given:
             value = getattr(self, each.name)
             least = 0 if each.name in ("swa_layers", "dim_v") else 1
             if value is not None and not (least <= value < 1 << 45 and (value > 0 or least == 0)):
-                raise UsageError(f"{flag_of(each.name)} is {value}", "it is a positive number")
+                raise UsageError(f"{flag_of(each.name)} must be a positive number, not {value}")
 
     @property
     def shapes(self) -> bool:
@@ -77,7 +77,7 @@ def config_by_hand(given: Given) -> ModelConfig:
     if heads and heads % layer.kv_heads:
         raise UsageError(f"{heads} query heads are not a multiple of {layer.kv_heads} KV heads")
     if n_layers > _MAX_LAYERS:
-        raise UsageError(f"--layers is {n_layers:,}", f"the most is {_MAX_LAYERS:,}")
+        raise UsageError(f"--layers must be at most {_MAX_LAYERS:,}, not {n_layers:,}")
     layers = _slide([layer] * n_layers, given)
     sizes = {"vocab_size": given.vocab or 0, "d_model": given.hidden or 0, "d_ff": given.ffn or 0}
     return planning_config("by hand", "by hand", layers, **sizes, n_heads=heads, context_length=0)
@@ -89,7 +89,7 @@ def override(config: ModelConfig, given: Given) -> ModelConfig:
         return config
     layers = list(config.layers)
     if given.layers is not None and given.layers > _MAX_LAYERS:
-        raise UsageError(f"--layers is {given.layers:,}", f"the most is {_MAX_LAYERS:,}")
+        raise UsageError(f"--layers must be at most {_MAX_LAYERS:,}, not {given.layers:,}")
     if given.layers is not None:
         layers = [layers[i % len(layers)] for i in range(given.layers)]
     layers = _slide([_overridden(layer, given) for layer in layers], given)
@@ -134,7 +134,9 @@ def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
     sliding = [i for i in rows if layers[i].kind == SLIDING]
     if given.swa_layers is not None:
         if given.swa_layers > len(rows):
-            raise UsageError(f"--swa-layers is {given.swa_layers}, the model has {len(rows)} such layers")
+            raise UsageError(
+                f"--swa-layers must be at most {len(rows)}, the layers of the model, not {given.swa_layers}"
+            )
         chosen = rows[: given.swa_layers]
     else:
         chosen = sliding or rows
