@@ -15,6 +15,7 @@ from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, pars
 from kvcli.runtime.planning import overheads
 from kvcli.runtime.planning.footprint import WeightBytes
 from kvcli.runtime.planning.plannedmodel import PlannedModel
+from kvcli.runtime.promptcaches.prefixpages import REWIND_ROWS
 
 Pair = tuple[str, str]  # cache types of keys and values
 ALL_PAIRS: tuple[Pair, ...] = (
@@ -213,10 +214,20 @@ def _outcome(
         target.memory.free - plan.total,
         *longest,
         rate,
-        _FILE_HEADER + layout.bytes(context, step) + 4 * context,
+        _file_bytes(layout, context),
         step,
         tokens,
     )
+
+
+def _file_bytes(layout: KVLayout, tokens: int) -> int:
+    """Of a prompt-cache file of so many tokens: of windows also what stood just before them, nothing of a step."""
+    size = _FILE_HEADER + 4 * tokens + layout.constant_bytes
+    for group in layout.groups:
+        size += group.pages(tokens, REWIND_ROWS + 1) * group.page_bytes
+        if opened := group.open_class():
+            size += group.open_pages_kept(tokens) * opened.page_bytes
+    return size
 
 
 def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recommendation | None:

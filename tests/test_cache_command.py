@@ -34,6 +34,20 @@ def _run(kv: KvHere, *args: str) -> dict:
     return json.loads(out) | {"stderr": err}
 
 
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+@pytest.mark.parametrize("types", ["f16", "int8", "int8/int4"])
+def test_the_size_of_a_file_is_what_estimate_says(variant: str, types: str, kv_here: KvHere, tmp_path: Path) -> None:
+    """Whatever the steps are: a file has no page of one. Its header may take a page of the disk more."""
+    model, file = str(tiny.make(variant).path), tmp_path / "a.kv"
+    built = ("cache", "build", "-m", model, "-o", str(file), "-ct", types, "--raw", "--no-stdin", TEXT * 4)
+    assert kv_here(*built, "--page-size", "16", "-ub", "64")[0] == 0
+    with PromptCacheFile(file) as made:
+        tokens = str(len(made.contents.tokens))
+    told = kv_here("estimate", model, "-c", tokens, "-ct", types, "--page-size", "16", "--device", "cpu", "--json")
+    planned = json.loads(told[1])["types"][0]["prompt_cache_bytes"]
+    assert planned > 30_000 and -4096 <= file.stat().st_size - planned <= 16_384
+
+
 def test_the_store_by_itself(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     store = ("--cache-min-tokens", "50")
     first = _run(kv_here, *model, *store, TEXT + "Who?")
