@@ -36,8 +36,7 @@ def _refuse_unrunnable(files: Sequence[RemoteFile]) -> None:
         return
     _, problem = judge(header.metadata, header.tensors)
     if problem:
-        hint = "kv pull downloads it all the same; kv models ls -a lists models that run"
-        raise ModelError(f"kv cannot run {files[0].label}: {problem}", hint)
+        raise ModelError(f"kv cannot run {files[0].label}: {problem}", "kv pull downloads it all the same")
 
 
 @contextmanager

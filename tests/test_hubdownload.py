@@ -349,6 +349,11 @@ def test_a_list_without_sizes_and_checksums(site: servers.Site, world: dict[str,
     assert kv_here("pull", REPO) == (0, out, "")
     code, _, err = kv_here("models", "verify", REPO)
     assert code == 3 and "no checksum is known" in err, "the content is not named as if it were its checksum"
+    hub.pull("toy")
+    code, out, err = kv_here("models", "verify")
+    assert (code, out) == (0, "toy: ok\n") and f"no checksum is known for {REPO}:Q4_K_M" in err, (
+        "the others are checked"
+    )
     kv_here("models", "rm", "-y", REPO)
     with pytest.raises(DownloadError):  # broken after the size was asked for
         hub.pull(REPO, notice=lambda text: site.cut.add(f"/{REPO}/resolve/{servers.COMMIT}/{NAME}"))

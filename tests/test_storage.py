@@ -12,6 +12,7 @@ from toyworld import CONTENT, REPO
 
 from kvcli import paths
 from kvcli.runtime.download import hub, hubcache, store
+from kvcli.runtime.download.recipes import load_recipes
 from kvcli.runtime.planning import overheads
 from kvcli.runtime.promptcaches import sessions
 
@@ -22,11 +23,13 @@ KINDS = ["models", "hub", "prompts", "sessions", "fingerprints", "headers", "ker
 def full(site: servers.Site, world: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A disk with something of every kind, and the folder of prompts with a file that is not of the store."""
     servers.add_repository(site, REPO, {"toy-Q8_0.gguf": CONTENT})
-    hub.pull("toy")
     hub.pull(REPO)
     prompts = tmp_path / "prompts"
     monkeypatch.setenv("KV_CACHE_DIR", str(prompts))
+    toy = store.stored_path(load_recipes()["toy"])
+    assert toy is not None
     for path, size in {
+        toy: len(CONTENT),
         prompts / ("a" * 32) / f"{'0' * 32}-{'1' * 32}-{'2' * 32}.safetensors": 1000,
         prompts / "thesis.txt": 1,
         sessions.path_of("trip"): 20,

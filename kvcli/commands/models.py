@@ -10,7 +10,7 @@ import typer
 
 from kvcli import render
 from kvcli.app import App
-from kvcli.errors import CheckFailed, UsageError
+from kvcli.errors import CheckFailed, ModelError, UsageError
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
 from kvcli.invocation import JsonFlag
@@ -122,6 +122,10 @@ def verify(
         except CheckFailed as error:
             damaged.append(error)
             render.print_error(error.message, error.hint, ctx.obj.color)
+        except ModelError as error:
+            if name:
+                raise
+            render.warn(error.message, ctx.obj)
         else:
             render.write_out(f"{entry.name}: ok\n")
     if damaged:
