@@ -178,6 +178,9 @@ class FakeEngine:
     def tokenizer_hashes(self) -> dict[str, str]:
         return {"tokenizer": "fake"}
 
+    def sampled_on_host(self, settled: SampleOptions) -> str:
+        return "because" if settled.dry_multiplier else ""
+
     def new_sequence(self) -> FakeSequence:
         return FakeSequence()
 

@@ -232,10 +232,11 @@ def test_same_bits_again_and_another_sequence():
 
 
 GREEDY, DRAWN = SampleOptions(temperature=0.0), SampleOptions(4.0, 40, 1.0, 0.0, seed=3)
-PENALIZED = SampleOptions(temperature=0.0, repeat_penalty=1.5)
+PENALISED = SampleOptions(temperature=0.0, repeat_penalty=1.5)
+DRY = SampleOptions(temperature=0.0, dry_multiplier=5.0, dry_allowed_length=1)  # which the host must apply
 
 
-@pytest.mark.parametrize("options", [GREEDY, DRAWN, PENALIZED])
+@pytest.mark.parametrize("options", [GREEDY, DRAWN, PENALISED, DRY])
 def test_tokens_are_those_of_the_host(options):
     model, theirs, prompt = Model("llama", "f16"), Model("llama", "f16", reference=True), ids(14, 5)
     sampler, expected, found = Sampler(options, {}, VOCAB), list(prompt), list(prompt)

@@ -26,10 +26,10 @@ def _one_thread():
         yield
 
 
-def drawn_on_device(options: SampleOptions, logits: torch.Tensor) -> list[int]:
+def drawn_on_device(options: SampleOptions, logits: torch.Tensor, history: list[int] | None = None) -> list[int]:
     """Draw i is that of position i."""
     host = Sampler(options, {}, logits.shape[1])
-    sampler, drawn = DeviceSampler(host.effective, logits.shape[1], DEVICE), []
+    sampler, drawn = DeviceSampler(host.effective, logits.shape[1], DEVICE, history or []), []
     out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for i, row in enumerate(logits):
         sampler.launch(row.to(DEVICE), torch.tensor([uniform(host.seed, 0, i)], device=DEVICE), out)
@@ -73,11 +73,37 @@ def test_tokens_are_those_of_the_sampler() -> None:
         assert drawn_on_device(options, logits) == expected, options
 
 
+PENALISED = [
+    (SampleOptions(0.0, repeat_penalty=1.3), 70),
+    (SampleOptions(0.0, repeat_penalty=0.7, presence_penalty=2.5, repeat_last_n=3, logit_bias={2: 3.5}), 2),
+    (SampleOptions(0.8, 40, 0.9, 0.0, repeat_penalty=1.1, repeat_last_n=-1), 200),
+    (SampleOptions(1.2, 3, 1.0, 0.1, frequency_penalty=0.7, presence_penalty=0.3, repeat_last_n=5), 0),
+    (SampleOptions(2.0, 20, 1.0, 0.0, 1.1, 4, 0.1, 1.5, logit_bias={0: -math.inf}), 4),
+]
+
+
+@pytest.mark.parametrize(("options", "known"), PENALISED)
+def test_penalised_tokens_are_those_of_the_sampler(options: SampleOptions, known: int) -> None:
+    """Each that is chosen counts for the next ones, until it is too long ago. The favourites stay about the same."""
+    options, changed = replace(options, seed=7), []
+    for vocab, kind in ((9, "ties"), (1500, "sparse")):
+        logits = logits_like(kind, 1, vocab, 2) + logits_like("ties", 10, vocab, known) / 8
+        before = torch.randint(vocab, (known,), generator=torch.manual_seed(1)).tolist()
+        sampler, history = Sampler(options, {}, vocab), list(before)
+        for i, row in enumerate(logits):
+            history.append(sampler.sample(row, history, i))
+        chosen = history[known:]
+        assert drawn_on_device(options, logits, before) == chosen
+        changed.append(drawn_on_device(replace(options, repeat_last_n=0), logits, before) != chosen)
+    assert any(changed)
+
+
 def test_what_is_not_a_number_is_reported() -> None:
     rows = logits_like("plain", 6, 300, 4)
     rows[0, 299], rows[1, 5], rows[2, 17] = math.nan, -math.nan, math.inf
     rows[3], rows[4, 1:] = -math.inf, -math.inf
-    for options in (SampleOptions(0.0), SampleOptions(0.7, seed=1), SampleOptions(1.0, 300, 1.0)):
+    penalised = SampleOptions(0.7, seed=1, repeat_penalty=1.1, repeat_last_n=2)
+    for options in (SampleOptions(0.0), SampleOptions(0.7, seed=1), SampleOptions(1.0, 300, 1.0), penalised):
         got = drawn_on_device(options, rows)
         assert got[:5] == [-1, -1, -1, -2, 0]
         sampler = Sampler(options, {}, 300)
@@ -94,7 +120,8 @@ def test_what_the_host_must_sample() -> None:
     plain = SampleOptions(seed=1)
     assert reason(plain) == reason(replace(plain, logit_bias={3: -math.inf})) == ""
     assert reason(replace(plain, temperature=0.0, top_k=0)) == ""
-    assert reason(replace(plain, repeat_penalty=1.1, repeat_last_n=0)) == ""
     for name in ("presence_penalty", "frequency_penalty", "repeat_penalty"):
-        assert "penalties" in reason(replace(plain, **{name: 1.5}))
+        assert reason(replace(plain, **{name: 1.5})) == ""
+    assert "DRY" in reason(replace(plain, dry_multiplier=0.8))
+    assert reason(replace(plain, dry_multiplier=0.8, dry_penalty_last_n=0)) == ""
     assert "top-k" in reason(replace(plain, top_k=0)) and "top-k" in reason(replace(plain, top_k=1025))

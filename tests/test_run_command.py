@@ -389,7 +389,9 @@ def test_sampling_is_told_with_v(kv):
     assert "sampling:" not in kv("run", "hello", "--stats").err
     options = ("--temp", "0", "--min-p", "0", "--top-p", "1", "-n", "3", "--ignore-eos", "--repeat-penalty", "1.2")
     line = "kv: sampling: --temp 0.0 --repeat-penalty 1.2 --repeat-last-n 64 --dry-multiplier 0.8 -n 3 --ignore-eos\n"
-    assert kv("run", "hello", "-v", *options, "--dry-multiplier", "0.8").err.endswith(line)
+    outcome = kv("run", "hello", "-v", *options, "--dry-multiplier", "0.8")
+    assert outcome.err.endswith(line)
+    assert "kv: each token is chosen on the CPU, which is slower: because\n" in outcome.err  # as this engine has it
 
 
 def test_a_prompt_longer_than_the_context_is_exit_5(kv):

@@ -243,6 +243,8 @@ def run(
         if cut is not None:
             render.warn(str(cut), invocation)
         sampling, told = settle(engine, sampling), invocation.told
+        if reason := engine.sampled_on_host(sampling):
+            render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
         with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
             try:

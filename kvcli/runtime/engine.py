@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -220,7 +221,8 @@ class Engine:
             for rows in steps:
                 logits = self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])[0]
             seq.close()
-        for options in (SampleOptions(), SampleOptions(temperature=0.0)):
+        for temperature, penalty in itertools.product((None, 0.0), (1.0, 1.1)):
+            options = SampleOptions(temperature=temperature, repeat_penalty=penalty)
             effective = Sampler(options, self.sampling_defaults, self.config.vocab_size).effective
             if not DeviceSampler.supports(effective):
                 chooser = DeviceSampler(effective, self.config.vocab_size, device)
@@ -285,12 +287,20 @@ class Engine:
         if DeviceSampler.supports(sampler.effective):
             yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
             return
-        chooser = DeviceSampler(sampler.effective, self.config.vocab_size, graph.device)
+        chooser = DeviceSampler(sampler.effective, self.config.vocab_size, graph.device, history)
         tokens = DeviceTokens(graph, seq, sampler, chooser)
         try:
             yield from tokens.iterate(logits)
         finally:
             tokens.close()
+
+    def sampled_on_host(self, settled: SampleOptions) -> str:
+        """Why the host chooses every token with these options although the device computes it; "" = it does not."""
+        if self.graph is None:
+            return ""
+        from kvcli.kernels.gpu.sample import DeviceSampler
+
+        return DeviceSampler.supports(vars(settled))
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Cut rows [start, end) into steps of at most `ubatch`, none reaching into one page more than that needs."""

@@ -121,10 +121,10 @@ class Sampler:
             return logits
         seen = Counter(recent)
         ids = torch.tensor(list(seen), device=logits.device)
-        counts = torch.tensor(list(seen.values()), dtype=torch.float32, device=logits.device)
-        values = logits[ids]
-        values = torch.where(values > 0, values / repeat, values * repeat)
-        return logits.index_copy(0, ids, values - (counts * frequency + presence))
+        counts = torch.tensor(list(seen.values()), dtype=torch.float64, device=logits.device)
+        values = logits[ids].double()  # then the results are rounded once, on any device
+        values = torch.where(values > 0, values / repeat, values * repeat).float()
+        return logits.index_copy(0, ids, values - (counts * frequency + presence).float())
 
     def _weighted(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids that pass the filters, ascending, and their unnormalised float64 weights after temperature."""

@@ -3,14 +3,15 @@
 Two kernels. `_maxima` takes the largest logit of every block. Greedy: `_greedy` looks into the first best block.
 Otherwise `_draw`, one program: a threshold on the blocks, the candidates above it, the k best of them in ascending
 order of ids (of equals at the edge those with the lowest ids), then top-p, min-p, temperature and the draw in
-float64 as the sampler does them.
+float64 as the sampler does them. Logits are penalised and biased wherever they are read; for penalties the device
+counts the tokens that it has chosen itself.
 
 Floats are compared as integers of the same order ("keys"): NaN is the largest, -0.0 equals 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +36,13 @@ _LEAST = tl.constexpr(-0x80000000)  # below the key of every number
 class DeviceSampler:
     """Sampling with fixed options over a vocabulary of `vocab` tokens. Its buffers are allocated once, here.
 
-    `effective`: `Sampler.effective`, for which `supports` says "" (ValueError otherwise).
+    `effective`: `Sampler.effective`, for which `supports` says "" (ValueError otherwise). `history`: the tokens so far;
+    those that `launch` chooses follow them.
     """
 
-    def __init__(self, effective: Mapping[str, Any], vocab: int, device: torch.device | str) -> None:
+    def __init__(
+        self, effective: Mapping[str, Any], vocab: int, device: torch.device | str, history: Sequence[int] = ()
+    ) -> None:
         reason = self.supports(effective)
         if reason:
             raise ValueError(reason)
@@ -47,7 +51,8 @@ class DeviceSampler:
         self.top_p, self.min_p = effective["top_p"] < 1, effective["min_p"] > 0
         self.block = max(8, triton.next_power_of_2(triton.cdiv(vocab, _MOST_BLOCKS)))
         self.n_blocks = triton.cdiv(vocab, self.block)
-        self.bias = _dense_bias(effective.get("logit_bias", {}), vocab, device)
+        self.bias = _dense_bias(effective["logit_bias"], vocab, device)
+        self.seen = _Seen(effective, vocab, device, history) if _penalises(effective) else None
         rows = triton.cdiv(vocab, _PROGRAM) * (_PROGRAM // self.block)
         self.maxima = torch.empty(rows, dtype=torch.int32, device=device)
         if self.greedy:
@@ -64,9 +69,8 @@ class DeviceSampler:
     @staticmethod
     def supports(effective: Mapping[str, Any]) -> str:
         """Why the host must sample with these options; "" = the device can."""
-        neutral = effective["repeat_penalty"] == 1 and not effective["presence_penalty"]
-        if effective["repeat_last_n"] != 0 and not (neutral and not effective["frequency_penalty"]):
-            return "penalties need the tokens so far"
+        if effective["dry_multiplier"] > 0 and effective["dry_penalty_last_n"] != 0:
+            return "DRY compares all of the text"
         if effective["temperature"] > 0 and not 1 <= effective["top_k"] <= MAX_TOP_K:
             return f"top-k is {effective['top_k']}, on the device it is 1 to {MAX_TOP_K}"
         return ""
@@ -84,21 +88,50 @@ class DeviceSampler:
         All on the device; nothing waits, nothing is allocated: it can be captured in a graph. A negative `out`
         (NOT_A_NUMBER, NOTHING_LEFT) stands for the `error` that `Sampler.sample` raises on these logits.
         """
-        biased = self.bias is not None
+        changes = {"BIASED": self.bias is not None, "PENALISED": self.seen is not None}
         bias = logits if self.bias is None else self.bias
+        counts, penalties = (logits, logits) if self.seen is None else (self.seen.counts, self.seen.penalties)
+        raw = logits, bias, counts, penalties
         launch(_maxima, (triton.cdiv(self.vocab, _PROGRAM),))(
-            logits, bias, self.maxima, self.vocab, BLOCK=self.block, ROWS=_PROGRAM // self.block, BIASED=biased
+            *raw, self.maxima, self.vocab, BLOCK=self.block, ROWS=_PROGRAM // self.block, **changes
         )
         held = triton.next_power_of_2(self.n_blocks)
-        shape = {"BLOCK": self.block, "HELD": held, "BIASED": biased, "num_warps": 8}
+        shape = {"BLOCK": self.block, "HELD": held, "num_warps": 8, **changes}
+        window = (logits, logits, 0) if self.seen is None else (self.seen.ring, self.seen.slot, self.seen.last_n)
         if self.greedy:
-            launch(_greedy, (1,))(logits, bias, self.maxima, out, self.vocab, self.n_blocks, **shape)
+            launch(_greedy, (1,))(*raw, self.maxima, out, *window, self.vocab, self.n_blocks, **shape)
             return
         launch(_draw, (1,))(
-            logits, bias, self.maxima, self.numbers, uniform, out, self.blocks, *self.candidates, *self.best,
+            *raw, self.maxima, self.numbers, uniform, out, *window, self.blocks, *self.candidates, *self.best,
             self.order, self.shares, self.vocab, self.n_blocks, self.k,
             WIDTH=self.width, CHUNK=max(_CHUNK, self.width), TOP_P=self.top_p, MIN_P=self.min_p, **shape,
         )  # fmt: skip
+
+
+def _penalises(effective: Mapping[str, Any]) -> bool:
+    """Whether tokens that were seen lose by it."""
+    penalties = (effective["repeat_penalty"], effective["frequency_penalty"], effective["presence_penalty"])
+    return effective["repeat_last_n"] != 0 and penalties != (1, 0, 0)
+
+
+class _Seen:
+    """The tokens that penalties look back on: how often each is among them, and the last ones in a ring.
+
+    `last_n` of them; 0 = all, and then no ring is needed.
+    """
+
+    def __init__(
+        self, effective: Mapping[str, Any], vocab: int, device: torch.device | str, history: Sequence[int]
+    ) -> None:
+        self.last_n = max(0, effective["repeat_last_n"])
+        recent = torch.tensor(history[-self.last_n :], dtype=torch.int64)  # all of them where last_n is 0
+        self.counts = torch.bincount(recent, minlength=vocab).to(torch.int32).to(device)
+        ring = torch.full((max(1, self.last_n),), -1)
+        ring[: len(recent)] = recent[: len(ring)]
+        self.ring = ring.to(device)
+        self.slot = torch.tensor([len(recent) % max(1, self.last_n)], device=device)  # of the oldest token, or free
+        names = ("repeat_penalty", "frequency_penalty", "presence_penalty")
+        self.penalties = torch.tensor([effective[name] for name in names], dtype=torch.float64, device=device)
 
 
 def _dense_bias(bias: Mapping[int, float], vocab: int, device: torch.device | str) -> Tensor | None:
@@ -124,9 +157,16 @@ def _value(key):
 
 
 @triton.jit
-def _keys(logits, bias, ids, valid, BIASED: tl.constexpr):
-    """Keys of logits after bias; _LEAST where not valid."""
+def _keys(logits, bias, counts, penalties, ids, valid, BIASED: tl.constexpr, PENALISED: tl.constexpr):
+    """Keys of logits after penalties (repeat, frequency, presence) and bias; _LEAST where not valid."""
     x = tl.load(logits + ids, mask=valid, other=0.0)
+    if PENALISED:
+        count = tl.load(counts + ids, mask=valid, other=0)
+        if tl.max(count) > 0:  # rare: the arithmetic in float64, which rounds as the host does, is slow on many GPUs
+            repeat = tl.load(penalties)
+            wide = tl.where(x > 0, x.to(tl.float64) / repeat, x.to(tl.float64) * repeat).to(tl.float32)
+            lost = count.to(tl.float64) * tl.load(penalties + 1) + tl.load(penalties + 2)
+            x = tl.where(count > 0, wide - lost.to(tl.float32), x)
     if BIASED:
         x += tl.load(bias + ids, mask=valid, other=0.0)
     return tl.where(valid, _key(x), _LEAST)
@@ -140,23 +180,42 @@ def _checked(token, top):
 
 
 @triton.jit
-def _maxima(logits, bias, maxima, vocab, BLOCK: tl.constexpr, ROWS: tl.constexpr, BIASED: tl.constexpr):
-    """The largest key of each block: ROWS of them a program."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ids = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(maxima + rows, tl.max(_keys(logits, bias, ids, ids < vocab, BIASED), axis=1))
+def _note(token, counts, ring, slot, last_n):
+    """Count a token that was chosen, in place of the oldest of the last_n ones (0: besides all others)."""
+    chosen = token >= 0
+    if last_n > 0:
+        at = tl.load(slot)
+        oldest = tl.load(ring + at)
+        tl.atomic_add(counts + oldest, -1, mask=chosen & (oldest >= 0))
+        tl.debug_barrier()
+        tl.store(ring + at, token, mask=chosen)
+        tl.store(slot, (at + 1) % last_n)
+    tl.atomic_add(counts + token, 1, mask=chosen)
 
 
 @triton.jit
-def _greedy(logits, bias, maxima, out, vocab, n_blocks, BLOCK: tl.constexpr, HELD: tl.constexpr, BIASED: tl.constexpr):
+def _maxima(logits, bias, counts, penalties, maxima, vocab, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+            BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
+    """The largest key of each block: ROWS of them a program."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ids = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    keys = _keys(logits, bias, counts, penalties, ids, ids < vocab, BIASED, PENALISED)
+    tl.store(maxima + rows, tl.max(keys, axis=1))
+
+
+@triton.jit(do_not_specialize=["last_n"])
+def _greedy(logits, bias, counts, penalties, maxima, out, ring, slot, last_n, vocab, n_blocks, BLOCK: tl.constexpr,
+            HELD: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
     """The lowest id of the largest logit."""
     rows = tl.arange(0, HELD)
     keys = tl.load(maxima + rows, mask=rows < n_blocks, other=_LEAST)
     top = tl.max(keys, axis=0)
     ids = tl.min(tl.where(keys == top, rows, HELD), axis=0) * BLOCK + tl.arange(0, BLOCK)
-    found = _keys(logits, bias, ids, ids < vocab, BIASED) == top
-    token = tl.min(tl.where(found, ids, vocab), axis=0)
-    tl.store(out, _checked(token, top).to(tl.int64))
+    found = _keys(logits, bias, counts, penalties, ids, ids < vocab, BIASED, PENALISED) == top
+    token = _checked(tl.min(tl.where(found, ids, vocab), axis=0), top).to(tl.int64)
+    tl.store(out, token)
+    if PENALISED:
+        _note(token, counts, ring, slot, last_n)
 
 
 @triton.jit
@@ -173,8 +232,8 @@ def _count(keys, n, least, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _candidates(logits, bias, blocks, n_blocks, keys, ids, least, vocab, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-                BIASED: tl.constexpr):  # fmt: skip
+def _candidates(logits, bias, counts, penalties, blocks, n_blocks, keys, ids, least, vocab, BLOCK: tl.constexpr,
+                CHUNK: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
     """Write key and id of every logit in the listed blocks whose key is `least` or more, ascending; their number."""
     found = 0
     start = 0
@@ -183,7 +242,7 @@ def _candidates(logits, bias, blocks, n_blocks, keys, ids, least, vocab, BLOCK: 
         valid = at < n_blocks * BLOCK
         token = tl.load(blocks + at // BLOCK, mask=valid, other=0) * BLOCK + at % BLOCK
         valid = valid & (token < vocab)
-        key = _keys(logits, bias, token, valid, BIASED)
+        key = _keys(logits, bias, counts, penalties, token, valid, BIASED, PENALISED)
         valid = valid & (key >= least)
         place = found + tl.cumsum(valid.to(tl.int32), axis=0) - 1
         tl.store(keys + place, key, mask=valid)
@@ -233,12 +292,12 @@ def _nucleus(key, weight, top, top_p, order, shares, k, WIDTH: tl.constexpr):
     return ranked >= tl.load(order + tl.maximum(n - 1, 0))  # n is 0 where logits are not numbers
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "last_n"])
 def _draw(
-    logits, bias, maxima, numbers, uniform, out, blocks, keys, ids, best_keys, best_ids, order, shares,
-    vocab, n_blocks, k,
+    logits, bias, counts, penalties, maxima, numbers, uniform, out, ring, slot, last_n,
+    blocks, keys, ids, best_keys, best_ids, order, shares, vocab, n_blocks, k,
     BLOCK: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, BIASED: tl.constexpr,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr,
 ):  # fmt: skip
     """Temperature, top-k and the other filters, the draw. `numbers`: temperature, top-p, min-p as float64."""
     rows = tl.arange(0, HELD)
@@ -253,7 +312,9 @@ def _draw(
     tl.store(blocks + tl.cumsum(taken.to(tl.int32), axis=0) - 1, rows, mask=taken)
     tl.debug_barrier()
     n_taken = tl.sum(taken.to(tl.int32), axis=0)
-    n = _candidates(logits, bias, blocks, n_taken, keys, ids, coarse, vocab, BLOCK, CHUNK, BIASED)
+    n = _candidates(
+        logits, bias, counts, penalties, blocks, n_taken, keys, ids, coarse, vocab, BLOCK, CHUNK, BIASED, PENALISED
+    )
     tl.debug_barrier()
     low, high = coarse.to(tl.int64), top.to(tl.int64)  # the k-th largest key is between
     while low < high:
@@ -279,4 +340,7 @@ def _draw(
     possible = kept & (weight > 0)
     last = tl.max(tl.where(possible, at, 0), axis=0)
     chosen = tl.min(tl.where(possible & (cumulative > target), at, last), axis=0)
-    tl.store(out, _checked(tl.load(best_ids + chosen), top).to(tl.int64))
+    token = _checked(tl.load(best_ids + chosen), top).to(tl.int64)
+    tl.store(out, token)
+    if PENALISED:
+        _note(token, counts, ring, slot, last_n)
