@@ -68,6 +68,7 @@ class PromptCacheOptions:
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
     memory: bool = False  # pages stay in the pool for the next prompt of this process
+    awaited: bool = False  # an answer ends when all is written: what is told of it is what came of it
     chat: str | None = None  # the saved chat whose turns the prompts are, "" = a chat that is not saved; None = no chat
 
     @property

@@ -109,7 +109,7 @@ class Result:
     @property
     def warnings(self) -> list[str]:
         """All that the user is told, however the result is shown."""
-        return [*self.told, *self.losses, *filter(None, [self.ended_early])]
+        return [*self.told, *self.end.unwritten, *self.losses, *filter(None, [self.ended_early])]
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:

@@ -246,5 +246,15 @@ def test_a_full_disk_and_a_folder_that_is_read_only(kv_here: KvHere, model: tupl
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert full["text"] == cold["text"] and list((tmp_path / "full").iterdir()) == []
     assert full["stderr"].count("\n") == 1 and "was not written: File too large" in full["stderr"]
+    assert full["usage"]["cache_write_tokens"] == 0 and "File too large" in full["warnings"][-1]
     none = _run(kv_here, *model, "--prompt-cache", "/proc/x", TEXT)  # nobody can write there, root included
     assert none["text"] == cold["text"] and none["stderr"].count("\n") == 1 and "was not written" in none["stderr"]
+    store = ("--cache-min-tokens", "50", "--cache-dir")
+    (tmp_path / "file").write_text("")
+    for reason, *flags in (
+        ("cannot make the folder", *store, str(tmp_path / "file" / "x")),
+        ("more than the 1,024 of the store", *store, str(tmp_path / "small"), "--cache-size", "1KiB"),
+    ):
+        unkept = _run(kv_here, *model, *flags, TEXT)
+        assert unkept["text"] == cold["text"] and unkept["usage"]["cache_write_tokens"] == 0
+        assert reason in "".join(unkept["warnings"]) and reason in unkept["stderr"]

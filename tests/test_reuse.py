@@ -212,9 +212,21 @@ def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path)
     end = ask(engine, PROMPT, store_in(tmp_path), told)
     assert end.ids == ask(engine, PROMPT, NOWHERE).ids
     assert len(told.lines) == 1 and "was not written" in told.lines[0]
-    small, told = store_in(tmp_path / "small", max_bytes=1000), Told()
-    ask(engine, PROMPT, small, told)
+    small, told = store_in(tmp_path / "small", max_bytes=1000, awaited=True), Told()
+    end = ask(engine, PROMPT, small, told)
     assert any("more than the 1,000 of the store" in line for line in told.lines)
+    assert end.usage.cache_write_tokens == 0 and end.unwritten == (told.lines[-1],)
+
+
+def test_what_is_written_is_what_came_of_it(tmp_path: Path) -> None:
+    """The answer ends when the file is there, where that is asked for; a file that is not written counts nothing."""
+    engine, file = engine_of("llama"), tmp_path / "none" / "x"
+    end = ask(engine, PROMPT, store_in(tmp_path, awaited=True, file=file))
+    assert end.usage.cache_write_tokens == len(PROMPT) and len(end.unwritten) == 1 and str(file) in end.unwritten[0]
+    end = ask(engine, PROMPT, PromptCacheOptions(file=file, awaited=True))
+    assert end.usage.cache_write_tokens == 0 and "No such file" in end.unwritten[0]
+    end = ask(engine, PROMPT, PromptCacheOptions(file=tmp_path / "x", awaited=True, save_answer=True))
+    assert end.usage.cache_write_tokens == len(PROMPT) + len(end.ids) - 1 and end.unwritten == ()
 
 
 @pytest.mark.parametrize("policy", ["sink", "window"])

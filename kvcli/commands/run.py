@@ -232,7 +232,7 @@ def run(
         sampling = sample.options(attended=render.is_terminal(sys.stdout))
         cache_options, kept = (
             cache.options(evict.options(cache.page_size)),
-            replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1),
+            replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1, awaited=invocation.json),
         )
         copy = output.copy()
         sink, interrupts.on_leave = output.sink(invocation, copy), partial(output.leave, copy=copy)

@@ -67,7 +67,8 @@ class End:
     `finish_reason` is "stop" (end token or stop string), "length", "context" (cache full), "repetition" (`loop` says
     which) or "interrupted".
     `prompt_evicted`: tokens of the prompt that the answer's first token did not see. `losses`: why the cache is not
-    what 16 bits and all tokens would give, as `Sequence.losses` has it; () = it is.
+    what 16 bits and all tokens would give, as `Sequence.losses` has it; () = it is. `unwritten`: the
+    files that its rows should be in, and why they are not there.
     """
 
     finish_reason: str
@@ -79,6 +80,7 @@ class End:
     prompt_evicted: int = 0
     losses: tuple[str, ...] = ()
     loop: Loop | None = None
+    unwritten: tuple[str, ...] = ()
 
 
 Event = Prefill | Token | End

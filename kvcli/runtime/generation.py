@@ -12,7 +12,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.eviction import Retention
-from kvcli.runtime.promptcaches.caches import Caches, Reuse
+from kvcli.runtime.promptcaches.caches import Caches, Reuse, Written
 from kvcli.runtime.repeats import Loop, LoopDetector
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.text.stops import StopMatcher
@@ -60,20 +60,21 @@ class Generation:
         self.began = self.first = self.last = time.perf_counter()
         self.prefill_s = 0.0
         self.reuse = Reuse()
-        self.written = self.prompt_evicted = 0  # tokens whose rows are written to disk, and that are forgotten
+        self.written = Written()
+        self.prompt_evicted = 0  # tokens that are forgotten
 
     def events(self) -> Iterator[Event]:
         logits = yield from self._prefill()
         if logits is None:
             yield self._end("interrupted")
             return
-        self.written = self.engine.caches.prefilled(self.seq, self.prefill_s)
+        self.engine.caches.prefilled(self.seq, self.prefill_s)
         tokens = self.engine.tokens(self.seq, self.history, self.sampler, logits)
         try:
             reason = yield from self._answer(tokens)
         finally:
             tokens.close()
-        self.engine.caches.answered(self.seq)
+        self.written = self.engine.caches.answered(self.seq)
         yield self._end(reason)
 
     def _answer(self, tokens: Iterator[int]) -> Generator[Token, None, str]:
@@ -142,5 +143,6 @@ class Generation:
             decode_tokens=max(0, len(ids) - 1),
         )
         reuse, losses = self.reuse, self.seq.losses()
-        usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self.written, reuse.reason)
-        return End(reason, text, ids, self.matcher.stop, usage, timings, self.prompt_evicted, losses, self.loop)
+        usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self.written.tokens, reuse.reason)
+        told = self.prompt_evicted, losses, self.loop, self.written.failures
+        return End(reason, text, ids, self.matcher.stop, usage, timings, *told)

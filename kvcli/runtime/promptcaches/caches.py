@@ -18,6 +18,15 @@ class Reuse:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Written:
+    """How many tokens of a prompt and its answer have their rows in files that were written for it, and why there are
+    not more."""
+
+    tokens: int = 0
+    failures: tuple[str, ...] = ()
+
+
 class Caches(Protocol):
     """What a generation asks of caches."""
 
@@ -30,13 +39,13 @@ class Caches(Protocol):
     def follow(self, seq: Sequence) -> None:
         """More rows of the prompt were computed."""
 
-    def prefilled(self, seq: Sequence, seconds: float) -> int:
-        """All of the prompt's rows are there, after `seconds`; how many of them are now written to disk."""
+    def prefilled(self, seq: Sequence, seconds: float) -> None:
+        """All of the prompt's rows are there, after `seconds`."""
 
     def pump(self) -> None:
         """A token was generated."""
 
-    def answered(self, seq: Sequence) -> None:
+    def answered(self, seq: Sequence) -> Written:
         """There will be no more of them; `seq` has the answer's rows too."""
 
 
@@ -52,14 +61,14 @@ class LiveRows:
     def follow(self, seq: Sequence) -> None:
         """Nothing to remember."""
 
-    def prefilled(self, seq: Sequence, seconds: float) -> int:
-        return 0
+    def prefilled(self, seq: Sequence, seconds: float) -> None:
+        """Nothing to write."""
 
     def pump(self) -> None:
         """Nothing to write."""
 
-    def answered(self, seq: Sequence) -> None:
-        """Nothing to share."""
+    def answered(self, seq: Sequence) -> Written:
+        return Written()
 
 
 def keep_rows(seq: Sequence, n_rows: int) -> None:

@@ -22,8 +22,9 @@ Write = Callable[[Contents, Iterator[Any]], Any]
 
 
 @dataclass
-class _Job:
-    """One file. `write(contents, blocks)` writes it; `held` has the pages until it is done."""
+class Job:
+    """One file. `write(contents, blocks)` writes it; `held` has the pages until it is done. `problem`: why it could not
+    be written, "" = it could, or is not done yet."""
 
     contents: Contents
     held: Held
@@ -36,6 +37,10 @@ class _Job:
     done: bool = False
     problem: str = ""
 
+    @property
+    def failure(self) -> str:
+        return f"{self.name} was not written: {self.problem}" if self.problem else ""
+
 
 class CacheWriter:
     """One file at a time, in the order they came. All methods are for the thread that computes."""
@@ -43,14 +48,16 @@ class CacheWriter:
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._problems: list[str] = []  # told between answers, not in the middle of one
-        self._jobs: list[_Job] = []
+        self._jobs: list[Job] = []
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
 
-    def start(self, contents: Contents, held: Held, write: Write, name: str) -> None:
+    def start(self, contents: Contents, held: Held, write: Write, name: str) -> Job:
         """Write a file from the pages in `held`, which is closed when that is done. `name` is told if it fails."""
-        self._jobs.append(_Job(contents, held, write, name))
+        job = Job(contents, held, write, name)
+        self._jobs.append(job)
         self.pump()
+        return job
 
     def pump(self) -> None:
         """Hand over pages, let go of those that are written; returns at once."""
@@ -59,7 +66,7 @@ class CacheWriter:
             job.held.close()
             self._thread = None
             if job.problem:
-                self._problems.append(f"{job.name} was not written: {job.problem}")
+                self._problems.append(job.failure)
         if not self._jobs:
             return
         job = self._jobs[0]
@@ -78,7 +85,7 @@ class CacheWriter:
         while self._problems:
             self._warn(self._problems.pop(0))
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: Job) -> None:
         try:
             job.write(job.contents, self._blocks(job))
         except CacheFileError as error:
@@ -92,7 +99,7 @@ class CacheWriter:
         finally:
             job.done = True
 
-    def _blocks(self, job: _Job) -> Iterator[Any]:
+    def _blocks(self, job: Job) -> Iterator[Any]:
         for _ in job.contents.pages:
             while True:
                 if self._gave_up.is_set():

@@ -15,7 +15,8 @@ from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING
 from kvcli.runtime.promptcaches import chatfiles, userfile
-from kvcli.runtime.promptcaches.cachewriter import CacheWriter
+from kvcli.runtime.promptcaches.caches import Written
+from kvcli.runtime.promptcaches.cachewriter import CacheWriter, Job
 from kvcli.runtime.promptcaches.chatfiles import OWNER, Plan, State, relied_on
 from kvcli.runtime.promptcaches.held import Held, Trail
 from kvcli.runtime.promptcaches.pagefiles import basis_arrays
@@ -48,6 +49,7 @@ class Keeper:
         self.base = 0  # rows of the prompt that were there
         self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
         self._owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
+        self._jobs: list[tuple[Job, int]] = []  # the prompt's files, and the tokens whose rows they get
         self.exact = True  # all rows are those that this machine computes
         self.trail = Trail(setting.pool.layout, 0)
         self._store: PromptStore | None = None
@@ -64,7 +66,7 @@ class Keeper:
     def begin(self, n_tokens: int) -> None:
         """A prompt of `n_tokens` comes."""
         self.trail = Trail(self.setting.pool.layout, n_tokens)
-        self.base, self.kept = 0, []
+        self.base, self.kept, self._jobs = 0, [], []
 
     def found(self, kept: list[Kept]) -> None:
         """What the store has of the prompt."""
@@ -82,11 +84,9 @@ class Keeper:
         if self.stores(self.trail.end) or (self.file is not None and not self.options.read_only):
             self.trail.follow(seq)
 
-    def to_store(self, seq: Sequence, seconds: float, elsewhere: Iterable[list[int]] = ()) -> int:
-        """Write the pages that the store does not have yet; returns the tokens whose rows are in the file.
-
-        `elsewhere`: the tokens of a chat's other branches, whose files stay.
-        """
+    def to_store(self, seq: Sequence, seconds: float, elsewhere: Iterable[list[int]] = ()) -> None:
+        """Write the pages that the store does not have yet. `elsewhere`: the tokens of a chat's other branches, whose
+        files stay."""
         store, layout = self.store, self.setting.pool.layout
         assert store is not None
         held = {**self.trail.copies, **seq.numbered()}
@@ -95,7 +95,7 @@ class Keeper:
         if self.owner and plan.pages:
             plan = chatfiles.plan(state, self._owned, relied_on(store, layout, elsewhere))
         if not plan.pages:
-            return 0
+            return
         whole = [number for arena, number in plan.pages if layout.arenas[arena].kind != SLIDING]
         first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
         parent = store.chain(seq.tokens)[first]
@@ -104,9 +104,9 @@ class Keeper:
         self._announce(store)
         held_pages = Held(seq, self.trail.copies, plan.pages)
         write = partial(store.add, replaced=plan.replaced)
-        self.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
-        self._written(Kept(store.path_of(contents), contents, seq.length), plan)
-        return state.rows(plan.pages)
+        job = self.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
+        self._jobs.append((job, state.rows(plan.pages)))
+        self._replace(Kept(store.path_of(contents), contents, seq.length), plan)
 
     def _announce(self, store: PromptStore) -> None:
         """Say what the store is, where this is its first file."""
@@ -118,7 +118,7 @@ class Keeper:
                 " computed again; --no-cache turns that off"
             )
 
-    def _written(self, file: Kept, plan: Plan) -> None:
+    def _replace(self, file: Kept, plan: Plan) -> None:
         """The store has this file now, or will soon, and no longer those that it replaces."""
         self.kept = [file, *(other for other in self.kept if other.path not in plan.replaced)]
         for path in plan.replaced:
@@ -126,16 +126,21 @@ class Keeper:
         if plan.own:
             self._owned[file.path] = file.contents
 
-    def to_file(self, seq: Sequence, seconds: float) -> int:
-        """Write the file that the user named, where it has less than this; returns the tokens written."""
+    def to_file(self, seq: Sequence, seconds: float) -> None:
+        """Write the file that the user named, where it has less than this."""
         assert self.file is not None
         if not self.file.wants(seq.tokens):
-            return 0
+            return
         keys = sorted({**self.trail.copies, **seq.numbered()})
         contents = self._contents(seq, keys, seconds, self.setting.identity(), {})
         held_pages = Held(seq, self.trail.copies, keys)
-        self.writer.start(contents, held_pages, self.file.write, str(self.file.path))
-        return seq.length
+        job = self.writer.start(contents, held_pages, self.file.write, str(self.file.path))
+        self._jobs.append((job, seq.length))
+
+    def written(self) -> Written:
+        """What has become of the prompt's files; those that are not done are taken for written."""
+        failures = [job.failure for job, _ in self._jobs if job.problem]
+        return Written(max((n for job, n in self._jobs if not job.problem), default=0), tuple(failures))
 
     def _contents(
         self,

@@ -145,7 +145,7 @@ class PromptStore:
         """
         if contents.payload_bytes > self.limits.max_bytes:
             size, most = contents.payload_bytes, self.limits.max_bytes
-            raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store")
+            raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store (--cache-size)")
         self.open_folder()
         path = self.path_of(contents)
         if not path.exists():

@@ -22,7 +22,7 @@ from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcaches import missed
-from kvcli.runtime.promptcaches.caches import Reuse
+from kvcli.runtime.promptcaches.caches import Reuse, Written
 from kvcli.runtime.promptcaches.keeping import Keeper, Setting, Tell
 from kvcli.runtime.promptcaches.pagefiles import bases_of, basis_arrays, load_pages
 from kvcli.runtime.promptcaches.prefix import PrefixTree
@@ -207,21 +207,23 @@ class PromptCaches:
     def follow(self, seq: Sequence) -> None:
         self.keeper.follow(seq)
 
-    def prefilled(self, seq: Sequence, seconds: float) -> int:
-        written = 0
+    def prefilled(self, seq: Sequence, seconds: float) -> None:
         if self.options.memory:
             self.tree.insert(seq, whole=True)
         if self.keeper.stores(seq.length):
-            written = self.keeper.to_store(seq, seconds, self.elsewhere())
+            self.keeper.to_store(seq, seconds, self.elsewhere())
         if self.keeper.file is not None and not self.options.save_answer:
-            written = max(written, self.keeper.to_file(seq, seconds))
-        return written
+            self.keeper.to_file(seq, seconds)
 
-    def answered(self, seq: Sequence) -> None:
+    def answered(self, seq: Sequence) -> Written:
         if self.options.memory:
             self.tree.insert(seq)
         if self.keeper.file is not None and self.options.save_answer:
             self.keeper.to_file(seq, 0.0)
+        if self.options.awaited:
+            self._wait()
+        self.pump()
+        return self.keeper.written()
 
     def save(self, seq: Sequence) -> None:
         """Write all of `seq` to the store, however short it is."""
