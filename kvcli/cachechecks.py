@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.cachefiles import chosen
 from kvcli.errors import CacheFileError, CheckFailed
-from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime.cache.cachetypes import codec
+from kvcli.options import CacheOptions
+from kvcli.runtime.promptcaches.settings import cache_options, differences, sentence
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -18,39 +17,26 @@ AROUND = 8  # tokens shown before and behind the place where texts part
 
 def options_of(identity: dict[str, str]) -> CacheOptions:
     """The cache options that a file was made with. Raises CacheFileError where it says nothing of the kind."""
-    names = ("cache_type_k", "cache_type_v", "sinks", "tail", "page_size")
     try:
-        k, v, sinks, tail, size = (chosen(identity[name].split()) for name in names)
-        sealed = codec(k).sealed or codec(v).sealed
-        evict = FORGET_NOTHING
-        if identity["eviction"] != "none":
-            _, keep, _, window = identity["eviction"].split()
-            evict = EvictOptions("sink", int(window), int(keep))
-        return CacheOptions(
-            evict=evict, type_k=k, type_v=v, page_size=int(size),
-            tail=int(tail) if sealed else CacheOptions.tail, sinks=int(sinks) if sealed else CacheOptions.sinks,
-        )  # fmt: skip
-    except (KeyError, ValueError, IndexError):
+        return cache_options(identity)
+    except ValueError:
         raise CacheFileError("its cache options make no sense", "kv cache show prints them") from None
 
 
-def _other_field(found: dict[str, str], engine: Engine) -> tuple[str, str]:
-    """The first field of a file's identity that is not the engine's ("" = none), and what it is here."""
+def _differing(found: dict[str, str], engine: Engine) -> str:
+    """What of a file's identity is not the engine's; "" = nothing."""
     from kvcli.runtime.promptcaches import fingerprint
-    from kvcli.runtime.promptcaches.promptcache import first_difference
 
     expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
-    field = first_difference({k: v for k, v in found.items() if k in expected}, expected)
-    return field, expected.get(field, "")
+    return sentence(differences({k: v for k, v in found.items() if k in expected}, expected))
 
 
 def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
     """How far a cache agrees with a prompt's tokens, as lines."""
     from kvcli.runtime.promptcaches.prefixpages import common_length, longest
 
-    field, _ = _other_field(contents.identity, engine)
-    if field:
-        return f"of no use with this model: its {field.replace('_', ' ')} is another\n"
+    if differing := _differing(contents.identity, engine):
+        return f"of no use with this model: it was made with {differing}\n"
     asked, held = prompt[contents.start :], contents.tokens
     shared = common_length(asked, held)
     size = engine.layout.page_size
@@ -78,13 +64,11 @@ def explain(contents: Contents, prompt: list[int], engine: Engine) -> str:
 
 def recompute(engine: Engine, file: PromptCacheFile, pages: int, tol: float) -> str:
     """Rows computed again beside those of a file, told in half a line. Raises CheckFailed, CacheFileError."""
-    from kvcli.runtime.promptcaches.promptcache import differs
+    from kvcli.runtime.promptcaches.promptcache import foreign
     from kvcli.runtime.promptcaches.recompute import compare
 
-    found = file.contents.identity
-    field, expected = _other_field(found, engine)
-    if field:
-        raise differs(field, found.get(field, ""), expected, str(file.path))
+    if differing := _differing(file.contents.identity, engine):
+        raise foreign(file.path, differing)
     found_difference = compare(engine, file, pages)
     text = (
         f"{found_difference.pages} pages computed again: max error {found_difference.max_error:.3g},"

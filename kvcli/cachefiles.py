@@ -11,6 +11,7 @@ from kvcli.errors import CacheFileError, UsageError
 from kvcli.render import human_bytes
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.runtime.promptcaches.promptstore import SUFFIX, entries, folders
+from kvcli.runtime.promptcaches.settings import pair, types_of
 
 ID_LENGTH = 10
 
@@ -94,24 +95,8 @@ def describe(path: Path) -> Described:
             c = file.contents
     except CacheFileError as error:
         return Described(path, status.st_size, status.st_mtime, problem=error.message)
-    return Described(
-        path, status.st_size, status.st_mtime, c.about.get("model", ""), c.start, len(c.tokens), types_of(c.identity),
-        c.about, c.identity,
-    )  # fmt: skip
-
-
-def types_of(identity: dict[str, str]) -> str:
-    """'f16', or 'int8/int4' for keys and values; the type of small windows is left out where there is another."""
-    names = []
-    for key in ("cache_type_k", "cache_type_v"):
-        names.append(chosen(identity.get(key, "").split() or ["?"]))
-    return names[0] if names[0] == names[1] else "/".join(names)
-
-
-def chosen(per_group: list[str]) -> str:
-    """What the user chose: that of a group with a full cache, which is never the larger type. See `KVLayout`. Raises
-    IndexError for none."""
-    return sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))[0]
+    model, types = c.about.get("model", ""), pair(types_of(c.identity))
+    return Described(path, status.st_size, status.st_mtime, model, c.start, len(c.tokens), types, c.about, c.identity)
 
 
 def check_pages(path: Path) -> int:

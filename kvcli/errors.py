@@ -51,12 +51,12 @@ class ContextOverflow(KVError):
 class CacheFileError(KVError):
     """A prompt-cache file that is invalid or belongs to another model (exit 6).
 
-    `field`: what of its identity is another; "" = the file itself is damaged, or cannot be read. `path`: which file.
-    `passing`: it cannot be read now, but that is not its fault.
+    `foreign`: it is whole, but of another model or setting. `passing`: it cannot be read now, which is not its fault.
+    `path`: which file, where that was found out late.
     """
 
     exit_code = 6
-    field = ""
+    foreign = False
     path = ""
     passing = False
 

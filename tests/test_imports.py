@@ -39,7 +39,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text .repeats .sam
 .text.sentencepiece .download.hublisting .download.store .text.template .weights
 .planning.facts .planning.hfconfig .download.fetching .download.hubcache .cache.pagelist
 .download.hubdownload .cache.sequence
-.promptcaches.fingerprint .guard .promptcaches.prefixpages .cache.sealing .text.tokenizer
+.promptcaches.fingerprint .guard .promptcaches.prefixpages .promptcaches.settings .cache.sealing .text.tokenizer
 .promptcaches.caches .promptcaches.promptcache
 .promptcaches.pagefiles .promptcaches.prefix .promptcaches.promptwriting
 .promptcaches.conversion .promptcaches.held .promptcaches.promptstore .promptcaches.userfile

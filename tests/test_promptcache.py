@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.promptcaches import pagefiles
 from kvcli.runtime.promptcaches.held import Held, Trail
 from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
-from kvcli.runtime.promptcaches.promptcache import ALIGN, Contents, PromptCacheFile, first_difference, is_prompt_cache
+from kvcli.runtime.promptcaches.promptcache import ALIGN, Contents, PromptCacheFile, is_prompt_cache
 from kvcli.runtime.promptcaches.promptwriting import write
 
 TYPES = st.sampled_from(("f32", "f16", "bf16", "fp8", "int8", "int6", "int4"))
@@ -136,15 +137,22 @@ def test_it_is_private_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_the_first_field_that_differs_is_named(tmp_path: Path) -> None:
+def test_what_differs_is_named(tmp_path: Path) -> None:
     make(tmp_path / "x", list(range(40)))
-    for name in IDENTITY:
-        with pytest.raises(CacheFileError, match=f"its {name.replace('_', ' ')} is ") as caught:
-            PromptCacheFile(tmp_path / "x", {**IDENTITY, name: "other"})
-        assert caught.value.field == name
-    assert first_difference(IDENTITY, {}) == "weights"
-    with pytest.raises(CacheFileError, match="tokenizer"):
-        PromptCacheFile(tmp_path / "x", {**IDENTITY, "tokenizer": "x", "page_size": "32"})
+    for changed, told in (
+        ({"weights": "other"}, "the weights of another model"),
+        ({"tokenizer": "x", "page_size": "32"}, "another tokenizer"),
+        ({"page_size": "32"}, "page size 16, this run has 32"),
+        ({"cache_type_k": "int4"}, "cache type f16/?, this run has int4/?"),
+        (
+            {"cache_type_k": "int4", "page_size": "32"},
+            "f16/? (this run: int4/?) and page size 16 (this run: 32)",
+        ),
+        ({"more": "x"}, "other settings"),
+    ):
+        with pytest.raises(CacheFileError, match=re.escape(told)) as caught:
+            PromptCacheFile(tmp_path / "x", {**IDENTITY, **changed})
+        assert caught.value.foreign
 
 
 def _read_all(path: Path) -> list[bytes]:

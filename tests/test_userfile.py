@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
     engine, path = engine_of("llama"), tmp_path / "x"
     cold = ask(engine, PROMPT, NOWHERE)
     ask(engine_of("gemma3"), PROMPT[:50], _named(path))
-    with pytest.raises(CacheFileError, match="its weights is another") as caught:
+    with pytest.raises(CacheFileError, match="made with the weights of another model") as caught:
         ask(engine, PROMPT, _named(path, strict=True))
     assert caught.value.exit_code == 6
     engine.caches.close()  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from kvcli.runtime.promptcaches.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.promptcaches.pagefiles import bases_of, load_pages
 from kvcli.runtime.promptcaches.prefixpages import longest, needed
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.runtime.promptcaches.settings import pair, types_of
 from kvcli.runtime.rope import RopeTable
 
 STEP = 256  # rows that are converted at a time
@@ -52,8 +53,8 @@ def _fields(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refused(file: PromptCacheFile, why: str) -> CacheFileError:
-    type_k = file.contents.identity["cache_type_k"]
-    return CacheFileError(f"{file.path}: its cache type {type_k} cannot become this run's: {why}")
+    types = pair(types_of(file.contents.identity))
+    return CacheFileError(f"{file.path}: its cache type {types} cannot become this run's: {why}")
 
 
 def convert(

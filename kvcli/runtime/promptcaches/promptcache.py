@@ -29,6 +29,7 @@ from kvcli.errors import CacheFileError, ModelError
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.formats.gguf_values import NeedMoreBytes
 from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
+from kvcli.runtime.promptcaches.settings import differences, sentence
 
 FORMAT, VERSION = "kv-prompt-cache", "1"
 ALIGN = 4096
@@ -65,7 +66,7 @@ class PromptCacheFile:
     def __init__(self, path: Path, expected: Mapping[str, str] | None = None) -> None:
         """`expected`: the identity that the file must have.
 
-        Raises CacheFileError, which names the first field that differs, or what is wrong with the file.
+        Raises CacheFileError, which names what is other than in this run, or what is wrong with the file.
         """
         self.path = path
         self._fd = open_regular(path)
@@ -93,14 +94,13 @@ class PromptCacheFile:
         if metadata.get("format") != FORMAT:
             raise CacheFileError(f"{self.path} is not a prompt cache", "kv cache build makes one")
         if metadata.get("version") != VERSION:
-            raise differs("format version", metadata.get("version", ""), VERSION, str(self.path))
+            raise foreign(self.path, f"format version {metadata.get('version')}, this kv reads {VERSION}")
         try:
             self.contents = self._contents(header)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise damaged(self.path, f"its header makes no sense ({type(error).__name__})") from None
-        if expected is not None and (field_name := first_difference(self.contents.identity, expected)):
-            found = self.contents.identity.get(field_name, "")
-            raise differs(field_name, found, expected.get(field_name, ""), str(self.path))
+        if expected is not None and self.contents.identity != expected:
+            raise foreign(self.path, sentence(differences(self.contents.identity, expected)))
         self._check_digest(header, raw)
 
     def _read_header(self) -> tuple[Header, bytes]:
@@ -220,17 +220,10 @@ def is_prompt_cache(path: Path) -> bool:
     return start[8:].startswith(b'{"__metadata__":{"format":"' + FORMAT.encode()) or not start
 
 
-def first_difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """The first field of `expected` that is another in `found`, else the first that is there only; "" = none."""
-    differing = (name for name in expected if found.get(name) != expected[name])
-    return next(differing, next((name for name in found if name not in expected), ""))
-
-
-def differs(name: str, found: str, expected: str, label: str) -> CacheFileError:
+def foreign(path: Path, with_what: str) -> CacheFileError:
     """The error for a file that is another's: of another model, another cache type and so on."""
-    short = (f"{found[:40]!r}, not {expected[:40]!r}") if len(found + expected) < 120 else "another"
-    error = CacheFileError(f"{label} does not belong to this run: its {name.replace('_', ' ')} is {short}", _REDO)
-    error.field = name
+    error = CacheFileError(f"{path} cannot be used in this run: it was made with {with_what}", _REDO)
+    error.foreign = True
     return error
 
 

@@ -29,6 +29,7 @@ from kvcli.runtime.promptcaches.prefix import PrefixTree
 from kvcli.runtime.promptcaches.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.runtime.promptcaches.promptstore import Found, discard
+from kvcli.runtime.promptcaches.settings import pair, types_of
 from kvcli.runtime.promptcaches.userfile import UserFile
 
 PATIENCE_S = 1.0  # an exit is delayed by more only after a word
@@ -149,10 +150,9 @@ class PromptCaches:
         seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
         _release(pool, pages)
         self.keeper.exact = False
-        found = file.contents.identity
+        types = pair(types_of(file.contents.identity))
         self.tell.announce(
-            f"{file.path}: {length:,} tokens converted from {found['cache_type_k'].split()[0]}; answers may differ"
-            " from those of a run without it"
+            f"{file.path}: {length:,} tokens converted from {types}; answers may differ from those of a run without it"
         )
         return length
 
@@ -178,7 +178,7 @@ class PromptCaches:
             if length > reuse.tokens:
                 return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
-                return self._missed(reuse, missed.reason(store, found, wanted, self.setting.text_of))
+                return self._missed(reuse, missed.reason(store, found, prompt, self.setting.text_of))
             return reuse
 
     def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: bool = False) -> int:

@@ -44,7 +44,7 @@ class UserFile:
         try:
             file = PromptCacheFile(self.path, identity)
         except CacheFileError as error:
-            if not error.field:
+            if not error.foreign:
                 self._keep = self._keep or error.passing
                 raise
             file = self._open_other(identity)
