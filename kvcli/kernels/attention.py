@@ -1,8 +1,8 @@
 """Paged attention: the plain-torch reference.
 
 Rows are read page by page and never expanded whole. A query's result depends on its position and on what the pages
-hold, not on how many queries a call has: rows are padded, pages are visited in order and combined by a running
-softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
+hold, not on how many queries a call has: sums have an order of their own (sums.py), pages are visited in order and
+combined by a running softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
 
 Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all
 scores are the true ones. Rotation (rotation.py) is the caller's: q, k and v come rotated, and the output is in the
@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from kvcli.kernels.matmul import PAD_ROWS
-from kvcli.kernels.paged import Angles, PagedKV
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
+from kvcli.kernels.sums import dot, exp, tanh, total
 
 
 def attention(
@@ -48,12 +48,10 @@ def attention(
     return torch.cat(parts).flatten(1)
 
 
-def _by_head(q: torch.Tensor, kv_heads: int, padded: int) -> torch.Tensor:
-    """q [n, heads, dim] -> [kv_heads, rows, dim]; rows: head of the group, then query, of which there are `padded`."""
+def _by_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """q [n, heads, dim] -> [dim, kv_heads, rows]; rows: head of the group, then query."""
     n, heads, dim = q.shape
-    queries = q.new_zeros(kv_heads, heads // kv_heads, padded, dim)
-    queries[:, :, :n] = q.reshape(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    return queries.flatten(1, 2)
+    return q.reshape(n, kv_heads, heads // kv_heads, dim).permute(3, 1, 2, 0).flatten(2)
 
 
 def _attend(
@@ -62,13 +60,13 @@ def _attend(
 ) -> torch.Tensor:  # fmt: skip
     r = kv.record
     n, heads = q.shape[0], q.shape[1]
-    group, padded = heads // r.kv_heads, -(-n // PAD_ROWS) * PAD_ROWS
-    queries, sink_queries = (_by_head(x, r.kv_heads, padded) for x in (q, sink_q))
-    position = start + torch.arange(padded).clamp(max=n - 1).repeat(group)  # [rows]
+    group = heads // r.kv_heads
+    queries, sink_queries = (_by_head(x, r.kv_heads) for x in (q, sink_q))
+    position = start + torch.arange(n).repeat(group)  # [rows]
     since = torch.from_numpy(kv.oldest(position.numpy()))  # [rows]
-    top = queries.new_full((r.kv_heads, group * padded, 1), -torch.inf)
-    total = torch.zeros_like(top)
-    acc = queries.new_zeros(r.kv_heads, group * padded, r.dim_v)
+    top = queries.new_full((r.kv_heads, group * n, 1), -torch.inf)
+    weight = torch.zeros_like(top)
+    acc = queries.new_zeros(r.kv_heads, group * n, r.dim_v)
     oldest = max(0, start - window + 1) if window else int(since[0])
     front = min(-(-kv.keep // r.page_size), oldest // r.page_size)
     for page in (*range(front), *range(oldest // r.page_size, (start + n - 1) // r.page_size + 1)):
@@ -79,13 +77,14 @@ def _attend(
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
         keys[:, lo:hi], values[:, lo:hi] = source.rows(page, lo, hi)
-        scores = seeing @ keys.transpose(1, 2)  # [kv_heads, rows, page_size]
+        scores = dot(seeing, keys.permute(2, 0, 1).contiguous())  # [kv_heads, rows, page_size]
         centre = source.centre(page, angles)
-        if centre is not None:
-            scores = scores + seeing @ centre.transpose(1, 2)
+        if centre is not None:  # the same for CENTRE_ROWS rows
+            of_centre = dot(seeing, centre[:, ::CENTRE_ROWS].permute(2, 0, 1).contiguous())
+            scores = scores + of_centre.repeat_interleave(CENTRE_ROWS, 2)
         scores = scores * scale
         if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+            scores = softcap * tanh(scores / softcap)
         at = base + torch.arange(r.page_size)
         unseen = at[None, :] > position[:, None]
         if window:
@@ -94,9 +93,9 @@ def _attend(
         scores = scores.masked_fill(unseen[None], -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
-        decay, p = torch.exp(top - safe), torch.exp(scores - safe)
-        total = total * decay + p.sum(-1, keepdim=True)
-        acc = acc * decay + p @ values
+        decay, p = exp(top - safe), exp(scores - safe)
+        weight = weight * decay + total(p)[..., None]
+        acc = acc * decay + dot(p.permute(2, 0, 1), values.transpose(0, 1).contiguous())
         top = new_top
-    out = (acc / total).view(r.kv_heads, group, padded, r.dim_v)[:, :, :n]
+    out = (acc / weight).view(r.kv_heads, group, n, r.dim_v)
     return out.permute(2, 0, 1, 3).reshape(n, heads, r.dim_v)

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kvcli.kernels import ggml
+from kvcli.kernels.sums import dot
 
-PAD_ROWS = 16  # BLAS rounds differently at 1, 2 or 7 rows; short products do not at whole multiples of this
-BLOCK_ROWS = 64  # long ones do, so rows are multiplied in blocks of exactly this many
-SLICE_ELEMENTS = 1 << 22  # weights expanded at a time: 16 MiB of float32
+SLICE_ELEMENTS = 1 << 18  # weights expanded at a time: a MiB of float32
 
 
 @dataclass(frozen=True)
@@ -36,25 +34,19 @@ class QuantTensor:
         return ggml.decode(self.type, self.blocks[start:end])
 
 
-def pad_rows(x: torch.Tensor, multiple: int = PAD_ROWS) -> torch.Tensor:
-    """x [T, ...] with zero rows appended up to a whole multiple."""
-    missing = -x.shape[0] % multiple
-    return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-
-
 def matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, cols] . W^T for the stacked rows of `weights` -> float32 [T, sum of rows].
 
     With `add_to` [T, rows] the product is added to it in place and it is returned. Weights are expanded a slice at a
     time, never whole.
     """
-    blocks = pad_rows(x, BLOCK_ROWS).split(BLOCK_ROWS)
+    columns = x.t().contiguous()[:, None]  # [cols, 1, T]
     parts = []
     for w in weights:
         step = max(1, SLICE_ELEMENTS // w.cols)
         for start in range(0, w.rows, step):
-            expanded = w.decode(start, start + step)
-            parts.append(torch.cat([F.linear(block, expanded) for block in blocks])[: x.shape[0]])
+            expanded = w.decode(start, start + step).t().contiguous()
+            parts.append(dot(columns, expanded[:, None])[0])
     out = torch.cat(parts, dim=1)
     return out if add_to is None else add_to.add_(out)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from kvcli.kernels.matmul import pad_rows
+from kvcli.kernels.sums import exp, total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; x [..., D], weight [D] (arXiv 1910.07467)."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    mean = total(x * x) / x.shape[-1]
+    return x * (1.0 / torch.sqrt(mean + eps))[..., None] * weight
 
 
 def rope_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -27,6 +27,8 @@ def rope_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 def glu(x: torch.Tensor, act: str) -> torch.Tensor:
     """act(x[:, :F]) * x[:, F:] for x [T, 2F]; act is "silu" or "gelu" (tanh form) (arXiv 2002.05202)."""
-    gate, up = pad_rows(x).chunk(2, dim=1)
-    gated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
-    return (gated * up)[: x.shape[0]]
+    gate, up = x.chunk(2, dim=1)
+    inner = gate  # of the sigmoid; GELU's tanh form is x * sigmoid(2 z)
+    if act == "gelu":
+        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    return gate / (exp(-inner) + 1.0) * up

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from kvcli.kernels.sums import total
+
 SMALLEST_SCALE = 6e-8  # the smallest positive float16
 
 
@@ -29,7 +31,7 @@ class GridCodec:
         for factor in self.shrink:
             scale = (largest * (factor / reach)).clamp(min=SMALLEST_SCALE, max=65504.0).half().float()
             codes = (rows / scale + self.centre).round().clamp(self.lowest, self.highest)
-            error = ((codes - self.centre) * scale - rows).square().sum(-1, keepdim=True)
+            error = total(((codes - self.centre) * scale - rows).square())[..., None]
             better = error < best_error
             best_error = torch.where(better, error, best_error)
             best_codes = torch.where(better, codes, best_codes)
