@@ -207,7 +207,7 @@ class Settings:
 
     def unread(self, known: Iterable[str]) -> Iterator[str]:
         """A line for each variable that is almost one of ours, or another program's. `known`: names of options."""
-        ours = {variable(name) for name in (*known, "config", "no-history")}
+        ours = {variable(name) for name in (*known, "config", "cpu-isa", "no-history")}
         for name in sorted(self.environment):
             if name.startswith("KV_") and name not in ours:
                 if near := difflib.get_close_matches(name, ours, 1, 0.8):

@@ -68,7 +68,7 @@ def kv_env(tmp_path: Path) -> dict[str, str]:
     ours = {name: str(tmp_path / name.lower()) for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
     ours |= {"XDG_CONFIG_HOME": str(tmp_path / "config"), "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
     dropped = ("HF_", "HUGGING", "KV_", "FORCE_COLOR", "NO_COLOR", "CLICOLOR")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    kept = {name: v for name, v in os.environ.items() if name == "KV_CPU_ISA" or not name.startswith(dropped)}
     return kept | ours
 
 

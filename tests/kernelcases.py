@@ -14,12 +14,12 @@ import torch
 from kvcli.errors import KVError
 from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout, codecs
 from kvcli.kernels.ggml import DECODERS
-from kvcli.kernels.native import NativeBackend, library
+from kvcli.kernels.native import ISAS, NativeBackend, library
 from kvcli.kernels.reference import ReferenceBackend
 from kvcli.runtime.host.cores import physical_cores
 
 FORMATS = tuple(DECODERS)
-ISAS = ("avx512", "avx2", "base")
+
 # Where the half-precision scales stand in a block.
 _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),

@@ -10,6 +10,8 @@ import torch
 from conftest import PACKAGE_ROOT
 from kernelcases import FORMATS, ISAS, backend, native, one_thread, packed, same_bits
 
+from kvcli import kernels
+from kvcli.errors import UsageError
 from kvcli.kernels import QuantTensor, ggml
 from kvcli.kernels.native import FORMATS as NATIVE_FORMATS
 
@@ -146,6 +148,16 @@ def test_threads_can_be_added_and_taken_away():
     command = [sys.executable, "-c", MORE_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE_ROOT)
     assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_an_instruction_set_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+    for isa in reversed(ISAS):
+        native(isa)  # skips from there on what this processor lacks
+        monkeypatch.setenv("KV_CPU_ISA", isa)
+        assert kernels.backend("auto", 1)[0].isa == isa
+    monkeypatch.setenv("KV_CPU_ISA", "sse9")
+    with pytest.raises(UsageError, match="KV_CPU_ISA must be one of avx512, avx2, base, not 'sse9'"):
+        kernels.backend("auto", 1)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Union
 
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.matmul import QuantTensor
-from kvcli.kernels.native import NativeBackend
+from kvcli.kernels.native import NativeBackend, asked_isa
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
 from kvcli.kernels.reference import ReferenceBackend
 
@@ -41,7 +41,8 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
 
     `device`: "cpu", or a GPU as torch writes it, which has one backend. "auto" takes the compiled CPU kernels; if they
     are missing it takes the reference and the notice says why.
-    Raises UsageError for an unknown name and KVError if "native" was asked for and is not there.
+    Raises UsageError for an unknown name or instruction set (KV_CPU_ISA), and KVError if "native" was asked for and is
+    not there.
     """
     if name not in BACKENDS:
         raise UsageError(f"unknown backend '{name}'", f"backends: {', '.join(BACKENDS)}")
@@ -54,9 +55,10 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
         return GpuBackend(torch.device(device)), ""
     if name == "reference":
         return ReferenceBackend(), ""
+    isa = asked_isa()
     try:
-        return NativeBackend(threads), ""
+        return NativeBackend(threads, isa), ""
     except KVError as e:
-        if name == "native":
+        if name == "native" or isinstance(e, UsageError):
             raise
         return ReferenceBackend(), f"slow path (plain torch): {e.message}; {e.hint}"

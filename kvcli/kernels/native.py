@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from kvcli.errors import KVError
+from kvcli.errors import KVError, UsageError
 from kvcli.kernels.matmul import QuantTensor, place
 from kvcli.kernels.paged import Angles, PagedKV, RecordLayout
 
@@ -26,6 +27,7 @@ FORMATS = {
 }  # fmt: skip
 CODECS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int6": 4, "int4": 5, "fp8": 6, "fp8_e5m2": 7}
 ACTS = {"silu": 0, "gelu": 1}
+ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
 
 
 class _Weight(ctypes.Structure):
@@ -82,6 +84,14 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def asked_isa() -> str:
+    """The instruction set that KV_CPU_ISA names; "" = the best one here. Raises UsageError for one that is none."""
+    isa = os.environ.get("KV_CPU_ISA", "")
+    if isa and isa not in ISAS:
+        raise UsageError(f"KV_CPU_ISA must be one of {', '.join(ISAS)}, not '{isa}'")
+    return isa
+
+
 def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
     return (_Weight * len(weights))(
         *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type]) for w in weights)
@@ -107,7 +117,7 @@ class NativeBackend:
         self._lib = library()
         chosen = self._lib.kv_init(threads, isa.encode())
         if chosen is None:
-            raise KVError(f"this processor cannot run the {isa} kernels")
+            raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
