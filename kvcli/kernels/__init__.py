@@ -54,11 +54,11 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
         torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
         return GpuBackend(torch.device(device)), ""
     if name == "reference":
-        return ReferenceBackend(), ""
+        return ReferenceBackend(threads), ""
     isa = asked_isa()
     try:
         return NativeBackend(threads, isa), ""
     except KVError as e:
         if name == "native" or isinstance(e, UsageError):
             raise
-        return ReferenceBackend(), f"slow path (plain torch): {e.message}; {e.hint}"
+        return ReferenceBackend(threads), f"slow path (plain torch): {e.message}; {e.hint}"

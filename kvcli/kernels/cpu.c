@@ -8,11 +8,11 @@
 
 #include <math.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -47,86 +47,7 @@ enum { CODEC_F32, CODEC_F16, CODEC_BF16, CODEC_INT8, CODEC_INT6, CODEC_INT4, COD
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
 
-/* ---- a small thread pool: workers spin briefly, then sleep ---------------------------------------------- */
-
-typedef void (*task_fn)(void *arg, int64_t task, int thread);
-
-static struct {
-    int threads, started; /* threads that share a call's tasks; threads that exist, the caller's included */
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
-    task_fn fn;
-    void *arg;
-    int64_t n_tasks;
-    atomic_long next, generation;
-    atomic_int busy, sleeping;
-    long born[64]; /* generation in which a worker was started: it takes part from the next one on */
-    float *scratch[64];
-    size_t scratch_floats[64];
-} pool = {1, 1, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
-
-#if defined(__x86_64__)
-#define RELAX() _mm_pause()
-#else
-#define RELAX() ((void)0)
-#endif
-
-static void run_tasks(int thread) {
-    int64_t task;
-    while ((task = atomic_fetch_add(&pool.next, 1)) < pool.n_tasks) pool.fn(pool.arg, task, thread);
-}
-
-static void *worker(void *arg) {
-    int thread = (int)(intptr_t)arg;
-    long seen = pool.born[thread];
-    for (;;) {
-        for (int spin = 0; spin < 4000 && atomic_load(&pool.generation) == seen; spin++) RELAX();
-        if (atomic_load(&pool.generation) == seen) {
-            pthread_mutex_lock(&pool.lock);
-            atomic_fetch_add(&pool.sleeping, 1);
-            while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-            atomic_fetch_sub(&pool.sleeping, 1);
-            pthread_mutex_unlock(&pool.lock);
-        }
-        seen = atomic_load(&pool.generation);
-        if (thread < pool.threads) run_tasks(thread);
-        atomic_fetch_sub(&pool.busy, 1);
-    }
-    return NULL;
-}
-
-static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
-    if (pool.threads <= 1 || n_tasks <= 1) {
-        for (int64_t t = 0; t < n_tasks; t++) fn(arg, t, 0);
-        return;
-    }
-    pool.fn = fn, pool.arg = arg, pool.n_tasks = n_tasks;
-    atomic_store(&pool.next, 0);
-    atomic_store(&pool.busy, pool.started - 1);
-    atomic_fetch_add(&pool.generation, 1);
-    if (atomic_load(&pool.sleeping) > 0) {
-        pthread_mutex_lock(&pool.lock);
-        pthread_cond_broadcast(&pool.wake);
-        pthread_mutex_unlock(&pool.lock);
-    }
-    run_tasks(0);
-    for (int spin = 0; atomic_load(&pool.busy) > 0; spin++) {
-        if (spin < 20000) RELAX();
-        else sched_yield();
-    }
-}
-
-/* Scratch of at least `floats` for one thread, 64-byte aligned; NULL-free: aborts the process when memory is gone. */
-static float *scratch(int thread, size_t floats) {
-    if (pool.scratch_floats[thread] < floats) {
-        free(pool.scratch[thread]);
-        size_t bytes = (floats * sizeof(float) + 63) / 64 * 64;
-        pool.scratch[thread] = aligned_alloc(64, bytes);
-        if (!pool.scratch[thread]) abort();
-        pool.scratch_floats[thread] = floats;
-    }
-    return pool.scratch[thread];
-}
+#include "cpu_pool.h"
 
 /* ---- scalar conversions ---------------------------------------------------------------------------------- */
 
@@ -249,19 +170,13 @@ const char *kv_init(int threads, const char *isa) {
     if (!choice && (!*isa || !strcmp(isa, "base"))) choice = &kernels_base;
     if (!choice) return NULL;
     active = choice;
-    if (threads > 64) threads = 64;
-    if (threads < 1) threads = 1;
-    for (; pool.started < threads; pool.started++) {
-        pthread_t id;
-        pool.born[pool.started] = atomic_load(&pool.generation);
-        if (pthread_create(&id, NULL, worker, (void *)(intptr_t)pool.started)) break;
-        pthread_detach(id);
-    }
-    pool.threads = threads < pool.started ? threads : pool.started;
+    start_threads(threads);
     return active->name;
 }
 
-int kv_threads(void) { return pool.threads; }
+/* Threads that may take part in a call, and that do at present. */
+int64_t kv_threads(void) { return pool.tuner.limit; }
+int64_t kv_active_threads(void) { return pool.tuner.active; }
 
 /* y[m, 0..n) = x[m, 0..k) . W^T (+ y when accumulate) for the stacked rows of `n_weights` matrices. */
 void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,

@@ -452,7 +452,7 @@ static void NAME(matmul)(const kv_weight *w, int64_t n_weights, const float *x, 
     for (int64_t i = 0; i < n_weights; i++) total += w[i].rows;
     NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, 0, x, y};
     if (m == 1) {
-        a.rows_per_task = total / (pool.threads * 8) / WEIGHT_TILE * WEIGHT_TILE;
+        a.rows_per_task = total / (pool.tuner.limit * 8) / WEIGHT_TILE * WEIGHT_TILE;
         if (a.rows_per_task < 16) a.rows_per_task = 16;
         parallel((total + a.rows_per_task - 1) / a.rows_per_task, NAME(vector_task), &a);
         return;

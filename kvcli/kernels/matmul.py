@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,20 +34,26 @@ class QuantTensor:
         return ggml.decode(self.type, self.blocks[start:end])
 
 
-def matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None) -> torch.Tensor:
+def matmul(
+    x: torch.Tensor,
+    weights: Sequence[QuantTensor],
+    add_to: torch.Tensor | None = None,
+    each: Callable[..., Iterable[torch.Tensor]] = map,
+) -> torch.Tensor:
     """x [T, cols] . W^T for the stacked rows of `weights` -> float32 [T, sum of rows].
 
     With `add_to` [T, rows] the product is added to it in place and it is returned. Weights are expanded a slice at a
-    time, never whole.
+    time, never whole; `each` goes over the slices as `map` does.
     """
     columns = x.t().contiguous()[:, None]  # [cols, 1, T]
-    parts = []
-    for w in weights:
-        step = max(1, SLICE_ELEMENTS // w.cols)
-        for start in range(0, w.rows, step):
-            expanded = w.decode(start, start + step).t().contiguous()
-            parts.append(dot(columns, expanded[:, None])[0])
-    out = torch.cat(parts, dim=1)
+    step = max(1, SLICE_ELEMENTS // x.shape[1])
+
+    def product(w: QuantTensor, start: int) -> torch.Tensor:
+        expanded = w.decode(start, start + step).t().contiguous()
+        return dot(columns, expanded[:, None])[0]
+
+    slices = [(w, start) for w in weights for start in range(0, w.rows, step)]
+    out = torch.cat(list(each(product, *zip(*slices, strict=True))), dim=1)
     return out if add_to is None else add_to.add_(out)
 
 

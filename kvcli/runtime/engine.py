@@ -63,7 +63,7 @@ class Engine:
         if cache.ubatch < 0:
             raise UsageError(f"--ubatch-size must be 1 or more, not {cache.ubatch}", "0 = automatic")
         eviction.check(cache.evict, cache.page_size)
-        threads = load.threads or physical_cores()
+        self.threads = threads = load.threads or physical_cores()
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._take(Terms.settle(engine_setting(self.config, weight_bytes, cache, budget, threads), budget, cache))
@@ -82,7 +82,7 @@ class Engine:
             if template:
                 template.watch(self.tokenizer.controls, self._tell_lost_control)
         self.sampling_defaults = _sampling_defaults(file)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         ops, notice = kernels.backend(load.backend, threads, str(self.device))
         self.backend = ops.name
         if notice:

@@ -8,6 +8,7 @@ change the figures. Only hidden states of a chunk are kept; logits are made in s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -203,17 +204,29 @@ def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]
     n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
     found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
     wanted = torch.tensor(targets, device=hidden[BASE].device)[:, None]  # [n, 1]
-    for at in range(0, n, rows):
-        end = min(n, at + rows)
-        base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]
-        weight, top = base.exp(), base.argmax(-1)
-        for t, states in hidden.items():
-            log_p = base if t == BASE else engine.logits(states[at:end]).log_softmax(-1)
-            scores = found[t]
-            scores.nll[at:end] = -log_p.gather(1, wanted[at:end])[:, 0]
-            scores.kld[at:end] = (weight * (base - log_p)).sum(-1)
-            scores.same_top[at:end] = log_p.argmax(-1) == top
+    with _torch_threads(engine.threads):
+        for at in range(0, n, rows):
+            end = min(n, at + rows)
+            base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]
+            weight, top = base.exp(), base.argmax(-1)
+            for t, states in hidden.items():
+                log_p = base if t == BASE else engine.logits(states[at:end]).log_softmax(-1)
+                scores = found[t]
+                scores.nll[at:end] = -log_p.gather(1, wanted[at:end])[:, 0]
+                scores.kld[at:end] = (weight * (base - log_p)).sum(-1)
+                scores.same_top[at:end] = log_p.argmax(-1) == top
     yield from found.items()
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    """As many threads for torch, which has one elsewhere: here it computes on many rows of whole vocabularies."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _joined(parts: list[Scores]) -> Scores:
