@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from kvcli.flags import parse_tokens
 from kvcli.invocation import JsonFlag
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.cachetypes import canonical
+from kvcli.runtime.host.cores import usable_cpus
 
 if TYPE_CHECKING:
     from kvcli.comparison import Pair, Wish
@@ -112,7 +112,8 @@ class PlanFlags:
             raise UsageError(f"--shared-prefix must be at most the context of {min(contexts):,}, not {shared:,}")
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
             pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
-        cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, _threads()
+        threads = len(usable_cpus())  # no fewer than the engine starts
+        cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, threads
         return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
@@ -225,8 +226,3 @@ def _parameters(text: str) -> int:
         raise UsageError(
             f"--params must be a number of weights, not '{text}'", "such as 8e9, 8b or 8030261248"
         ) from None
-
-
-def _threads() -> int:
-    """CPUs this process may run on: no fewer threads than the engine starts."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -75,7 +75,14 @@ class ModelFlags:
     """Which model, and how it is loaded."""
 
     model: Annotated[str, _model("-m", "--model", help="A name (kv models ls) or a .gguf file.")] = DEFAULT_MODEL
-    threads: Annotated[int, _model("-t", "--threads", help="CPU threads; 0 = the physical cores.")] = 0
+    threads: Annotated[
+        int,
+        _model(
+            "-t",
+            "--threads",
+            help="Maximum number of CPU threads; 0 = the physical cores. While others use the cores, fewer compute.",
+        ),
+    ] = 0
     backend: Annotated[
         str,
         _model(

@@ -9,8 +9,7 @@ import pytest
 from kernelcases import need_native
 
 from kvcli.kernels.native import library
-
-MS = 1_000_000
+from kvcli.runtime.host import cores
 
 
 class Tuner(ctypes.Structure):
@@ -91,3 +90,10 @@ def test_a_machine_without_a_free_core_keeps_at_least_one(limit: int):
     world = World(limit)
     world.run(10_000, lambda n: 0.3 / n)
     assert 1 <= world.tuner.active <= 2
+
+
+@pytest.mark.parametrize(("cpus", "have"), [(1, "there is 1 CPU"), (2, "there are 2 CPUs")])
+def test_more_threads_than_cpus_are_said_to_be_pointless(cpus: int, have: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cores, "usable_cpus", lambda: list(range(cpus)))
+    assert cores.too_many(cpus) == ""
+    assert cores.too_many(100) == f"--threads 100 is no faster than {cpus}: {have} for it"

@@ -25,7 +25,7 @@ from kvcli.runtime.events import Event
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.generation import Generation
-from kvcli.runtime.host.cores import physical_cores
+from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.planning import repacked
@@ -64,6 +64,8 @@ class Engine:
             raise UsageError(f"--ubatch-size must be 1 or more, not {cache.ubatch}", "0 = automatic")
         eviction.check(cache.evict, cache.page_size)
         self.threads = threads = load.threads or physical_cores()
+        if self.device.kind == CPU and (notice := too_many(threads)):
+            self.notices.append(notice)
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self._take(Terms.settle(engine_setting(self.config, weight_bytes, cache, budget, threads), budget, cache))

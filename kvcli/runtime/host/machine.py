@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import gpus
 
 FP8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply fp8
@@ -39,8 +40,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     except OSError:
         found = None
     name = found[1].strip() if found else platform.processor() or "unknown processor"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"name": " ".join(name.split()), "cpus": os.cpu_count() or 1, "usable_cpus": usable}
+    return {"name": " ".join(name.split()), "cpus": os.cpu_count() or 1, "usable_cpus": len(usable_cpus())}
 
 
 def compiler() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def program() -> dict[str, Any]:
     from kvcli.runtime.host.cores import physical_cores
 
     threads = physical_cores()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     backend, reason = kernels.backend("auto", threads)
     values = {"threads": threads, "isa": getattr(backend, "isa", None), "reason": reason}
     return values | {"runtime_bytes": process_bytes()}
