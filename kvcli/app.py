@@ -15,6 +15,8 @@ from kvcli.errors import UsageError
 from kvcli.invocation import Invocation
 from kvcli.settings import Setting
 
+OTHER_NAMES = {"info": "inspect", "ppl": "perplexity"}  # of commands
+
 # Commands that say what is wrong with settings, and so go on with wrong ones.
 _LENIENT = ("config", "completion", "doctor")
 
@@ -43,6 +45,8 @@ class Group(TyperGroup):
         return _page(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.parent is None:
+            args = [OTHER_NAMES.get(args[0], args[0]), *args[1:]]
         if not ctx.resilient_parsing and args[0] not in self.commands:
             names = [name for name, command in self.commands.items() if not command.hidden]
             raise commandline.no_command(args[0], ctx.command_path, names)

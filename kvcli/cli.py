@@ -10,7 +10,6 @@ import errno
 import os
 import sys
 
-from kvcli import __version__
 from kvcli.errors import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
@@ -53,6 +52,8 @@ kv chat
 kv COMMAND --help
 """
 
+_VERSION, _VERBOSE = {"--version", "-V"}, {"-v", "-vv", "--verbose"}
+
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -79,9 +80,9 @@ def run_command(args: list[str]) -> int:
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
-        if args == ["--version"]:  # at once: even Typer takes a tenth of a second to import
-            sys.stdout.write(f"kv {__version__}\n")
-            return _flushed(0)
+        args = _meant(args)
+        if _VERSION.intersection(args) and (_VERSION | _VERBOSE).issuperset(args):  # at once: even Typer takes a while
+            return _flushed(_print_version(not _VERBOSE.isdisjoint(args)))
         from kvcli.invocation import Invocation
         from kvcli.settings import Settings
 
@@ -89,6 +90,22 @@ def run_command(args: list[str]) -> int:
         return _flushed(_call(args, invocation))
     except BaseException as error:
         return _report(error, args, invocation)
+
+
+def _meant(args: list[str]) -> list[str]:
+    """The words with `kv help COMMAND` and `kv version` as the options that they are."""
+    if args[:1] == ["help"]:
+        return [*args[1:], "--help"]
+    if args[:1] == ["version"]:
+        return ["--version", *args[1:]]
+    return args
+
+
+def _print_version(verbose: bool) -> int:
+    from kvcli import versions
+
+    sys.stdout.write("\n".join(versions.lines() if verbose else [versions.short()]) + "\n")
+    return 0
 
 
 def _call(args: list[str], invocation: Invocation) -> int:
@@ -115,11 +132,12 @@ def _command(args: list[str]) -> Any:
     import typer
 
     from kvcli import globaloptions
-    from kvcli.app import App
+    from kvcli.app import OTHER_NAMES, App
 
     app = App(help="Run language models on your own machine, with a quantized and paged KV cache.", epilog=EXAMPLES)
     globaloptions.register(app)
-    for name in [args[0]] if args and args[0] in COMMANDS else COMMANDS:
+    first = OTHER_NAMES.get(args[0], args[0]) if args else ""
+    for name in [first] if first in COMMANDS else COMMANDS:
         importlib.import_module(f"kvcli.commands.{name}").register(app)
     command: Any = typer.main.get_command(app)
     command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
@@ -228,6 +246,9 @@ def _as_kverror(error: BaseException) -> KVError:
         help_page = f"see {path} --help"
         if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
             return wrong
+        if type(error).__name__ == "MissingParameter" and (param := getattr(error, "param", None)):
+            named = param.metavar or param.name.upper() if param.param_type_name == "argument" else param.opts[-1]
+            return UsageError(f"{named} is missing", help_page)
         if context and (wrong := commandline.too_many(text, context.command, path)):
             return wrong
         return UsageError(text.rstrip("."), help_page)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvcli import paths
+from kvcli import __version__, paths, storage, versions
 from kvcli.errors import KVError
+from kvcli.runtime.download import inventory
 from kvcli.runtime.host import machine
 from kvcli.runtime.host.diskspeed import disk_speed
 from kvcli.runtime.host.machine import ProbeFailed
@@ -28,17 +30,19 @@ class Finding:
     values: dict[str, Any]
 
 
-def examine() -> Iterator[Finding]:
+def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
     """All findings in the order they are shown; measurements are stored for `kv estimate` at the end.
 
-    Takes some seconds. Raises nothing that concerns the machine.
+    `settings`: what is known of them; `prompts`: the folder of prompt caches. Takes some seconds. Raises nothing that
+    concerns the machine.
     """
+    yield _probe("kv", _version, _built)
     yield _probe("system", machine.system, _system)
     program = _probe("program", lambda: measure("program"), lambda v: ())
     yield _probe("CPU", machine.processor, lambda v: _processor(v, program.values))
     yield _kernels(program)
     yield _probe("compiler", machine.compiler, lambda v: (v["version"], v["path"]))
-    yield _probe("packages", machine.packages, _packages)
+    yield _probe("packages", versions.libraries, _packages)
     memory = _probe("memory", _memory, _speeds_of_memory)
     yield memory
     if "error" not in program.values:
@@ -52,7 +56,37 @@ def examine() -> Iterator[Finding]:
             values = finding.values
             measured.append((values["name"], values.get("runtime_bytes"), values.get("read_gb_s")))
     yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
-    yield _probe("stored", lambda: _store(measured), lambda v: (v["path"], "kv estimate uses it"))
+    yield _probe("stored", lambda: _store(measured), _stored)
+    yield _probe("models", _models, _names)
+    yield _probe("storage", lambda: _kept(prompts), _sizes)
+    yield settings
+
+
+def _version() -> dict[str, Any]:
+    return {"version": __version__, "commit": versions.commit(), "path": str(Path(__file__).parent)}
+
+
+def _built(values: dict[str, Any]) -> tuple[str, ...]:
+    return values["version"], f"commit {values['commit'] or 'not known'}", values["path"]
+
+
+def _models() -> dict[str, Any]:
+    """Those that are here."""
+    here = [entry for entry in inventory.entries() if entry.path]
+    return {"here": [{"name": entry.name, "bytes": entry.size or None, "path": str(entry.path)} for entry in here]}
+
+
+def _names(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{each['name']} {_size(each['bytes'] or 0)}" for each in values["here"]) or ("none is downloaded",)
+
+
+def _kept(prompts: Path) -> dict[str, Any]:
+    return {"kinds": [kind.as_object() for kind in storage.kinds(prompts)]}
+
+
+def _sizes(values: dict[str, Any]) -> tuple[str, ...]:
+    there = [each for each in values["kinds"] if each["files"]]
+    return tuple(f"{each['kind']} {_size(each['size_bytes'])}: {each['path']}" for each in there) or ("nothing",)
 
 
 def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str, Any]], tuple[str, ...]]) -> Finding:
@@ -151,14 +185,23 @@ def _disk(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _store(measured: list[tuple[str, int | None, float | None]]) -> dict[str, Any]:
-    """Keep what `kv estimate` reads: for each device its runtime bytes and read speed."""
-    path = overheads.state_file()
+    """Keep what `kv estimate` reads: for each device its runtime bytes and read speed. `before`: speeds that this
+    changes by more than a tenth."""
+    path, before = overheads.state_file(), {}
     for device, runtime_bytes, speed in measured:
+        old = overheads.load(device)[0].bandwidth
+        if old and speed and abs(old - speed) > old / 10:
+            before[device] = old
         try:
             path = overheads.store(device, Overheads(runtime_bytes, speed))
         except OSError as error:
             raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
-    return {"path": str(path)}
+    return {"path": str(path), "before_gb_s": before}
+
+
+def _stored(values: dict[str, Any]) -> tuple[str, ...]:
+    before = [f"in place of {speed:,.1f} GB/s of {device}" for device, speed in values["before_gb_s"].items()]
+    return values["path"], "kv estimate uses it", *before
 
 
 def as_json(found: Iterable[Finding]) -> dict[str, Any]:
@@ -170,4 +213,7 @@ def as_json(found: Iterable[Finding]) -> dict[str, Any]:
 
 
 def _size(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.0f} MiB"
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):,.{int(shift == 30)}f} {unit}"
+    return f"{size / 1024:,.0f} KiB"

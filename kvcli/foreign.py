@@ -124,11 +124,10 @@ _COMMANDS = {
     "search": "kv models ls --all lists the models known by name",
     "generate complete completions ask prompt cli": "kv run answers one prompt",
     "create convert quantize": "kv uses GGUF files as they are: kv run -m FILE.gguf",
-    "prune clean clear": "kv cache prune clears prompt caches, kv folders --clear any folder of kv",
+    "prune clean clear": "kv cache prune clears prompt caches, kv storage rm KIND anything that kv keeps",
     "update upgrade": "pip install -U does it, from where kv was installed",
-    "uninstall": "kv folders --all --clear removes what kv has stored, pip uninstall kvcli the program",
+    "uninstall": "kv storage rm --all removes what kv keeps, pip uninstall kvcli the program",
     "settings set": "kv config set NAME VALUE keeps a setting, kv config show lists them",
-    "ppl": "kv perplexity",
     "benchmark": "kv bench",
     "login": "set HF_TOKEN for private and gated repositories",
 }

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcli import __version__, helptext, render
+from kvcli import helptext, render, versions
 from kvcli.invocation import Bars, When
 from kvcli.streams import write_err
 
@@ -48,9 +48,9 @@ def _leaves(group: Any) -> list[Any]:
     return found
 
 
-def _print_version(value: bool) -> None:
+def _print_version(ctx: typer.Context, value: bool) -> None:
     if value:
-        print(f"kv {__version__}")
+        print("\n".join(versions.lines() if ctx.obj.verbose else [versions.short()]))
         raise typer.Exit
 
 
@@ -77,8 +77,8 @@ def _root(
             "-v",
             "--verbose",
             count=True,
-            metavar="",
             callback=_note_verbose,
+            is_eager=True,  # --version asks for it
             rich_help_panel=helptext.GLOBAL,
             show_default=False,
             help="Say more on stderr; -vv shows tracebacks.",

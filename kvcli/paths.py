@@ -38,6 +38,14 @@ def _folder(variable: str, fallback: str) -> Path:
     return root / "kv"
 
 
+def shown(path: Path) -> str:
+    """The path for people: ~ for the home folder."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except ValueError:
+        return str(path)
+
+
 def make_private(folder: Path) -> None:
     """Make the folder and its missing parents, readable by this user only. Raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.is_dir()]

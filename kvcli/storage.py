@@ -31,6 +31,15 @@ class Kind:
     def size_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.files if path.exists())
 
+    def as_object(self) -> dict[str, str | int]:
+        """For JSON."""
+        return {
+            "kind": self.name,
+            "path": str(self.place),
+            "files": len(self.files),
+            "size_bytes": self.size_bytes,
+        }
+
 
 def kinds(prompts: Path) -> list[Kind]:
     """Every kind; `prompts` is the folder of the store of prompt caches."""
@@ -48,6 +57,8 @@ def kinds(prompts: Path) -> list[Kind]:
         _folder("kernels", "compiled GPU kernels", cache / "triton"),
         _folder("history", "what was typed in kv chat", state / "history"),
         _folder("measurements", "what kv doctor measured", overheads.state_file()),
+        _folder("notices", "what is said only once", state / "told"),
+        _folder("settings", "the config file", paths.config_dir() / "config.toml"),
     ]
 
 

@@ -92,7 +92,7 @@ def test_the_table_of_other_programs() -> None:
     for text in (*foreign.NOTES.values(), *foreign.COMMANDS.values()):
         named = [word.strip(".,:;\"'") for word in text.split() if word.startswith("--")]
         known = {name for command in COMMANDS.values() for param in command.params for name in param.opts}
-        assert [name for name in named if name not in known | {"--clear", "--all"}] == [], text
+        assert [name for name in named if name not in known] == [], text
 
 
 @pytest.mark.parametrize(

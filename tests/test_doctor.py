@@ -13,6 +13,8 @@ import pytest
 from conftest import Kv, KvHere
 
 from kvcli import doctor
+from kvcli.runtime.download import store
+from kvcli.runtime.download.recipes import load_recipes
 from kvcli.runtime.host import diskspeed, machine, measuring
 from kvcli.runtime.host.diskspeed import disk_speed
 from kvcli.runtime.host.machine import ProbeFailed
@@ -71,7 +73,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
             raise answer
         return answer
 
-    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setattr(doctor, "measure", measure)
     monkeypatch.setattr(doctor, "disk_speed", lambda folder: disk_speed(folder, 4 * MIB))
@@ -96,7 +98,8 @@ def test_without_a_gpu(imitated: dict[str, Any], kv_here: KvHere) -> None:
     code, out, err = kv_here("doctor")
     assert (code, err) == (0, "")
     found = sections(out)
-    assert " ".join(found) == "system CPU kernels compiler packages memory program GPU disk stored"
+    names = "kv system CPU kernels compiler packages memory program GPU disk stored models storage settings"
+    assert " ".join(found) == names
     assert found["GPU"] == "no NVIDIA GPU found: runs on the CPU"
     assert found["kernels"] == "native · avx2" and found["CPU"].endswith("kv takes 2 threads")
     assert "read 11.0 GB/s" in found["memory"] and found["program"].startswith("230 MiB")
@@ -136,11 +139,46 @@ def test_estimate_shows_measured_instead_of_assumed(imitated: dict[str, Any], kv
     assert line.split()[-2:] == ["230", "measured"]
 
 
+def test_what_a_report_needs(imitated: dict[str, Any], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version and commit, models and folders with sizes, settings in force."""
+    monkeypatch.delenv("KV_CONFIG")
+    monkeypatch.setenv("KV_THREADS", "2")
+    monkeypatch.setenv("KV_THREAD", "3")
+    model = store.stored_path(load_recipes()["smollm2"])
+    assert model is not None
+    model.parent.mkdir(parents=True)
+    model.write_bytes(b"x" * MIB)
+    config = Path(os.environ["XDG_CONFIG_HOME"]) / "kv/config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('cache-type = "int8"\n')
+    found = sections(kv_here("doctor")[1])
+    assert found["kv"].startswith(f"{doctor.__version__} · commit ")
+    assert "torch" in found["packages"] and "typer" in found["packages"]
+    assert f"models 1 MiB: {store.models_dir()}" in found["storage"]
+    assert found["settings"] == (
+        f"{config} threads = 2 (KV_THREADS) cache-type = int8 (config file)"
+        " KV_THREAD is not read: did you mean KV_THREADS?"
+    ).replace(") cache", ") · cache")
+    values = json.loads(kv_here("doctor", "--json")[1])
+    assert values["settings"]["set"]["threads"] == {"value": "2", "origin": "environment"}
+    kept = {each["kind"]: each["size_bytes"] for each in values["storage"]["kinds"]}
+    assert (kept["models"], kept["hub"]) == (MIB, 0)
+    config.write_text("cache-tpye = 3")
+    assert "cache-tpye in" in sections(kv_here("doctor")[1])["settings"]
+
+
+def test_a_speed_that_changes_is_said(imitated: dict[str, Any], kv_here: KvHere) -> None:
+    assert "in place of" not in sections(kv_here("doctor")[1])["stored"]
+    imitated["memory"] = SPEEDS | {"read_gb_s": 43.8}
+    assert sections(kv_here("doctor")[1])["stored"].endswith("in place of 11.0 GB/s of cpu")
+    assert json.loads(kv_here("doctor", "--json")[1])["stored"]["before_gb_s"] == {}
+
+
 def test_lines_stay_within_80_columns(imitated: dict[str, Any], kv_here: KvHere) -> None:
     imitated["cards"] = CARDS
     imitated["program"] = PROGRAM | {"isa": None, "reason": "slow path (plain torch): " + "the compiler said no " * 9}
     lines = kv_here("doctor")[1].splitlines()
-    paths = str(overheads.state_file()), str(doctor.paths.cache_dir())
+    paths = str(overheads.state_file().parent), str(doctor.paths.cache_dir())
     assert len(lines) > 15
     assert [line for line in lines if len(line) > 80 and not any(path in line for path in paths)] == []
 

@@ -24,7 +24,7 @@ def whole(name: str) -> str:
 # kvcli.runtime.
 LAYERS = """
 kvcli
-kvcli.errors kvcli.options kvcli.paths kvcli.telling
+kvcli.errors kvcli.options kvcli.paths kvcli.telling kvcli.versions
 kvcli.kernels
 kvcli.runtime .cache .download .host .planning .promptcaches .text .repeats .sampling
 .cache.cachetypes .dry .events .eviction .download.growth .ggufkeys
@@ -55,7 +55,7 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .host.measuring .quality .recall
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
-kvcli.comparison kvcli.doctor kvcli.overflow kvcli.verification
+kvcli.comparison kvcli.overflow kvcli.verification
 kvcli.cacheflags kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt
 kvcli.streams
 kvcli.commandline kvcli.flags kvcli.settings
@@ -66,6 +66,7 @@ kvcli.app
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring kvcli.storage
+kvcli.doctor
 kvcli.commands
 kvcli.cli
 kvcli.__main__

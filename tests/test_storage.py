@@ -17,6 +17,7 @@ from kvcli.runtime.planning import overheads
 from kvcli.runtime.promptcaches import sessions
 
 KINDS = ["models", "hub", "prompts", "sessions", "fingerprints", "headers", "kernels", "history", "measurements"]
+KINDS += ["notices", "settings"]
 
 
 @pytest.fixture
@@ -38,9 +39,11 @@ def full(site: servers.Site, world: dict[str, str], tmp_path: Path, monkeypatch:
         paths.cache_dir() / "triton" / "x" / "kernel.so": 40,
         paths.state_dir() / "history": 50,
         overheads.state_file(): 60,
+        paths.state_dir() / "told": 80,
+        paths.config_dir() / "config.toml": 90,
     }.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(size))
+        path.write_bytes(b"\n" * size)
     return prompts
 
 
@@ -65,10 +68,12 @@ def test_everything_is_listed_and_cleared(full: Path, kv_here: KvHere) -> None:
         "kernels": (1, 40),
         "history": (1, 50),
         "measurements": (1, 60),
+        "notices": (1, 80),
+        "settings": (1, 90),
     }
     lines = kv_here("storage", "ls")[1].splitlines()
     assert lines[1].split()[:4] == ["models", "1", "293.0", "KiB"] and str(store.models_dir()) in lines[1]
-    assert lines[-1].split()[:2] == ["total", "9"]
+    assert lines[-1].split()[:2] == ["total", "11"]
     code, _, err = kv_here("storage", "rm", "kernels", "history")
     assert code == 2 and "not removing kernels (1 file, 40 B), history (1 file, 50 B) unasked" in err
     assert kv_here("storage", "rm", "-y", "kernels", "history")[0] == 0

@@ -74,27 +74,32 @@ def show(
     """List settings, their values and where these are from."""
     invocation: Invocation = ctx.obj
     tree = invocation.tree()  # type: ignore[misc]
-    found = dict(_of_command(ctx, tree, command) if command else _all(ctx, tree))
-    known = {name for _, each in walk(tree) for option in each.params for name, _ in settings.names(option)}
-    unread = list(_settings(invocation).unread(known))
+    found = dict(_of_command(ctx, tree, command) if command else in_force(ctx))
     if json:
         file = settings.file_path()
         entries = [
             {"name": name, "value": each.value, "origin": each.origin, "source": each.called or None}
             for name, each in found.items()
         ]
-        render.print_json(
-            {"kv_schema": SCHEMA, "file": str(file) if file else None, "settings": entries, "unread": unread}
-        )
+        head = {"kv_schema": SCHEMA, "file": str(file) if file else None}
+        render.print_json({**head, "settings": entries, "unread": unread(invocation)})
         return
-    rows = [[name, _shown(each.value), _origin(each)] for name, each in found.items()]
+    rows = [[name, shown(each.value), source(each)] for name, each in found.items()]
     render.print_table(["setting", "value", "from"], rows, invocation)
-    for line in unread:
+    for line in unread(invocation):
         render.warn(line, invocation)
 
 
-def _all(ctx: typer.Context, tree: Any) -> Iterator[tuple[str, Setting]]:
+def unread(invocation: Invocation) -> list[str]:
+    """A line for each variable that looks as if it were read, and is not."""
+    tree = invocation.tree()  # type: ignore[misc]
+    known = {name for _, each in walk(tree) for option in each.params for name, _ in settings.names(option)}
+    return list(_settings(invocation).unread(known))
+
+
+def in_force(ctx: typer.Context) -> Iterator[tuple[str, Setting]]:
     """What variables and the top of the file set, then what tables set. Raises UsageError if anything is wrong."""
+    tree = ctx.obj.tree()
     options = sorted(shared_options(tree).values(), key=lambda option: helptext.rank(helptext.section(option)))
     found = _settings(ctx.obj).common(options)
     for option in options:
@@ -138,11 +143,11 @@ def _default(option: Any) -> Setting:
     return Setting(getattr(value, "value", value) if value is not None else helptext.default_text(option), DEFAULT, "")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else configfile.toml(value)
 
 
-def _origin(setting: Setting) -> str:
+def source(setting: Setting) -> str:
     named = setting.called if setting.origin in (settings.VARIABLE, settings.OTHER) else ""
     return named or setting.origin.replace("_", " ")
 

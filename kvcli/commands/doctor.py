@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
-from kvcli import render
+from kvcli import render, settings
+from kvcli.commands import config
+from kvcli.errors import UsageError
 from kvcli.helptext import PLANNING
 from kvcli.invocation import Invocation, JsonFlag
+from kvcli.promptcacheflags import CacheDir, store_folder
+from kvcli.settings import DEFAULT
+
+if TYPE_CHECKING:
+    from kvcli.doctor import Finding
 
 _WIDTH, _INDENT = 80, 10
 
@@ -15,17 +24,35 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", rich_help_panel=PLANNING)(doctor)
 
 
-def doctor(ctx: typer.Context, json: JsonFlag = False) -> None:
-    """Show devices, kernels, libraries, memory and speeds; measure what `kv estimate` would assume."""
+def doctor(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
+    """Show versions, devices, memory, speeds, folders and settings; measure what kv estimate otherwise assumes."""
     from kvcli.doctor import as_json, examine
 
     invocation: Invocation = ctx.obj
-    render.notice("measuring: this takes about 20 seconds", invocation)
+    render.notice("measuring, which takes up to 20 seconds", invocation)
+    found = examine(_settings(ctx), store_folder(cache_dir))
     if json:
-        render.print_json(as_json(examine()))
+        render.print_json(as_json(found))
         return
-    for finding in examine():
+    for finding in found:
         render.write_out(_lines(finding.name, finding.facts))
+
+
+def _settings(ctx: typer.Context) -> Finding:
+    """What is set, or what is wrong with it."""
+    from kvcli.doctor import Finding
+
+    file = settings.file_path()
+    there = str(file) if file and file.exists() else None
+    try:
+        found = {name: each for name, each in config.in_force(ctx) if each.origin != DEFAULT}
+        unread = config.unread(ctx.obj)
+    except UsageError as error:
+        return Finding("settings", (error.message,), {"file": there, "error": error.message})
+    facts = [f"{name} = {config.shown(each.value)} ({config.source(each)})" for name, each in found.items()]
+    values = {name: {"value": each.value, "origin": each.origin} for name, each in found.items()}
+    facts = [there or "no config file", *facts, *unread]
+    return Finding("settings", tuple(facts), {"file": there, "set": values, "unread": unread})
 
 
 def _lines(name: str, facts: tuple[str, ...]) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command("inspect", rich_help_panel=STORES)(inspect)
-    app.command("info", hidden=True)(inspect)
 
 
 def inspect(

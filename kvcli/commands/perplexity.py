@@ -32,7 +32,6 @@ HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %"
 
 def register(app: typer.Typer) -> None:
     app.command("perplexity", rich_help_panel=PLANNING)(perplexity)
-    app.command("ppl", hidden=True)(perplexity)
 
 
 @dataclass(frozen=True)

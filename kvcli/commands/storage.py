@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli import render
+from kvcli import paths, render
 from kvcli.app import App
 from kvcli.errors import UsageError
 from kvcli.globaloptions import require_command
@@ -39,12 +39,12 @@ def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -
     found = kinds(store_folder(cache_dir))
     total = sum(kind.size_bytes for kind in found)
     if json:
-        rows = [
-            {"kind": k.name, "path": str(k.place), "files": len(k.files), "size_bytes": k.size_bytes} for k in found
-        ]
+        rows = [kind.as_object() for kind in found]
         render.print_json({"kv_schema": 1, "storage": rows, "total_bytes": total})
         return
-    table = [[k.name, str(len(k.files)), render.human_bytes(k.size_bytes), k.title, str(k.place)] for k in found]
+    table = [
+        [k.name, str(len(k.files)), render.human_bytes(k.size_bytes), k.title, paths.shown(k.place)] for k in found
+    ]
     table.append(["total", str(sum(len(k.files) for k in found)), render.human_bytes(total), "", ""])
     render.print_table(["kind", "files", "size", "what", "where"], table, ctx.obj, right={1, 2})
 

@@ -6,7 +6,6 @@ Every function returns values for JSON, or raises ProbeFailed with the reason in
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import os
 import platform
 import re
@@ -51,17 +50,6 @@ def compiler() -> dict[str, Any]:
         raise ProbeFailed(f"none found ({', '.join(dict.fromkeys(names))}): only a new installation needs one")
     lines = _output([path, "--version"]).splitlines()
     return {"path": path, "version": lines[0].strip() if lines else "unknown version"}
-
-
-def packages() -> dict[str, str | None]:
-    """Versions of torch and triton; None = not installed."""
-    found: dict[str, str | None] = {}
-    for name in ("torch", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def graphics() -> list[dict[str, Any]]:
