@@ -177,7 +177,7 @@ def test_keys_that_describe_the_file_are_no_reason_to_refuse_it() -> None:
         ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, "rope.scale_linear is 2, and .*factor is 4"),
         ({"attention__sliding_window": -1}, "llama.attention.sliding_window must be 0 or more, not '-1'"),
         ({"attention__sliding_window": 2.5}, "must be a whole number up to"),
-        ({"attention__sliding_window": 4, "attention__sliding_window_pattern": [True]}, "names 1 layers of 3"),
+        ({"attention__sliding_window": 4, "attention__sliding_window_pattern": [True]}, "must name 3 layers, not 1"),
         ({"attention__head_count": [2, 2, 4]}, "llama.attention.head_count differs between the layers"),
         ({"rope__freq_base": "x"}, "llama.rope.freq_base must be a positive number, not 'x'"),
         ({"context_length": float("inf")}, "must be a whole number"),

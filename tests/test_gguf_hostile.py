@@ -92,10 +92,12 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (b"tjgg" + bytes(40), "GGML file"),
-        (b"hello\n", "hello"),
-        (b"GG", "b'GG'"),
-        (b"\x00", "\\x00"),
-        (b"GGUf" + bytes(60), "GGUf"),
+        (b"hello\n", "(it begins with 'hello')"),
+        (b"root:x:0:0:root:/root:/bin/bash\n", "(it begins with 'root:x:0')"),
+        (b"GG", "(it begins with 'GG')"),
+        (b"\x00", "(it begins with the bytes 00)"),
+        (b"\xc3\xa9t\xc3\xa9", "(it begins with the bytes c3 a9 74 c3 a9)"),
+        (b"GGUf" + bytes(60), "(it begins with the bytes 47 47 55 66 00 00 00 00)"),
     ],
 )
 def test_not_a_gguf_file(start: bytes, what: str):
@@ -164,6 +166,14 @@ def test_strings_that_are_not_utf8():
     lazy = parse(build((key("k", 9, long),))).metadata["k"]
     with pytest.raises(ModelError, match=r"f\.gguf: key 'k' holds a string that is not UTF-8"):
         list(lazy)
+
+
+def test_a_name_that_is_not_utf8_is_no_reason_to_refuse_a_model():
+    name, tags = key("general.name", 8, text(b"Mod\xe8le")), array(8, 2, text(b"fran\xe7ais") + text("x"))
+    metadata = parse(build((name, key("general.tags", 9, tags)))).metadata
+    assert metadata == {"general.name": "Mod\ufffdle", "general.tags": ["fran\ufffdais", "x"]}
+    long = array(8, LIST_LIMIT + 1, text("ok") * LIST_LIMIT + text(b"\xe2\x82"))
+    assert parse(build((key("general.tags", 9, long),))).metadata["general.tags"][-1] == "\ufffd"
 
 
 def test_keys_twice():

@@ -6,7 +6,7 @@ same pages; with one they are captured and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import SimpleNamespace
 
@@ -26,10 +26,11 @@ from kvcli.kernels.gpu.matvec import RESIDUAL
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.options import SampleOptions
 from kvcli.runtime import archs, tokengraph
+from kvcli.runtime.cache import layout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import from_gguf
+from kvcli.runtime.config import SLIDING, from_gguf
 from kvcli.runtime.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.engine import Engine
 from kvcli.runtime.eviction import Retention
@@ -72,8 +73,10 @@ class Model:
         reference: bool = False,
         retention: Retention | None = None,
         tokens: int = VOCAB,
+        keys: Mapping[str, object] | None = None,
     ) -> None:
         file = GGUFFile.open(tiny.make_even(arch, quantized, tokens))
+        file.metadata.update(keys or {})
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         assert config.vocab_size == tokens
         self.layout = KVLayout.build(config, types, types, PAGE).by_layer(not reference).evicting(retention)
@@ -168,6 +171,16 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
     assert bool(sealed) == (types != "f16")
     alike(ours, theirs, iter(ids(60)), ((15, 2), (30, 2)) if sealed else ((31, 2),), LIMITS[types])
     assert ours.seq.length == (49 if sealed else 33) and ours.seq.tokens == theirs.seq.tokens
+
+
+def test_a_model_whose_every_layer_slides(monkeypatch):
+    """A llama with one window: pages that fell out of it are gone while tokens go on, and its rows are sealed."""
+    monkeypatch.setattr(layout, "SMALL_WINDOW", 8)
+    keys = {"llama.attention.sliding_window": 20}
+    ours, theirs = Model("llama", "int8", True, keys=keys), Model("llama", "int8", True, reference=True, keys=keys)
+    assert [(g.kind, g.window, g.sealed) for g in ours.layout.groups] == [(SLIDING, 20, True)]
+    alike(ours, theirs, iter(ids(60)), ((47, 2),), LIMITS["int8"])
+    assert ours.seq.pages(0) < 3, "49 rows take four pages, of which the window sees two"
 
 
 def test_rows_that_pad_the_vocabulary_have_no_logits():

@@ -106,6 +106,38 @@ def test_a_vocabulary_only_file(kv_here: KvHere, tmp_path: Path) -> None:
     assert code == 0 and facts["runs"] is False and facts["tensors"] == [] and facts["parameters"] == 0
 
 
+def _adapter(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 16.0)
+    for part in ("a", "b"):
+        writer.add_tensor(f"blk.0.attn_q.weight.lora_{part}", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_an_adapter_is_no_model(kv_here: KvHere, tmp_path: Path) -> None:
+    path = str(_adapter(tmp_path / "lora.gguf"))
+    code, out, err = kv_here("inspect", path)
+    reason = "the file holds a LoRA adapter for llama models, not a model"
+    assert (code, err) == (0, "") and f"runs       no: {reason}\n" in out and "template   none\n" in out
+    facts = json.loads(kv_here("inspect", path, "--json")[1])
+    assert (facts["runs"], facts["problem"], facts["kind"]) == (False, reason, None)
+    for command in (("estimate", path), ("run", "-m", path, "--no-stdin", "hi")):
+        assert kv_here(*command) == (3, "", f"kv: error: {reason}\n  kv runs whole models only\n")
+
+
+def test_a_name_that_is_not_utf8(kv_here: KvHere, tmp_path: Path) -> None:
+    path = _write(tmp_path / "tiny.gguf", "llama")
+    path.write_bytes(path.read_bytes().replace(b"Tiny", b"T\xefny"))
+    code, out, err = kv_here("inspect", str(path))
+    assert (code, err) == (0, "") and "model      T\ufffdny · llama" in out
+
+
 def test_an_unknown_architecture(kv_here: KvHere, tmp_path: Path) -> None:
     code, out, err = kv_here("inspect", str(_write(tmp_path / "new.gguf", "novel")))
     assert (code, err) == (0, "") and "runs       no: kv does not run the architecture 'novel'" in out
@@ -148,7 +180,8 @@ def test_options_that_exclude_each_other(kv_here: KvHere) -> None:
     [
         (None, "no such file"),
         (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(100), "is not a GGUF file"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), "is not a GGUF file but a PNG image"),
+        (b"root:x:0:0:root:/root:/bin/bash\n", "is not a GGUF file (it begins with 'root:x:0')"),
         (b"GGUF\x03\x00\x00\x00", "bad.gguf"),
     ],
 )

@@ -70,7 +70,7 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
         bits = 8 * facts.weight_bytes / facts.parameters
         lines.append(("weights", f"{' · '.join(mix)} · {bits:.2f} bits per weight"))
     lines.append(("tokenizer", _tokenizer_line(facts.tokenizer) if facts.tokenizer else "none"))
-    lines.append(("template", _template_line(facts)))
+    lines.append(("template", _template_line(facts) if facts.tokenizer else "none"))
     if facts.sampling:
         lines.append(("sampling", " · ".join(f"{key} {value}" for key, value in facts.sampling.items())))
     return lines
@@ -123,7 +123,7 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
         "parts": facts.parts,
         "file_bytes": facts.file_bytes,
         "name": facts.name,
-        "kind": "instruct" if facts.template else "base",
+        "kind": None if facts.tokenizer is None else "instruct" if facts.template else "base",
         "arch": facts.arch,
         "license": facts.license or None,
         "parameters": facts.parameters,

@@ -88,17 +88,30 @@ class ModelConfig:
         return "none"
 
 
+# Values of general.type of files that are no models.
+_OTHER_FILES = {
+    "adapter": "a LoRA adapter", "mmproj": "a projector of images or sound", "imatrix": "an importance matrix",
+}  # fmt: skip
+
+
+def check_is_model(metadata: Mapping[str, Any]) -> str:
+    """The architecture of a GGUF file. Raises ModelError for a file that is no model, or does not name it."""
+    arch, kind = metadata.get("general.architecture"), metadata.get("general.type")
+    if kind in _OTHER_FILES:
+        belongs = f" for {arch} models" if isinstance(arch, str) and kind == "adapter" else ""
+        raise ModelError(f"the file holds {_OTHER_FILES[kind]}{belongs}, not a model", "kv runs whole models only")
+    if not isinstance(arch, str):
+        raise ModelError("the GGUF file lacks the key general.architecture", "the file is incomplete; convert it again")
+    return arch
+
+
 def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     """Build the config of a GGUF file.
 
     `tensor_shapes` maps names to shapes in row-major order (rows, columns), as numpy would give them.
     Raises ModelError naming the missing key, or the architecture if `kv` does not know it.
     """
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str):
-        raise ModelError(
-            "the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file"
-        )
+    arch = check_is_model(metadata)
     reader = _READERS.get(arch)
     if reader is None:
         raise ModelError(f"kv does not run the architecture '{arch}'", f"it runs {' and '.join(RUNNABLE)}")
@@ -176,7 +189,9 @@ def _slides(keys: Keys, n_layers: int, every: int) -> list[bool]:
     pattern = keys.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if len(pattern) != n_layers:
-            raise ModelError(f"{keys.arch}.attention.sliding_window_pattern names {len(pattern)} layers of {n_layers}")
+            raise ModelError(
+                f"{keys.arch}.attention.sliding_window_pattern must name {n_layers} layers, not {len(pattern)}"
+            )
         return [bool(x) for x in pattern]
     every = keys.integer("attention.sliding_window_pattern", every, limit=4096, zero=True)
     return [every == 0 or (i + 1) % every != 0 for i in range(n_layers)]

@@ -151,6 +151,12 @@ def parse_header(buffer: Buffer, size: int, label: str) -> Header:
     return Header(version, metadata, tensors, alignment, data_offset)
 
 
+def _legible(start: bytes) -> str:
+    """The first bytes of some file, for people: as text where its first line is that."""
+    line = start.split(b"\n")[0].decode("ascii", "replace")
+    return f"'{line}'" if line and line.isprintable() and line.isascii() else f"the bytes {start.hex(' ')}"
+
+
 def _read_version(cursor: Cursor) -> int:
     start = bytes(cursor.buffer[: min(24, cursor.size)])
     if cursor.size == 0:
@@ -159,8 +165,8 @@ def _read_version(cursor: Cursor) -> int:
         found = next((what for magic, what in _LOOKALIKES.items() if start.startswith(magic)), "")
         if start[8:9] == b"{":
             found = "probably safetensors"
-        begins = f"begins with {start[:8]!r}" + (f": {found}" if found else "")
-        raise ModelError(f"{cursor.label} is not a GGUF file (it {begins})", "kv runs models in .gguf files")
+        what = f"but {found}" if found else f"(it begins with {_legible(start[:8])})"
+        raise ModelError(f"{cursor.label} is not a GGUF file {what}", "kv runs models in .gguf files")
     cursor.pos = 4
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:

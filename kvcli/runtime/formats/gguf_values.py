@@ -46,6 +46,11 @@ def quote(name: str) -> str:
     return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
+def _errors(key: str) -> str:
+    """What to do with bytes of a string that are not UTF-8: a name or note about a model is no reason to refuse it."""
+    return "replace" if key.startswith("general.") else "strict"
+
+
 class NumberArray(Sequence[Any]):
     """A long read-only array of numbers or booleans; items are Python's, `numpy.asarray` gives the array."""
 
@@ -82,20 +87,24 @@ class NumberArray(Sequence[Any]):
 class StringArray(Sequence[str]):
     """A long read-only array of strings, decoded on first use; ModelError then if one is not UTF-8."""
 
-    def __init__(self, buffer: Buffer, starts: array[int], end: int, where: str) -> None:
+    def __init__(self, buffer: Buffer, starts: array[int], end: int, where: str, errors: str = "strict") -> None:
         """`starts`: where each string's 8-byte length is in `buffer`; `end`: where the last string ends."""
-        self._buffer, self._starts, self._end, self._where = buffer, starts, end, where
+        self._buffer, self._starts, self._end, self._where, self._errors = buffer, starts, end, where, errors
         self._strings: list[str] | None = None
 
     def _decoded(self) -> list[str]:
         if self._strings is None:
             raw = self._buffer[self._starts[0] : self._end]
             try:
-                several = len(self._starts) > LIST_LIMIT
-                self._strings = (several and _split_at_nul(raw, self._starts)) or _split_one_by_one(raw, self._starts)
+                several = len(self._starts) > LIST_LIMIT and self._errors == "strict"
+                self._strings = (several and _split_at_nul(raw, self._starts)) or self._split_one_by_one(raw)
             except UnicodeDecodeError:
                 raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
         return self._strings
+
+    def _split_one_by_one(self, raw: bytes) -> list[str]:
+        cuts = [*(start - self._starts[0] for start in self._starts), len(raw)]
+        return [raw[start + 8 : end].decode("utf-8", self._errors) for start, end in pairwise(cuts)]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -126,11 +135,6 @@ def _split_at_nul(raw: bytes, starts: array[int]) -> list[str] | None:
         keep[places + byte] = False
     text = chars[keep].tobytes().decode()
     return text.split("\0")[1:] if text.count("\0") == len(starts) else None
-
-
-def _split_one_by_one(raw: bytes, starts: array[int]) -> list[str]:
-    cuts = [*(start - starts[0] for start in starts), len(raw)]
-    return [raw[start + 8 : end].decode() for start, end in pairwise(cuts)]
 
 
 class Cursor:
@@ -180,13 +184,14 @@ class Cursor:
             raise self.error(f"it claims {count:,} {what}, more than its {self.size:,} bytes can hold")
         return count
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, errors: str = "strict") -> str:
+        """`errors`: what to do with bytes that are not UTF-8, as for `bytes.decode`."""
         length = self.u64(f"the length of {what}")
         self.need(length, what)
         raw = self.buffer[self.pos : self.pos + length]
         self.pos += length
         try:
-            return raw.decode()
+            return raw.decode("utf-8", errors)
         except UnicodeDecodeError:
             raise self.error(f"{what} is not UTF-8") from None
 
@@ -199,7 +204,7 @@ class Cursor:
         if value_type in SCALARS:
             return self.number(value_type, what)
         if value_type == STRING:
-            return self.string(what)
+            return self.string(what, _errors(key))
         if value_type == BOOL:
             value = self.number(U8, what)
             if value > 1:
@@ -251,7 +256,7 @@ class Cursor:
         if overrun:
             self._find_overrun(count, f"the strings of key {quote(key)}")
         self.pos = end
-        return StringArray(self.buffer, starts, end, f"{self.label}: key {quote(key)}")
+        return StringArray(self.buffer, starts, end, f"{self.label}: key {quote(key)}", _errors(key))
 
     def _find_overrun(self, count: int, what: str) -> None:
         """Walk strings that leave the buffer again, with care: always raises ModelError or NeedMoreBytes."""

@@ -13,7 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig, from_gguf, tokens_with_rows
+from kvcli.runtime.config import (
+    FULL,
+    LATENT,
+    RECURRENT,
+    SLIDING,
+    LayerConfig,
+    ModelConfig,
+    check_is_model,
+    from_gguf,
+    tokens_with_rows,
+)
 from kvcli.runtime.planning.shapes import Given, flag_of, override, planning_config
 
 _LIMITS = {"block_count": 4096}
@@ -37,11 +47,7 @@ def config_from_gguf_any(
     Raises ModelError that names the missing or odd key, UsageError for flags that contradict the model.
     """
     given = given or Given()
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str):
-        raise ModelError(
-            "the GGUF file lacks the key general.architecture", "it may be an adapter or a vocabulary file"
-        )
+    arch = check_is_model(metadata)
     try:
         config = from_gguf(metadata, shapes)
     except ModelError:  # not an architecture that kv runs, or not in this form: planning needs less
@@ -180,7 +186,9 @@ class _Reader:
         pattern = self.value("attention.sliding_window_pattern", "", every)
         if isinstance(pattern, Sequence) and not isinstance(pattern, str):
             if len(pattern) < self.n_layers:
-                raise ModelError(f"{self.arch}.attention.sliding_window_pattern names {len(pattern)} layers")
+                raise ModelError(
+                    f"{self.arch}.attention.sliding_window_pattern must name {self.n_layers} layers, not {len(pattern)}"
+                )
             return [window if slides else 0 for slides in pattern[: self.n_layers]]
         every = self._checked("attention.sliding_window_pattern", pattern)
         return [window if every == 0 or (i + 1) % every else 0 for i in range(self.n_layers)]

@@ -116,7 +116,7 @@ class _Reader:
         named = self.data.get("layer_types") or self.data.get("layers_block_type")
         if isinstance(named, list):
             if len(named) != self.n_layers:
-                raise ModelError(f"layer_types in config.json names {len(named)} layers of {self.n_layers}")
+                raise ModelError(f"layer_types in config.json must name {self.n_layers} layers, not {len(named)}")
             return [self._kind(name, window) for name in named]
         every = self.count("full_attention_interval", "attn_layer_period", default=0)
         if every:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import ModelConfig, from_gguf
+from kvcli.runtime.config import ModelConfig, check_is_model, from_gguf
 
 # Storage types that the kernels compute with: the keys of their DECODERS.
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -23,9 +23,10 @@ class Tensor(Protocol):
 
 def judge(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[ModelConfig | None, str]:
     """(config, "") of a model that runs; else why it does not, with the config where that is not the reason."""
-    if not tensors:
-        return None, "the file holds a vocabulary and no weights"
     try:
+        check_is_model(metadata)
+        if not tensors:
+            return None, "the file holds a vocabulary and no weights"
         config = from_gguf(metadata, {name: tensor.shape for name, tensor in tensors.items()})
     except ModelError as error:
         return None, error.message
