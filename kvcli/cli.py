@@ -43,6 +43,7 @@ COMMANDS = (
     "cache",
     "storage",
     "config",
+    "completion",
 )
 
 EXAMPLES = """
@@ -87,6 +88,8 @@ def run_command(args: list[str]) -> int:
         from kvcli.settings import Settings
 
         invocation = Invocation(settings=Settings(COMMANDS, _shared_names), tree=_tree)
+        if "_KV_COMPLETE" in os.environ:
+            return _flushed(_complete(invocation))
         return _flushed(_call(args, invocation))
     except BaseException as error:
         return _report(error, args, invocation)
@@ -143,6 +146,12 @@ def _command(args: list[str]) -> Any:
     command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
     globaloptions.add_to_commands(command)
     return command
+
+
+def _complete(invocation: Invocation) -> int:
+    from kvcli import completion
+
+    return completion.answer(_command(completion.words_so_far()), invocation)
 
 
 def _tree() -> Any:

@@ -49,7 +49,7 @@ def _leaves(group: Any) -> list[Any]:
 
 
 def _print_version(ctx: typer.Context, value: bool) -> None:
-    if value:
+    if value and not ctx.resilient_parsing:
         print("\n".join(versions.lines() if ctx.obj.verbose else [versions.short()]))
         raise typer.Exit
 

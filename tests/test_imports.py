@@ -66,7 +66,7 @@ kvcli.app
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
 kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.cachechecks kvcli.measuring kvcli.storage
-kvcli.doctor
+kvcli.completion kvcli.doctor
 kvcli.commands
 kvcli.cli
 kvcli.__main__
