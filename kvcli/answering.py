@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcli.errors import KVError, OutputError
 from kvcli.interrupt import FINISH, Interrupts
 from kvcli.options import SampleOptions
 from kvcli.overflow import Cut
@@ -48,15 +49,20 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     """
     job.sink.start(job.model, job.sampling)
     parts = []
-    for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history):
-        if isinstance(event, Prefill):
-            job.sink.prefill(event)
-        elif isinstance(event, Token):
-            job.interrupts.stage = FINISH
-            parts.append(event.text)
-            job.sink.token(event)
-        else:
-            end = event
+    try:
+        for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history):
+            if isinstance(event, Prefill):
+                job.sink.prefill(event)
+            elif isinstance(event, Token):
+                job.interrupts.stage = FINISH
+                parts.append(event.text)
+                job.sink.token(event)
+            else:
+                end = event
+    except KVError as error:
+        if not isinstance(error, OutputError):
+            job.sink.broken()
+        raise
     text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
     memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
     checked = verify(engine, max(1, sequence.length)) if job.verify else None

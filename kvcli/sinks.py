@@ -25,6 +25,8 @@ class Sink(Protocol):
 
     def end(self, result: Result, held: str) -> None: ...
 
+    def broken(self) -> None: ...
+
 
 class TextSink:
     """The generated text alone on stdout; a bar on stderr while the prompt is read."""
@@ -51,6 +53,13 @@ class TextSink:
             self.out.end_line()
         self.out.flush()
 
+    def broken(self) -> None:
+        """No more text comes, but an error: it gets a line of its own on a terminal."""
+        self.progress.close()
+        if self.out.tty and not self.out.empty:
+            self.out.end_line()
+        self.out.flush()
+
 
 class CopySink:
     """What another sink does, and the text goes into a file, too: first, so that it has what stdout does not take."""
@@ -74,6 +83,9 @@ class CopySink:
             self.file.end_line()
         self.file.whole = result.end.finish_reason != "interrupted"
         self.sink.end(result, held)
+
+    def broken(self) -> None:
+        self.sink.broken()
 
 
 class NoSink(TextSink):
@@ -106,6 +118,9 @@ class JsonSink:
 
     def end(self, result: Result, held: str) -> None:
         self._line(result_object(result))
+
+    def broken(self) -> None:
+        """The error is an object of its own."""
 
     def _line(self, value: dict[str, Any]) -> None:
         self.out.write(json.dumps(value, ensure_ascii=False) + "\n")

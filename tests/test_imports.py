@@ -31,7 +31,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text .repeats .sam
 .config
 .cache.grouplayout .download.headercache .host.memory
 .host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
-.host.cores
+.host.cores .host.mapped
 .planning.cards .planning.footprint .formats .cache.layout .planning.overheads .planning.runnable
 .text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
 .text.vocabulary .download.hubnames .download.websession

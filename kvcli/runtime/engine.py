@@ -98,6 +98,7 @@ class Engine:
         self.caches: Caches = LiveRows()
         self.exact = load.exact
         self.graph = None if self.keeps_prompt else self._token_graph()
+        file.check()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
         self.cards_before_open: list[Memory] = []
 
@@ -260,16 +261,26 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
-        """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model]."""
+        """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model].
+
+        Raises ModelError where the model's file was truncated meanwhile; then `seq` is as it was.
+        """
         step = seq.reserve(ids)
         hidden = self.model.hidden(step)
+        self._check_weights()
         seq.commit(ids)
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, d_model] -> logits float32 [n, vocab_size]."""
-        return self.model.logits(hidden)
+        """Hidden states [n, d_model] -> logits float32 [n, vocab_size]. Raises ModelError like `forward`."""
+        logits = self.model.logits(hidden)
+        self._check_weights()
+        return logits
+
+    def _check_weights(self) -> None:
+        if self.device.kind == CPU:  # a GPU has its own copy
+            self.model_weights.file.check()
 
     def tokens(
         self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor

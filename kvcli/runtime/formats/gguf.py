@@ -8,9 +8,7 @@ u64 length and its bytes.
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvcli.errors import ModelError
 from kvcli.runtime.formats import splitgguf
 from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, Cursor, NeedMoreBytes, quote
+from kvcli.runtime.formats.localfile import LocalFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,43 +222,16 @@ def _check_extents(cursor: Cursor, tensors: dict[str, TensorInfo]) -> None:
             )
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    """Map a regular, non-empty file for reading. ModelError says what else the path is."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO must not block
-    try:
-        if os.path.isdir(path):
-            raise ModelError(f"{path} is a directory, not a GGUF file", "give the .gguf file inside it")
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        raise ModelError(f"no such file: {path}", "check the path; kv models ls lists the known names") from None
-    except PermissionError:
-        raise ModelError(f"{path} cannot be read: permission denied", "check its owner and mode (ls -l)") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ModelError(f"{str(path)!r} cannot be opened: {reason}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path} is not a regular file", "a model is memory-mapped, so a pipe will not do")
-        if status.st_size == 0:
-            raise ModelError(f"{path} is empty (0 bytes)", "download it again")
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be memory-mapped: {error}") from None
-    finally:
-        os.close(descriptor)
-
-
 class GGUFFile:
     """An open, checked model in one GGUF file or several, whose tensor data stays on disk until it is touched.
 
     `paths` are its files, `path` the first; `size` is the bytes of all.
     """
 
-    def __init__(self, paths: Sequence[Path], header: Header, maps: Sequence[mmap.mmap]) -> None:
+    def __init__(self, paths: Sequence[Path], header: Header, files: Sequence[LocalFile]) -> None:
         self.paths, self.path, self.header = tuple(paths), paths[0], header
-        self.size = sum(len(mapped) for mapped in maps)
-        self._maps: Sequence[mmap.mmap] | None = maps
+        self.size = sum(file.size for file in files)
+        self._files: Sequence[LocalFile] | None = files
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
@@ -268,10 +240,9 @@ class GGUFFile:
         Raises ModelError: missing, unreadable, not GGUF, damaged, truncated, a part of the model is not there.
         """
         paths = splitgguf.part_paths(Path(path))
-        maps = [_map_file(each) for each in paths]
-        labels = [str(each) for each in paths]
-        headers = [parse_header(mapped, len(mapped), label) for mapped, label in zip(maps, labels, strict=True)]
-        return cls(paths, splitgguf.merge(headers, labels), maps)
+        files = [LocalFile(each) for each in paths]
+        headers = [parse_header(file.buffer, file.size, file.label) for file in files]
+        return cls(paths, splitgguf.merge(headers, [file.label for file in files]), files)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -288,18 +259,23 @@ class GGUFFile:
 
     def data(self, name: str) -> np.ndarray:
         """The packed bytes of a tensor: uint8 [nbytes], a read-only view. ModelError if there is none."""
-        if self._maps is None:
+        if self._files is None:
             raise ValueError(f"{self.path} is closed")
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {quote(name)}", DAMAGED)
         import numpy as np
 
-        return np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
+        return np.frombuffer(self._files[tensor.part].buffer, np.uint8, tensor.nbytes, tensor.offset)
+
+    def check(self) -> None:
+        """Raises ModelError if a file was truncated since it was opened: what was read of it since may be zeros."""
+        for file in self._files or ():
+            file.check()
 
     def close(self) -> None:
         """Let go of the files. The memory stays mapped until the last view or lazy array of it is gone."""
-        self._maps = None
+        self._files = None
 
     def __enter__(self) -> GGUFFile:
         return self

@@ -1,4 +1,4 @@
-"""The first bytes of a file on disk, for the readers of headers: mapped, so that nothing else is read."""
+"""A file of a model on disk: mapped, so that only what is looked at is read."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ import stat
 from pathlib import Path
 
 from kvcli.errors import ModelError
+from kvcli.runtime.host.mapped import MappedFile
 
 
-class LocalFile:
+class LocalFile(MappedFile):
     """A regular file, mapped for reading. `size` in bytes; `label` names it in messages."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError: missing, unreadable, empty, a folder or a device."""
-        self.label = str(path)
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO must not block
         try:
+            if os.path.isdir(path):
+                raise ModelError(f"{path} is a directory, not a model file", "give the file inside it")
             descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            raise ModelError(f"no such file: {path}", "check the path; kv models ls lists the known names") from None
+        except PermissionError:
+            raise ModelError(f"{path} cannot be read: permission denied", "check its owner and mode (ls -l)") from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ModelError(f"{self.label!r} cannot be opened: {reason}", "check the path") from None
+            raise ModelError(f"{str(path)!r} cannot be opened: {reason}", "check the path") from None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ModelError(f"{path} is not a regular file", "give a model's file or folder")
+                raise ModelError(f"{path} is not a regular file", "a model is memory-mapped, so a pipe will not do")
             if status.st_size == 0:
                 raise ModelError(f"{path} is empty (0 bytes)", "download it again")
-            self.size = status.st_size
-            self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            super().__init__(descriptor, str(path))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be memory-mapped: {error}") from None
         finally:
@@ -37,7 +42,7 @@ class LocalFile:
 
     def prefix(self, n_bytes: int) -> mmap.mmap:
         """The whole file, of which only what is looked at gets read."""
-        return self._map
+        return self.buffer
 
     def keep(self, n_bytes: int) -> None:
         """Nothing to keep: the file is here."""

@@ -100,6 +100,7 @@ def _hash(file: GGUFFile) -> dict[str, str]:
     tensors = [file.tensors[name] for name in sorted(file.tensors)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
         digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
+    file.check()
     described = [[t.name, list(t.shape), t.type, digest] for t, digest in zip(tensors, digests, strict=True)]
     template = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.chat_template")}
     return {"weights": _sha256(described), "tokenizer": tokenizer_hash(file.metadata), "template": _sha256(template)}

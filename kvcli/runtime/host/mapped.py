@@ -1,0 +1,78 @@
+"""Files mapped for reading, which may be truncated meanwhile by another program. No torch.
+
+Reading what is gone would end the process with a bus error. Where mapped.c was compiled it reads as zeros instead. In
+either case `check` says what happened: ask it after every use, before anything is made of what was read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import weakref
+from pathlib import Path
+
+from kvcli.errors import ModelError
+
+_FILES = 2048  # as in mapped.c
+
+
+class _Buffer(ctypes.Structure):
+    """Python's Py_buffer."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """None where it was not compiled, or does not load."""
+    built = sorted(Path(__file__).parent.glob("_mapped*.so"))
+    if not built:
+        return None
+    try:
+        library = ctypes.CDLL(str(built[0]))
+    except OSError:
+        return None
+    library.kv_watch.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+class MappedFile:
+    """A file as memory: `buffer`, of `size` bytes."""
+
+    def __init__(self, descriptor: int, label: str) -> None:
+        """Map an open file, which may be closed then. `label` names it in messages. Raises OSError and ValueError."""
+        self.label = label
+        self.buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        self.size = len(self.buffer)
+        self._truncated, self._number = (ctypes.c_int32 * 1)(), 0
+        library = _library()
+        if library is not None:
+            number = library.kv_watch(_address(self.buffer), self.size)
+            if number >= 0:
+                self._truncated, self._number = (ctypes.c_int32 * _FILES).in_dll(library, "kv_truncated"), number
+                weakref.finalize(self.buffer, library.kv_forget, number)
+
+    def check(self) -> None:
+        """Raises ModelError if the file was truncated since it was mapped."""
+        if self._truncated[self._number] or self.buffer.size() < self.size:
+            raise ModelError(
+                f"{self.label} was truncated while kv was using it", "put the file in place again, as a whole"
+            )
+
+
+def _address(mapped: mmap.mmap) -> int:
+    """Where it stands: ctypes itself tells that of writable memory only."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
+    address = buffer.buf
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
