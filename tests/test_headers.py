@@ -276,7 +276,7 @@ def test_a_missing_shard(site: RangeSite, tmp_path: Path) -> None:
     add_repository(site, "org/toy", files)
     with pytest.raises(DownloadError, match="lacks model-00002-of-00002"):
         read_header("org/toy")
-    with pytest.raises(ModelError, match="No such file"):
+    with pytest.raises(ModelError, match="no such file"):
         read_header(str(on_disk(tmp_path / "model", files)))
 
 
@@ -303,7 +303,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"is a folder without model\.safetensors"):
         read_header(str(tmp_path))
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(ModelError, match=r"not a regular file"):
+    with pytest.raises(ModelError, match=r"is a directory"):
         read_header(str(tmp_path))
 
 
