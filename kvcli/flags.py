@@ -240,10 +240,19 @@ class SampleFlags:
         float | None,
         _sampling("--min-p", metavar="F", help="0 = off.", show_default="the model's, else 0.05"),
     ] = None
-    repeat_penalty: Annotated[float, _sampling("--repeat-penalty", metavar="F", help="1 = off.")] = 1.0
+    repeat_penalty: Annotated[
+        float | None,
+        _sampling("--repeat-penalty", metavar="F", help="1 = off.", show_default="the model's, else 1"),
+    ] = None
     repeat_last_n: Annotated[
-        int, _sampling("--repeat-last-n", metavar="N", help="Tokens the penalties look back on; -1 = all.")
-    ] = 64
+        int | None,
+        _sampling(
+            "--repeat-last-n",
+            metavar="N",
+            help="Tokens the penalties look back on; -1 = all.",
+            show_default="the model's, else 64",
+        ),
+    ] = None
     presence_penalty: Annotated[float, _sampling("--presence-penalty", metavar="F", help="0 = off.")] = 0.0
     frequency_penalty: Annotated[float, _sampling("--frequency-penalty", metavar="F", help="0 = off.")] = 0.0
     dry_multiplier: Annotated[

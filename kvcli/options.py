@@ -85,8 +85,8 @@ class SampleOptions:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens the three penalties look back on; 0 = off, -1 = the whole context
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None  # tokens the three penalties look back on; 0 = off, -1 = the whole context
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0  # 0 = DRY is off

@@ -96,7 +96,8 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     assert (cache.page_size, cache.tail, cache.sinks) == (64, 1, 1)
     sample = kv.engine.calls[-1][1]
     assert (sample.max_tokens, sample.unattended, sample.loop_stop) == (4096, True, True)
-    assert (sample.repeat_penalty, sample.dry_multiplier, sample.dry_base, sample.dry_allowed_length) == (1, 0, 1.75, 2)
+    assert (sample.repeat_penalty, sample.repeat_last_n) == (1, 64)
+    assert (sample.dry_multiplier, sample.dry_base, sample.dry_allowed_length) == (0, 1.75, 2)
     assert (sample.dry_penalty_last_n, sample.dry_sequence_breakers) == (-1, ("\n", ":", '"', "*"))
     monkeypatch.setenv("KV_MODEL", "other")
     kv("run", "hello", "-ctk", "f16")

@@ -10,6 +10,7 @@ import torch
 
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.options import SampleOptions
+from kvcli.runtime import sampling
 from kvcli.runtime.sampler import Sampler
 
 OFF = SampleOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
@@ -240,6 +241,12 @@ def test_defaults_of_the_program_the_model_and_the_user():
         "min_p": 0.05,
     }
     model = {"temp": 0.3, "top_k": 7, "top_p": 0.5, "min_p": 0.0, "other": 1.0}
+    assert sampling.not_obeyed(model) == sampling.not_obeyed({"mirostat": 0, "xtc_threshold": 0.1}) == ""
+    assert "have: general.sampling.mirostat" in sampling.not_obeyed({"mirostat": 2, "mirostat_tau": 5.0})
+    penalised = Sampler(SampleOptions(), {"penalty_repeat": 1.05, "penalty_last_n": -1}, 10).effective
+    assert (penalised["repeat_penalty"], penalised["repeat_last_n"]) == (1.05, -1)
+    options = SampleOptions(repeat_penalty=1.0, repeat_last_n=0)
+    assert Sampler(options, {"penalty_repeat": 1.05}, 10).effective["repeat_penalty"] == 1
     found = Sampler(SampleOptions(top_k=9, seed=4), model, 10).effective
     assert (found["temperature"], found["top_k"], found["top_p"], found["min_p"]) == (0.3, 9, 0.5, 0.0)
     assert found["seed"] == 4 and found["repeat_last_n"] == 64 and found["logit_bias"] == {}
@@ -283,12 +290,16 @@ def test_values_out_of_range_name_the_flag(changes: dict[str, object], flag: str
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("temp", -1.0), ("top_k", 2.5), ("top_k", True), ("top_p", "much"), ("min_p", [0.5])]
+    ("key", "value"),
+    [
+        *(("temp", -1.0), ("top_k", 2.5), ("top_k", True), ("top_p", "much"), ("min_p", [0.5])),
+        *(("penalty_repeat", 0.0), ("penalty_last_n", -2)),
+    ],
 )
 def test_a_model_with_senseless_defaults(key: str, value: object):
     with pytest.raises(ModelError, match=f"general.sampling.{key}"):
         Sampler(SampleOptions(), {key: value}, 10)
-    options = SampleOptions(temperature=1.0, top_k=1, top_p=0.5, min_p=0.1)
+    options = SampleOptions(1.0, 1, 0.5, 0.1, 1.0, 64)
     assert Sampler(options, {key: value}, 10).effective["top_k"] == 1  # the user's values stand over them
 
 

@@ -15,7 +15,7 @@ from kvcli import kernels
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.estimate import Plan, engine_budget, engine_setting
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
-from kvcli.runtime import archs, eviction, guard
+from kvcli.runtime import archs, eviction, guard, sampling
 from kvcli.runtime.cache.cachetypes import canonical
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
@@ -84,6 +84,8 @@ class Engine:
             if template:
                 template.watch(self.tokenizer.controls, self._tell_lost_control)
         self.sampling_defaults = _sampling_defaults(file)
+        if asked := sampling.not_obeyed(self.sampling_defaults):
+            self.notices.append(asked)
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         ops, notice = kernels.backend(load.backend, threads, str(self.device))
         self.backend = ops.name

@@ -41,8 +41,15 @@ _RULES = {
     "dry_penalty_last_n": _Rule("--dry-penalty-last-n", "-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
     "seed": _Rule("--seed", "-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
 }
-_BUILT_IN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-_MODEL_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_BUILT_IN = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0, "repeat_last_n": 64
+}  # fmt: skip
+# What models call their own ones, after general.sampling.
+_MODEL_KEYS = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat_penalty": "penalty_repeat",
+    "repeat_last_n": "penalty_last_n",
+}  # fmt: skip
+_NOT_HAD = ("xtc_probability", "mirostat")  # 0 = off
 
 
 def check(options: SampleOptions) -> None:
@@ -57,7 +64,7 @@ def check(options: SampleOptions) -> None:
 
 
 def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int) -> SampleOptions:
-    """The options with nothing left open: the model's `defaults` (keys temp, top_k, top_p, min_p) and a seed filled in.
+    """The options with nothing left open: the model's `defaults` (by the keys of its file) and a seed filled in.
 
     Raises UsageError naming a flag, ModelError naming the key of a default that makes no sense.
     """
@@ -71,6 +78,12 @@ def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int
     if options.seed == -1:
         found["seed"] = secrets.randbits(32)
     return replace(options, **found)
+
+
+def not_obeyed(defaults: Mapping[str, Any]) -> str:
+    """What a model would have of us that we cannot do; "" = nothing."""
+    asked = [f"general.sampling.{key}" for key in _NOT_HAD if defaults.get(key)]
+    return f"the model asks for sampling that kv does not have: {', '.join(asked)}" if asked else ""
 
 
 def _default(name: str, defaults: Mapping[str, Any]) -> Any:
