@@ -63,11 +63,14 @@ class PromptCacheOptions:
     save_answer: bool = False  # the file gets the generated rows too
     read_only: bool = False  # the file is never written
     strict: bool = False  # a file that cannot be used is an error
+    replace: bool = False  # a prompt cache that is there is not read, and is replaced whatever it has
     store: Path | None = None  # the store's folder; None = no store
     min_tokens: int = 1024  # shorter prompts are not worth a file of the store
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
     memory: bool = False  # pages stay in the pool for the next prompt of this process
+    source: str = ""  # where the text of prompts is from, for people: names of files
+    lead: int = 0  # first tokens of a prompt that are not the user's: template, system message
     awaited: bool = False  # an answer ends when all is written: what is told of it is what came of it
     chat: str | None = None  # the saved chat whose turns the prompts are, "" = a chat that is not saved; None = no chat
 

@@ -40,20 +40,20 @@ class StoreFlags:
         bool, _option("--cache/--no-cache", help="Keep the rows of long prompts on disk, and use them.")
     ] = True
     cache_dir: CacheDir = None
-    cache_min_tokens: Annotated[int, _option("--cache-min-tokens", metavar="N", help="What a long prompt is.")] = (
-        PromptCacheOptions.min_tokens
-    )
-    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Most bytes of all that is kept.")] = (
+    cache_min_tokens: Annotated[
+        int, _option("--cache-min-tokens", metavar="N", help="What a long prompt is, at least.")
+    ] = PromptCacheOptions.min_tokens
+    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Maximum size of all that is kept.")] = (
         CACHE_SIZE
     )
-    cache_ttl: Annotated[str, _option("--cache-ttl", metavar="TIME", help="How long it is kept unused: 36h, 7d.")] = (
+    cache_ttl: Annotated[str, _option("--cache-ttl", metavar="TIME", help="Remove what was unused for this long.")] = (
         CACHE_TTL
     )
 
     def options(self, invocation: Invocation) -> PromptCacheOptions:
         """Raises UsageError for a value out of range; a folder that cannot be made is told at once."""
         if self.cache_min_tokens < 1:
-            raise UsageError(f"--cache-min-tokens is {self.cache_min_tokens}", "it is 1 or more")
+            raise UsageError(f"--cache-min-tokens must be 1 or more, not {self.cache_min_tokens}")
         size = parse_size(self.cache_size, "--cache-size")
         ttl = parse_time(self.cache_ttl, "--cache-ttl")
         folder = store_folder(self.cache_dir) if self.use_cache else None
@@ -77,7 +77,11 @@ class FileFlags:
     prompt_cache_all: Annotated[bool, _option("--prompt-cache-all", help="Keep the answer's rows in it, too.")] = False
     prompt_cache_ro: Annotated[bool, _option("--prompt-cache-ro", help="Never write it.")] = False
     prompt_cache_strict: Annotated[
-        bool, _option("--prompt-cache-strict", help="A file that cannot be used ends the run with exit code 6.")
+        bool,
+        _option(
+            "--prompt-cache-strict",
+            help="A file that is damaged, or of another model or setting, is an error (exit 6); another prompt is not.",
+        ),
     ] = False
 
     def add_to(self, options: PromptCacheOptions) -> PromptCacheOptions:
@@ -88,7 +92,7 @@ class FileFlags:
                 raise UsageError(f"{given[0]} needs --prompt-cache FILE", "it says what becomes of that file")
             return options
         if not self.prompt_cache:
-            raise UsageError("--prompt-cache is ''", "give the name of a file, or leave it out")
+            raise UsageError("--prompt-cache needs the name of a file, not ''")
         if self.prompt_cache_all and self.prompt_cache_ro:
             raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other", "leave one of them out")
         if self.prompt_cache_ro:

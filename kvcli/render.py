@@ -22,6 +22,7 @@ from kvcli.streams import write_err
 from kvcli.telling import Tell
 
 _RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+SPARED_FOR = 24  # columns of a terminal that the last column of a table should have
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
 
 
@@ -59,6 +60,11 @@ def human_count(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def counted(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def one_line(text: str) -> str:
     """The text on one line with control characters made visible, for messages that name user input."""
     joined = " ".join(text.split())
@@ -88,23 +94,35 @@ def print_json(value: Any) -> None:
 
 
 def print_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], invocation: Invocation, right: Collection[int] = ()
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    invocation: Invocation,
+    right: Collection[int] = (),
+    spare: Sequence[int] = (),
 ) -> None:
     """An aligned table on stdout, without frames, so that it can be grepped and cut.
 
-    `right` holds the indexes of the columns that are aligned to the right.
+    `right` holds the indexes of the columns that are aligned to the right. On a terminal lines are cut at its end;
+    where the last column would have less than SPARED_FOR columns, those of `spare` are left out, one after the other.
     """
     from rich.cells import cell_len
 
     cells = [list(headers), *([one_line(cell) for cell in row] for row in rows)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(headers))]
+    shown = list(range(len(headers)))
+    for column in spare if is_terminal(sys.stdout) else ():
+        if sum(widths[i] + 2 for i in shown[:-1]) + SPARED_FOR > shutil.get_terminal_size().columns:
+            shown.remove(column)
     lines = []
     for row in cells:
         padded = [
-            " " * (width - cell_len(cell)) + cell if i in right else cell + " " * (width - cell_len(cell))
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            " " * (widths[i] - cell_len(row[i])) + row[i]
+            if i in right
+            else row[i] + " " * (widths[i] - cell_len(row[i]))
+            for i in shown
         ]
-        lines.append("  ".join(padded).rstrip())
+        line = "  ".join(padded).rstrip()
+        lines.append(fitting(line) if spare else line)
     if use_color(sys.stdout, invocation.color):
         lines[0] = f"{_BOLD}{lines[0]}{_RESET}"
     write_out("\n".join(lines) + "\n")

@@ -48,6 +48,12 @@ def test_the_size_of_a_file_is_what_estimate_says(variant: str, types: str, kv_h
     assert planned > 30_000 and -4096 <= file.stat().st_size - planned <= 16_384
 
 
+def _listed(kv: KvHere, *args: str) -> dict:
+    code, out, err = kv("cache", "ls", "--json", *args)
+    assert code == 0, err
+    return json.loads(out)
+
+
 def test_the_store_by_itself(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     store = ("--cache-min-tokens", "50")
     first = _run(kv_here, *model, *store, TEXT + "Who?")
@@ -61,8 +67,8 @@ def test_the_store_by_itself(kv_here: KvHere, model: tuple[str, ...], tmp_path: 
     assert second["text"] == cold["text"] and second["stderr"] == ""
     assert cold["usage"]["cache_read_tokens"] == 0
     code, out, _ = kv_here("cache", "ls", "--json")
-    listed = json.loads(out)
-    assert code == 0 and len(listed) == 2 and {entry["types"] for entry in listed} == {"f16"}
+    listed = json.loads(out)["entries"]
+    assert code == 0 and len(listed) == 2 and {entry["type_k"] for entry in listed} == {"f16"}
     code, out, _ = kv_here("cache", "show", next(e["id"] for e in listed if not e["first_token"]), "--tokens")
     assert code == 0 and len(out.split()) == first["usage"]["prompt_tokens"]
     assert kv_here("cache", "verify")[0] == 0
@@ -71,7 +77,7 @@ def test_the_store_by_itself(kv_here: KvHere, model: tuple[str, ...], tmp_path: 
     assert code == 2 and "-y" in err
     assert kv_here("cache", "rm", listed[0]["id"][:6], "-y")[1].strip() == listed[0]["id"]
     assert kv_here("cache", "prune", "--max-size", "0", "-y")[1].strip() == listed[1]["id"]
-    assert kv_here("cache", "ls", "--json")[1] == "[]\n"
+    assert json.loads(kv_here("cache", "ls", "--json")[1])["entries"] == []
     assert kv_here("cache", "path")[1].strip() == str(tmp_path / "cache" / "kv" / "prompts")
 
 
@@ -109,7 +115,7 @@ def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]
     store = ("--cache-min-tokens", "50")
     for text in (TEXT + "Who?", TEXT + "Who? " + TEXT + "Why?"):
         _run(kv_here, *model, *store, text)
-    files = {entry["first_token"]: entry["path"] for entry in json.loads(kv_here("cache", "ls", "--json")[1])}
+    files = {entry["first_token"]: entry["path"] for entry in _listed(kv_here)["entries"]}
     assert len(files) == 2
     later = max(files)
     before = Path(files[0]).read_bytes()
@@ -123,7 +129,8 @@ def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]
     assert (code, out) == (6, "") and f"holds only tokens {later} to" in err
     code, out, err = kv_here("cache", "verify", "--recompute", "1", "-t", "1", *model)
     assert (code, err) == (0, "") and f"not computed again: it begins at token {later}" in out and "max error 0" in out
-    assert kv_here("cache", "verify", files[later], "--recompute", "1", *model)[0] == 6
+    code, _, err = kv_here("cache", "verify", files[later], "--recompute", "1", *model)
+    assert code == 2 and f"cannot be computed again: it begins at token {later}" in err
     assert kv_here("cache", "verify", "--recompute", "-1", *model)[0] == 2
 
 
@@ -137,7 +144,7 @@ def test_less_than_a_page_is_not_reused(kv_here: KvHere, model: tuple[str, ...],
 
 def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     code, _, err = kv_here("run", *RUN, *model, "--prompt-cache", "", TEXT)
-    assert code == 2 and "--prompt-cache is ''" in err
+    assert code == 2 and "--prompt-cache needs the name of a file" in err
     code, _, err = kv_here("run", *RUN, *model, "--cache-size", "much", TEXT)
     assert code == 2 and "share" not in err
     (tmp_path / "file").write_text("")
@@ -146,7 +153,6 @@ def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, 
     _run(kv_here, *model, "--cache-dir", str(tmp_path / ("long" * 75)), "x")  # a name that no system takes
     _run(kv_here, *model, "--no-cache", "--prompt-cache", str(tmp_path / "y"), TEXT)
     assert kv_here("cache", "show", str(tmp_path / "y"), "--json", "--tokens")[0] == 2
-    assert max(map(len, kv_here("cache", "show", str(tmp_path / "y"))[1].splitlines())) > 300
 
 
 def test_files_without_16_bit_pages_at_the_start(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:

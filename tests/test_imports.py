@@ -64,8 +64,8 @@ kvcli.render
 kvcli.globaloptions kvcli.remarks
 kvcli.app
 kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
-kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
-kvcli.answering kvcli.cachechecks kvcli.measuring kvcli.storage
+kvcli.asking kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
+kvcli.answering kvcli.measuring kvcli.storage
 kvcli.completion kvcli.doctor
 kvcli.commands
 kvcli.cli

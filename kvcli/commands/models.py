@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from kvcli import render
 from kvcli.app import App
+from kvcli.asking import confirm_removal
 from kvcli.errors import CheckFailed, ModelError, UsageError
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
@@ -154,11 +154,7 @@ def rm(
 
 
 def _ask(found: Sequence[Entry], yes: bool) -> None:
-    """Typer's Abort, or UsageError where there is nobody to ask, unless the user agrees."""
-    if yes:
-        return
+    """See `confirm_removal`."""
     names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
     size = render.human_bytes(sum(path.stat().st_size for entry in found for path in entry.files))
-    if not render.is_terminal(sys.stdin):
-        raise UsageError(f"not removing {names} unasked", "there is no terminal to ask on: add -y")
-    typer.confirm(f"Remove {names} ({size})?", abort=True, err=True)
+    confirm_removal(f"{names} ({size})", yes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,11 @@ class PromptFlags:
         ),
     ] = None
     special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
+
+    @property
+    def source(self) -> str:
+        """Where the text is from, for people: the names of files."""
+        return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
 
     def question(self, instruction: str | None, system: SystemFlags, invocation: Invocation) -> Question:
         """What is asked. Raises UsageError, InputBytesError."""
@@ -246,6 +252,7 @@ def run(
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
+        kept = replace(kept, source=prompt.source, lead=question.text(engine, ids)[0])
         with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
             try:
                 result = _answers(engine, ids, job, output.n_samples)

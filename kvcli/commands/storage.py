@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli import paths, render
 from kvcli.app import App
+from kvcli.asking import confirm_removal
 from kvcli.errors import UsageError
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
@@ -74,22 +74,11 @@ def rm(
     if not found:
         render.notice("there is nothing to remove", ctx.obj)
         return
-    _ask(found, yes)
+    confirm_removal(", ".join(map(_amount, found)), yes)
     for kind in found:
         clear(kind)
         render.notice(f"removed {_amount(kind)}", ctx.obj)
 
 
-def _ask(found: list[Kind], yes: bool) -> None:
-    """Typer's Abort, or UsageError where there is nobody to ask, unless the user agrees."""
-    if yes:
-        return
-    what = ", ".join(_amount(kind) for kind in found)
-    if not render.is_terminal(sys.stdin):
-        raise UsageError(f"not removing {what} unasked", "there is no terminal to ask on: add -y")
-    typer.confirm(f"Remove {what}?", abort=True, err=True)
-
-
 def _amount(kind: Kind) -> str:
-    count = len(kind.files)
-    return f"{kind.name} ({count} {'file' if count == 1 else 'files'}, {render.human_bytes(kind.size_bytes)})"
+    return f"{kind.name} ({render.counted(len(kind.files), 'file')}, {render.human_bytes(kind.size_bytes)})"

@@ -22,7 +22,7 @@ from kvcli.app import App
 from kvcli.commands.chat import saved, slash, transcript
 from kvcli.commands.chat.flags import ChatFlags
 from kvcli.commands.chat.group import ChatGroup
-from kvcli.commands.chat.session import ChatOptions, ChatSession, counted
+from kvcli.commands.chat.session import ChatOptions, ChatSession
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import DEFAULT_MODEL, CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
@@ -31,6 +31,7 @@ from kvcli.inputs import decode, drop_mark
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import StoreFlags
+from kvcli.render import counted
 from kvcli.runtime.promptcaches import sessions
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, keys_wait, say, write_err

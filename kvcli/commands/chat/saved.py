@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsons
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcli import cachefiles, render
+from kvcli.asking import confirm_removal
 from kvcli.commands.chat import transcript
 from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
@@ -98,7 +98,9 @@ def export(
     if output is None:
         render.write_out(text)
     else:
-        OutputFile(output).write(text)
+        with OutputFile(output) as file:
+            file.write(text)
+            file.whole = True
 
 
 def rm(
@@ -117,10 +119,8 @@ def rm(
     for name in wanted:
         if sessions.check_name(name) not in there:
             raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
-    if wanted and not yes:
-        if not render.is_terminal(sys.stdin):
-            raise UsageError(f"not removing {', '.join(wanted)} unasked", "there is no terminal to ask on: add -y")
-        typer.confirm(f"Delete {', '.join(wanted)}?", abort=True, err=True)
+    if wanted:
+        confirm_removal(", ".join(wanted), yes)
     for name in wanted:
         sessions.remove(name)
     freed = _remove_rows(wanted, store_folder(cache_dir))

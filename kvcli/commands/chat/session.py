@@ -12,6 +12,7 @@ from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.inputs import read_file
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.render import counted
 from kvcli.report import CacheFacts, Result, stats_line
 from kvcli.runtime import eviction
 from kvcli.runtime.events import Usage
@@ -70,11 +71,6 @@ class File:
     tokens: int
 
 
-def counted(number: int, noun: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 class ChatSession:
     """A conversation, the sequence that caches it, and the caches that outlive it. `close` it.
 
@@ -106,9 +102,16 @@ class ChatSession:
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
     def _open_caches(self) -> None:
-        kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as)
+        kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as, lead=self._lead())
         self.caches = self.engine.use_caches(kept, self.tell)
         self.caches.elsewhere = self.branches.elsewhere
+
+    def _lead(self) -> int:
+        """How many tokens come before the first message; 0 for a template that does not say."""
+        try:
+            return self.conversation.system_tokens()
+        except KVError:
+            return 0
 
     def close(self) -> None:
         """Keep the rows of a saved chat, and let go of everything."""

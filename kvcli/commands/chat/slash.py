@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from kvcli.answering import settle
 from kvcli.commands.chat import settings, transcript
-from kvcli.commands.chat.session import ChatSession, counted
+from kvcli.commands.chat.session import ChatSession
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.options import EvictOptions
-from kvcli.render import human_bytes
+from kvcli.render import counted, human_bytes
 from kvcli.report import stats_line
 from kvcli.runtime.promptcaches.sessions import path_of
 from kvcli.streams import say, write_err

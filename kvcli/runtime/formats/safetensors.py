@@ -74,6 +74,9 @@ def parse_header(buffer: Buffer, size: int, label: str) -> Header:
     return Header(tensors, metadata, end)
 
 
+_NONSENSE = 1 << 40  # no size of a header, but eight bytes of something else
+
+
 def _header_length(buffer: Buffer, size: int, label: str) -> int:
     if size < LENGTH_BYTES + 2:
         raise ModelError(f"{label} is not a safetensors file: it has {size} bytes", "download it again")
@@ -82,7 +85,9 @@ def _header_length(buffer: Buffer, size: int, label: str) -> int:
     start = bytes(buffer[:LENGTH_BYTES])
     length = int(struct.unpack("<Q", start)[0])
     if length > MAX_HEADER_BYTES:
-        what = f"its header would have {length:,} bytes, more than {MAX_HEADER_BYTES:,}"
+        what = "its first 8 bytes are not the size of a header"
+        if length < _NONSENSE:
+            what = f"its header would have {length:,} bytes, more than {MAX_HEADER_BYTES:,}"
         found = " (it is a GGUF file)" if start.startswith(b"GGUF") else ""
         raise ModelError(f"{label} is not a safetensors file: {what}{found}", DAMAGED)
     if LENGTH_BYTES + length > size:

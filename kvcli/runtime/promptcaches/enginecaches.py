@@ -46,7 +46,7 @@ def setting(engine: Opened) -> Setting:
         identity=lambda: fingerprint.identity(engine.model_weights.file, engine.config, engine.layout),
         computed_on=computed_on(engine),
         model=engine.config.name,
-        text_of=lambda token: engine.tokenizer.decode([token]),
+        text_of=engine.tokenizer.decode,
         convert=lambda file, agrees: _convert(engine, file, agrees),
     )
 

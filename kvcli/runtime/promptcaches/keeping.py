@@ -24,6 +24,8 @@ from kvcli.runtime.promptcaches.promptcache import Contents
 from kvcli.runtime.promptcaches.promptstore import Kept, Limits, PromptStore
 from kvcli.telling import Tell
 
+WORDS = 64  # tokens of a file's text that it tells in words
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -34,7 +36,7 @@ class Setting:
     identity: Callable[[], dict[str, str]]  # see fingerprint.py; takes a while for a model that is new
     computed_on: str
     model: str
-    text_of: Callable[[int], str]
+    text_of: Callable[[list[int]], str]
     convert: userfile.Convert
 
 
@@ -114,8 +116,8 @@ class Keeper:
             most, days = self.options.max_bytes / (1 << 20), self.options.ttl_s / 86400
             room = f"{most / 1024:.3g} GiB" if most >= 1024 else f"{most:.3g} MiB"
             self.tell.announce(
-                f"long prompts are kept in {store.root}, at most {room} for {days:.3g} days, and need not be"
-                " computed again; --no-cache turns that off"
+                f"long prompts, their text included, are kept in {store.root}, at most {room} for {days:.3g} days, and"
+                " need not be computed again; --no-cache turns that off"
             )
 
     def _replace(self, file: Kept, plan: Plan) -> None:
@@ -155,6 +157,9 @@ class Keeper:
         """What a file says that has these pages, and the tokens from `start` on."""
         setting, arenas = self.setting, self.setting.pool.layout.arenas
         about = userfile.about(setting.model, setting.computed_on, seq.losses(), seconds, self.exact) | more
+        about["begins"] = " ".join(setting.text_of(seq.tokens[max(start, self.options.lead) :][:WORDS]).split())
+        about |= {"source": self.options.source} if self.options.source else {}
+        about |= {"chat": self.options.chat} if self.options.chat is not None else {}
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
         basis = basis_arrays(seq.bases)
         return Contents(identity, seq.tokens[start:], list(keys), sizes, basis, about, start, parent)

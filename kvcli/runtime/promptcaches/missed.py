@@ -13,15 +13,15 @@ from kvcli.runtime.promptcaches.settings import differences, sentence
 NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
 
 
-def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[int], str]) -> str:
+def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Where a stored prompt and this one part."""
     if shared == len(wanted) or shared == len(held):
         return f"{name} shares {shared:,} tokens with this prompt, too few to be of use"
-    parted = f"{text_of(held[shared])!r}, here {text_of(wanted[shared])!r}"
+    parted = f"{text_of([held[shared]])!r}, here {text_of([wanted[shared]])!r}"
     return f"{name} shares the first {shared:,} tokens with this prompt; then it has {parted}"
 
 
-def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callable[[int], str]) -> str:
+def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Why the store had nothing, or less than it might have; "" if it could not have."""
     shared = max(found.closest, store.page_size - 1)
     if other := _under_other_settings(store, prompt, shared):
@@ -34,7 +34,7 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
         return f"a stored prompt shares {found.closest:,} tokens with this one; less than a page is not read"
     parted = ""
     if found.closest_next is not None:
-        parted = f" (it has {text_of(found.closest_next)!r}, this one {text_of(prompt[found.closest])!r})"
+        parted = f" (it has {text_of([found.closest_next])!r}, this one {text_of([prompt[found.closest]])!r})"
     return f"no stored prompt begins like this one: the closest differs at token {found.closest:,}{parted}"
 
 

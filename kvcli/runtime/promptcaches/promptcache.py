@@ -34,6 +34,7 @@ from kvcli.runtime.promptcaches.settings import differences, sentence
 FORMAT, VERSION = "kv-prompt-cache", "1"
 ALIGN = 4096
 MAX_TOKENS = 1 << 28
+_MARK_BYTES = 80  # at the start of a file, which say whether it is one of ours
 _REDO = "kv cache build makes a new one"
 
 
@@ -91,8 +92,6 @@ class PromptCacheFile:
     def _parse(self, expected: Mapping[str, str] | None) -> None:
         header, raw = self._read_header()
         metadata = header.metadata
-        if metadata.get("format") != FORMAT:
-            raise CacheFileError(f"{self.path} is not a prompt cache", "kv cache build makes one")
         if metadata.get("version") != VERSION:
             raise foreign(self.path, f"format version {metadata.get('version')}, this kv reads {VERSION}")
         try:
@@ -104,7 +103,12 @@ class PromptCacheFile:
         self._check_digest(header, raw)
 
     def _read_header(self) -> tuple[Header, bytes]:
-        wanted, size = 8, self.status.st_size
+        wanted, size = _MARK_BYTES, self.status.st_size
+        start = self._pread(min(wanted, size), 0)
+        if not start:
+            raise damaged(self.path, "it is empty")
+        if not _marked(start):
+            raise CacheFileError(f"{self.path} is not a prompt cache", "kv cache build makes one")
         while True:
             raw = self._pread(min(wanted, size), 0)
             try:
@@ -214,10 +218,15 @@ def is_prompt_cache(path: Path) -> bool:
     except CacheFileError:
         return False
     try:
-        start = os.read(descriptor, 80)
+        start = os.read(descriptor, _MARK_BYTES)
     finally:
         os.close(descriptor)
-    return start[8:].startswith(b'{"__metadata__":{"format":"' + FORMAT.encode()) or not start
+    return _marked(start) or not start
+
+
+def _marked(start: bytes) -> bool:
+    """Whether these are the first bytes of a file of ours."""
+    return start[8:].startswith(b'{"__metadata__":{"format":"' + FORMAT.encode())
 
 
 def foreign(path: Path, with_what: str) -> CacheFileError:

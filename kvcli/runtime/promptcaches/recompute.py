@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.errors import CacheFileError
+from kvcli.errors import UsageError
 from kvcli.kernels import PagedKV
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcaches.pagefiles import bases_of, load_pages
@@ -28,18 +28,21 @@ class Difference:
     max_error: float
     divergence: float
 
+    def __str__(self) -> str:
+        pages = f"{self.pages} page{'' if self.pages == 1 else 's'} computed again"
+        return f"{pages}: max error {self.max_error:.3g}, KL divergence of the next token {self.divergence:.3g}"
+
 
 @torch.inference_mode()
 def compare(engine: Engine, file: PromptCacheFile, pages: int) -> Difference:
-    """Prefill the file's tokens from nothing and compare. Raises CacheFileError for a file that is only a part."""
+    """Prefill the file's tokens, from token 0 on, from nothing and compare. Raises UsageError for a file that cannot be
+    gone on from, CacheFileError for a damaged one."""
     contents = file.contents
-    if contents.start:
-        hint = "only files that begin at token 0 can be computed again"
-        raise CacheFileError(f"{file.path} begins at token {contents.start:,}", hint)
     layout, pool, n = engine.layout, engine.pool, len(contents.tokens)
     length = longest(layout, n - 1, dict.fromkeys(contents.pages, n))
     if not length:
-        raise CacheFileError(f"{file.path} has no rows that can be gone on from")
+        told = "it has one token" if n == 1 else "other files have some of the pages that its last token sees"
+        raise UsageError(told, "there is nothing to compare with")
     loaded = load_pages(pool, dict.fromkeys(needed(layout, length), file))
     kept, fresh = engine.new_sequence(), engine.new_sequence()
     kept.adopt(contents.tokens[:length], loaded, bases_of(contents.basis, layout, length, pool.device))

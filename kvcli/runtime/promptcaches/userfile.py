@@ -27,20 +27,23 @@ class UserFile:
     def __init__(self, options: PromptCacheOptions) -> None:
         assert options.file is not None
         self.path: Path = options.file
-        self.read_only = options.read_only
+        self.read_only, self.replaces = options.read_only, options.replace
         self.tokens: list[int] = []  # what it holds
         self.asked = False
         self.converts = False  # it is of another cache type
         self._keep = False  # not ours to replace
 
     def open(self, identity: Mapping[str, str]) -> PromptCacheFile:
-        """The file, checked but for its pages. Raises FileNotFoundError if there is none, and CacheFileError."""
+        """The file, checked but for its pages. Raises FileNotFoundError if there is none, or none that is wanted, and
+        CacheFileError."""
         self.asked = True
         if not os.path.lexists(self.path):
             if self.read_only:
                 raise CacheFileError(f"there is no prompt cache {self.path}", "kv cache build makes one")
             raise FileNotFoundError(self.path)
         self._keep = not is_prompt_cache(self.path)
+        if self.replaces and not self._keep:
+            raise FileNotFoundError(self.path)
         try:
             file = PromptCacheFile(self.path, identity)
         except CacheFileError as error:
