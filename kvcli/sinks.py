@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvcli.errors import OutputError
 from kvcli.invocation import Invocation
 from kvcli.render import Progress
 from kvcli.report import SCHEMA, Result, params_object, result_object
@@ -146,3 +148,30 @@ class JsonlSink(JsonSink):
         for message in result.warnings:
             self._line({"event": "warning", "message": message})
         self._line({"event": "end", **result_object(result)})
+
+
+class WhileRead:
+    """Another sink. Once a signal is noted (`ended`), what cannot be written is dropped: the terminal may be gone, and
+    whoever keeps the answer has it all the same."""
+
+    def __init__(self, sink: Sink, ended: Callable[[], bool]) -> None:
+        self.sink, self.ended = sink, ended
+
+    def start(self, model: str, params: Any) -> None:
+        self._write(self.sink.start, model, params)
+
+    def prefill(self, event: Prefill) -> None:
+        self._write(self.sink.prefill, event)
+
+    def token(self, event: Token) -> None:
+        self._write(self.sink.token, event)
+
+    def end(self, result: Result, held: str) -> None:
+        self._write(self.sink.end, result, held)
+
+    def _write(self, write: Callable[..., None], *what: Any) -> None:
+        try:
+            write(*what)
+        except OutputError:
+            if not self.ended():
+                raise

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from kvcli.errors import OutputError
 
@@ -126,14 +126,18 @@ def keys_wait() -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
 
+    def become(mode: list[Any]) -> None:
+        with suppress(termios.error):  # it may be gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, mode)
+
     def give_back() -> None:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        become(before)
 
     def keep(*_: object) -> None:
         with suppress(OSError):  # it is not the one that controls us
             if os.tcgetpgrp(descriptor) != os.getpgrp():
                 return  # continued in the background
-        termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+        become(quiet)
 
     quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~(termios.ICANON | termios.ECHO)

@@ -11,6 +11,7 @@ from fakes import FakeEngine, FakeTemplate
 
 from kvcli.commands.chat import lineeditor
 from kvcli.errors import OutputError
+from kvcli.runtime.promptcaches import sessions
 from kvcli.sinks import TextSink
 
 
@@ -290,15 +291,21 @@ def test_other_signals_during_an_answer_end_the_session(kv, talk, number):
     assert (session.code, session.out) == (128 + number, "on\n")
 
 
-def test_a_terminal_that_is_gone_is_no_error_of_the_output(kv, talk, monkeypatch):
-    """SIGHUP comes, and writing fails."""
+def test_a_terminal_that_is_gone_is_no_error_of_the_output_and_the_answer_is_kept(kv, talk, monkeypatch, tmp_path):
+    """SIGHUP comes, and nothing can be written any more."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    written = TextSink.token
 
     def fail(self, event):
-        os.kill(os.getpid(), signal.SIGHUP)
-        raise OutputError("cannot write to stdout: Input/output error")
+        if len(kv.engine.calls) == 2 and event.text == "w":
+            os.kill(os.getpid(), signal.SIGHUP)
+            raise OutputError("cannot write to stdout: Input/output error")
+        written(self, event)
 
     monkeypatch.setattr(TextSink, "token", fail)
-    assert talk("first", "second").code == 129
+    monkeypatch.setattr(TextSink, "end", lambda self, result, held: None)
+    assert talk("first", "second", "third", args=("--session", "ann")).code == 129
+    assert [m["content"] for m in sessions.read("ann").messages()] == ["first", "one", "second", "tw"]
 
 
 def test_nobody_is_told_why_nothing_was_found(kv, talk):

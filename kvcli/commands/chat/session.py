@@ -18,7 +18,7 @@ from kvcli.runtime import eviction
 from kvcli.runtime.events import Usage
 from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.sessions import Branches, Session
-from kvcli.sinks import Sink
+from kvcli.sinks import Sink, WhileRead
 from kvcli.streams import say
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ class ChatSession:
         sampling = self.sampling
         if sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._regenerated)
-        job = Job(self.options.model, settle(self.engine, sampling), self.sink, self.interrupts, history=True)
+        sink = WhileRead(self.sink, self.interrupts.cancelled)
+        job = Job(self.options.model, settle(self.engine, sampling), sink, self.interrupts, history=True)
         self.interrupts.stage = FINISH
         try:
             ids = prompt()
@@ -217,7 +218,7 @@ class ChatSession:
             result = answer(self.engine, self.sequence, ids, job)
         except BaseException:
             self.conversation.restore(before)
-            self._after_signal()  # with the terminal gone, whatever failed failed for that
+            self._after_signal()
             raise
         finally:
             self.interrupts.stage = UNWIND
