@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcli.errors import UsageError
+from kvcli.helptext import KV_CACHE
 from kvcli.runtime.cache.cachetypes import ALIASES, CODEC_SPECS, canonical
 
 Types = tuple[str, str]  # of keys and of values
@@ -17,28 +18,40 @@ Types = tuple[str, str]  # of keys and of values
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_SINKS = 1 << 20
 
-_option = functools.partial(typer.Option, rich_help_panel="KV cache")
+_option = functools.partial(typer.Option, rich_help_panel=KV_CACHE)
 PageSize = Annotated[int, _option("--page-size", metavar="16|32|64|128", help="Tokens per page.")]
 Tail = Annotated[
     int,
-    _option("--kv-tail", metavar="0|1", help="Types below 16 bits: 16-bit pages at the end; 0 = encode rows at once."),
+    _option(
+        "--kv-tail",
+        metavar="0|1",
+        help=(
+            "With types below 16 bits: pages at the end of a sequence that stay in 16 bits; 0 = "
+            "quantize each row at once."
+        ),
+    ),
 ]
 Sinks = Annotated[
-    int, _option("--kv-sink", metavar="N", help="Types below 16 bits: 16-bit pages at the start of a sequence.")
+    int,
+    _option(
+        "--kv-sink",
+        metavar="N",
+        help="With types below 16 bits: pages at the start of a sequence that stay in 16 bits.",
+    ),
 ]
 
 
 def check_pages(page_size: int, tail: int, sinks: int, types: Iterable[Types]) -> None:
     """Raises UsageError for a --page-size, --kv-tail or --kv-sink that cannot be, of a cache of one of these types."""
     if page_size not in PAGE_SIZES:
-        raise UsageError(f"--page-size is {page_size}", "it is one of 16, 32, 64, 128")
+        raise UsageError(f"--page-size must be 16, 32, 64 or 128, not {page_size}")
     if tail not in (0, 1):
-        raise UsageError(f"--kv-tail is {tail}", "it is 1, or 0 to encode each row at once")
+        raise UsageError(f"--kv-tail must be 0 or 1, not {tail}")
     if not 0 <= sinks <= MAX_SINKS:
-        raise UsageError(f"--kv-sink is {sinks}", f"it is a number of pages, 0 to {MAX_SINKS:,}")
+        raise UsageError(f"--kv-sink must be 0 to {MAX_SINKS:,} pages, not {sinks}")
     if tail == sinks == 0 and any(CODEC_SPECS[canonical(name)].sealed for pair in types for name in pair):
         hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
-        raise UsageError("--kv-tail 0 and --kv-sink 0 exclude each other", hint)
+        raise UsageError("--kv-tail 0 and --kv-sink 0 cannot be used together", hint)
 
 
 def check_cache_type(name: str, flag: str) -> str:
@@ -73,7 +86,7 @@ def one_pair(both: str | None, keys: str | None, values: str | None) -> Types:
     pairs = type_pairs(both, keys, values) or [("auto", "auto")]
     if len(pairs) > 1:
         named = ", ".join(dict.fromkeys("/".join(pair) for pair in pairs))
-        raise UsageError(f"one cache type is wanted, not several: {named}", "keys and values apart: -ct int8/int4")
+        raise UsageError(f"only one cache type can be used, not several: {named}", "for keys and values: -ct int8/int4")
     return pairs[0]
 
 
@@ -85,6 +98,6 @@ def _entries(text: str, flag: str) -> list[str]:
     entries = [entry.strip() for entry in text.split(",")]
     if "" in entries:
         raise UsageError(
-            f"{flag} is '{text}', which has an empty entry", "write types with commas between, e.g. f16,int8"
+            f"{flag} must not have an empty entry: '{text}'", "write types with commas between, e.g. f16,int8"
         )
     return entries

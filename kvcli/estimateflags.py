@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from kvcli.cacheflags import PageSize, Sinks, Tail, Types, check_pages, type_pairs
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
+from kvcli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
 from kvcli.invocation import JsonFlag
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.cachetypes import canonical
@@ -23,24 +25,8 @@ if TYPE_CHECKING:
 UNITS = ("MiB", "GiB", "MB", "GB", "B")
 
 
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
-
-
-def _plan(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("What to plan", *names, help=help, metavar=metavar)
-
-
-def _shape(*names: str, help: str, metavar: str = "N") -> typer.models.OptionInfo:
-    return _option("Shape by hand", *names, help=help, metavar=metavar)
-
-
-def _device(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("Device", *names, help=help, metavar=metavar)
-
-
-def _output(*names: str, help: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    return _option("Output", *names, help=help, metavar=metavar)
+_plan, _device, _output = (functools.partial(typer.Option, rich_help_panel=title) for title in (PLAN, DEVICE, OUTPUT))
+_shape = functools.partial(typer.Option, rich_help_panel=SHAPE, metavar="N")
 
 
 @dataclass(frozen=True)
@@ -49,23 +35,31 @@ class PlanFlags:
 
     ctx_size: Annotated[
         str | None,
-        _plan("-c", "--ctx-size", metavar="N[,N]", help="Contexts (32k works); as trained by default."),
+        _plan(
+            *("-c", "--ctx-size"),
+            metavar="N[,N]",
+            help="Context lengths to plan for, e.g. 4k,32k.",
+            show_default="as trained",
+        ),
     ] = None
     cache_type_k: Annotated[
         str | None,
         _plan(
-            "-ctk", "--cache-type-k", metavar="T[,T]", help="Types of keys in place of -ct's, each with all of -ctv."
+            "-ctk", "--cache-type-k", metavar="T[,T]", help="Cache types of keys to compare, in place of those of -ct."
         ),
     ] = None
     cache_type_v: Annotated[
         str | None,
         _plan(
-            "-ctv", "--cache-type-v", metavar="T[,T]", help="Types of values likewise; else -ct's, else as the keys."
+            "-ctv",
+            "--cache-type-v",
+            metavar="T[,T]",
+            help="Cache types of values to compare, in place of those of -ct.",
         ),
     ] = None
     cache_type: Annotated[
         str | None,
-        _plan("-ct", "--cache-type", metavar="T[,T]", help="Types, e.g. f16,int8/int4 (K/V); several by default."),
+        _plan("-ct", "--cache-type", metavar="T[,T]", help="Cache types to compare, e.g. f16,int8/int4 (keys/values)."),
     ] = None
     page_size: PageSize = CacheOptions.page_size
     kv_tail: Tail = CacheOptions.tail
@@ -80,11 +74,13 @@ class PlanFlags:
             help="Tokens per prefill step; 0 = automatic: 512, and on a GPU up to 2,048.",
         ),
     ] = CacheOptions.ubatch
-    batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Sequences at a time (1).")] = 1
+    batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Number of sequences at a time.")] = 1
     shared_prefix: Annotated[
-        str, _plan("--shared-prefix", metavar="N", help="Tokens that the sequences have in common.")
+        str, _plan("--shared-prefix", metavar="N", help="Number of tokens that all sequences share.")
     ] = "0"
-    tp: Annotated[int, _plan("--tp", metavar="N", help="Tensor-parallel devices; figures are for each.")] = 1
+    tp: Annotated[
+        int, _plan("--tp", metavar="N", help="Number of tensor-parallel devices; figures are per device.")
+    ] = 1
 
     @property
     def names_types(self) -> bool:
@@ -143,20 +139,20 @@ class PlanFlags:
 class ShapeFlags:
     """A model's sizes by hand."""
 
-    layers: Annotated[int | None, _shape("--layers", help="Layers.")] = None
-    heads: Annotated[int | None, _shape("--heads", help="Query heads.")] = None
-    kv_heads: Annotated[int | None, _shape("--kv-heads", help="KV heads.")] = None
-    head_dim: Annotated[int | None, _shape("--head-dim", help="Elements per head, of K and of V.")] = None
-    dim_k: Annotated[int | None, _shape("--dim-k", help="Elements per head of K.")] = None
-    dim_v: Annotated[int | None, _shape("--dim-v", help="Elements per head of V.")] = None
-    kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: elements of the latent.")] = None
-    rope_dim: Annotated[int | None, _shape("--rope-dim", help="MLA: elements that carry RoPE.")] = None
-    swa_layers: Annotated[int | None, _shape("--swa-layers", help="Layers with a sliding window.")] = None
-    swa_window: Annotated[int | None, _shape("--swa-window", help="Tokens in that window.")] = None
-    vocab: Annotated[int | None, _shape("--vocab", help="Tokens of the vocabulary.")] = None
-    hidden: Annotated[int | None, _shape("--hidden", help="Width of the residual stream.")] = None
-    ffn: Annotated[int | None, _shape("--ffn", help="Width of the feed-forward part.")] = None
-    params: Annotated[str | None, _shape("--params", help="Number of weights (8e9 and 8b work).")] = None
+    layers: Annotated[int | None, _shape("--layers", help="Number of layers.")] = None
+    heads: Annotated[int | None, _shape("--heads", help="Number of query heads.")] = None
+    kv_heads: Annotated[int | None, _shape("--kv-heads", help="Number of KV heads.")] = None
+    head_dim: Annotated[int | None, _shape("--head-dim", help="Head dimension of K and V.")] = None
+    dim_k: Annotated[int | None, _shape("--dim-k", help="Head dimension of K.")] = None
+    dim_v: Annotated[int | None, _shape("--dim-v", help="Head dimension of V.")] = None
+    kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: dimension of the latent.")] = None
+    rope_dim: Annotated[int | None, _shape("--rope-dim", help="MLA: dimension of the part with RoPE.")] = None
+    swa_layers: Annotated[int | None, _shape("--swa-layers", help="Number of layers with a sliding window.")] = None
+    swa_window: Annotated[int | None, _shape("--swa-window", help="Length of that window, in tokens.")] = None
+    vocab: Annotated[int | None, _shape("--vocab", help="Vocabulary size.")] = None
+    hidden: Annotated[int | None, _shape("--hidden", help="Hidden size.")] = None
+    ffn: Annotated[int | None, _shape("--ffn", help="Feed-forward size.")] = None
+    params: Annotated[str | None, _shape("--params", help="Number of parameters, e.g. 8e9 or 8b.")] = None
     bpw: Annotated[float | None, _shape("--bpw", metavar="F", help="Bits per weight.")] = None
 
     def given(self) -> Given:
@@ -174,17 +170,33 @@ class ShapeFlags:
 class DeviceFlags:
     """The device planned for."""
 
-    gpu: Annotated[str | None, _device("--gpu", metavar="NAME", help="A card that need not be here.")] = None
+    gpu: Annotated[
+        str | None,
+        _device("--gpu", metavar="NAME", help="Plan for this GPU (--list-gpus), which need not be in this machine."),
+    ] = None
     vram: Annotated[
-        str | None, _device("--vram", metavar="SIZE", help="Assume this much free: 11G (GiB), 11GB (10^9 bytes), 0.9.")
+        str | None,
+        _device(
+            "--vram",
+            metavar="SIZE",
+            help="Assume this much free memory: 11G (GiB), 11GB (10^9 bytes), or a fraction such as 0.9.",
+        ),
     ] = None
     device: Annotated[
         str | None,
-        _device("--device", metavar="auto|cpu|cuda[:N]", help="A device that is here; the first GPU, else the CPU."),
+        _device(
+            "--device",
+            metavar="auto|cpu|cuda[:N]",
+            help="Plan for this device of this machine.",
+            show_default="the first GPU, else the CPU",
+        ),
     ] = None
-    margin: Annotated[str | None, _device("--margin", metavar="SIZE", help="Left unused (512MiB).")] = None
+    margin: Annotated[
+        str | None, _device("--margin", metavar="SIZE", help="Memory to leave unused.", show_default="512MiB")
+    ] = None
     bandwidth: Annotated[
-        float | None, _device("--bandwidth", metavar="GB/s", help="Of memory, for the tokens/s ceiling.")
+        float | None,
+        _device("--bandwidth", metavar="GB/s", help="Memory bandwidth, from which the limit of tokens/s is computed."),
     ] = None
 
 
@@ -193,17 +205,17 @@ class OutputFlags:
     """The form of the answer."""
 
     json: JsonFlag = False
-    csv: Annotated[bool, _output("--csv", help="Print the table as CSV, sizes in bytes.")] = False
-    explain: Annotated[bool, _output("--explain", help="Print every multiplication.")] = False
-    print_args: Annotated[bool, _output("--print-args", help="Print the flags for kv run, nothing else.")] = False
+    csv: Annotated[bool, _output("--csv", help="Print the table as CSV, with sizes in bytes.")] = False
+    explain: Annotated[bool, _output("--explain", help="Show every multiplication.")] = False
+    print_args: Annotated[bool, _output("--print-args", help="Print only the options for kv run.")] = False
     check: Annotated[
-        bool, _output("--check", help="Print nothing; exit 0 if all types named (or f16) fit, else 4.")
+        bool, _output("--check", help="Print nothing; exit with 0 if the named cache types (or f16) fit, else with 4.")
     ] = False
     units: Annotated[
-        str, _output("--units", metavar="|".join(UNITS), help="Of all sizes on the screen (MiB); GB = 10^9 bytes.")
+        str, _output("--units", metavar="|".join(UNITS), help="Unit of all sizes on the screen; GB = 10^9 bytes.")
     ] = UNITS[0]
     list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
-    list_gpus: Annotated[bool, _output("--list-gpus", help="List the cards that --gpu knows.")] = False
+    list_gpus: Annotated[bool, _output("--list-gpus", help="List the GPUs that --gpu knows.")] = False
 
     def __post_init__(self) -> None:
         forms = [f.name for f in fields(self) if f.name != "units" and getattr(self, f.name)]

@@ -11,11 +11,12 @@ import typer
 
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
+from kvcli.helptext import FULL
 from kvcli.options import EvictOptions
 from kvcli.overflow import ERROR, POLICIES
 from kvcli.runtime import eviction
 
-_option = functools.partial(typer.Option, rich_help_panel="When the context is full")
+_option = functools.partial(typer.Option, rich_help_panel=FULL)
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,23 @@ class EvictFlags:
     evict: Annotated[
         str,
         _option(
-            "--evict", metavar="none|window|sink", help="Forget old tokens: all but a window, or but the first, too."
+            "--evict",
+            metavar="none|window|sink",
+            help="Forget old tokens: window keeps the recent ones, sink also the first ones.",
         ),
     ] = EvictOptions.policy
     window: Annotated[
         str | None,
-        _option("--window", metavar="N", help="Recent tokens that stay.", show_default="what the context holds"),
+        _option("--window", metavar="N", help="Number of recent tokens to keep.", show_default="as many as fit"),
     ] = None
     keep: Annotated[
         int | None,
-        _option("--keep", metavar="N", help="sink: first tokens that stay; -1 = the prompt.", show_default="4"),
+        _option(
+            "--keep",
+            metavar="N",
+            help="With sink: number of first tokens to keep; -1 = the whole prompt.",
+            show_default="4",
+        ),
     ] = None
 
     def options(self, page_size: int, prompt: bool = True) -> EvictOptions:
@@ -47,7 +55,7 @@ class EvictFlags:
         asked = EvictOptions(self.evict, window, self.keep)
         eviction.check(asked, page_size)
         if asked.keep == eviction.WHOLE_PROMPT and not prompt:
-            raise UsageError("--keep -1 is the whole prompt, and here is none", "give a number of tokens")
+            raise UsageError("--keep -1 means the whole prompt, and there is none here", "give a number of tokens")
         return asked
 
 
@@ -58,12 +66,14 @@ class OverflowFlags:
     on_overflow: Annotated[
         str,
         _option(
-            "--on-overflow", metavar="|".join(POLICIES), help="A prompt that is too long: refuse it, or cut its text."
+            "--on-overflow",
+            metavar="|".join(POLICIES),
+            help="What to do with a prompt longer than the context: refuse it, or cut its start or middle.",
         ),
     ] = ERROR
 
     def policy(self) -> str:
         """Raises UsageError."""
         if self.on_overflow not in POLICIES:
-            raise UsageError(f"--on-overflow is '{self.on_overflow}'", f"it is one of {', '.join(POLICIES)}")
+            raise UsageError(f"--on-overflow must be one of {', '.join(POLICIES)}, not '{self.on_overflow}'")
         return self.on_overflow

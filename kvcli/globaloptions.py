@@ -81,7 +81,7 @@ def _root(
             is_eager=True,  # --version asks for it
             rich_help_panel=helptext.GLOBAL,
             show_default=False,
-            help="Say more on stderr; -vv shows tracebacks.",
+            help="Show more on stderr; -vv shows tracebacks.",
         ),
     ] = 0,
     quiet: Annotated[
@@ -91,7 +91,7 @@ def _root(
             "--quiet",
             callback=_note,
             rich_help_panel=helptext.GLOBAL,
-            help="Only errors and warnings on stderr.",
+            help="Show only errors and warnings on stderr.",
         ),
     ] = False,
     color: Annotated[
@@ -102,7 +102,7 @@ def _root(
             callback=_note,
             is_eager=True,  # a help page asks for it
             rich_help_panel=helptext.GLOBAL,
-            help="Colored output.",
+            help="Use colors.",
             show_default="auto",
         ),
     ] = None,
@@ -113,13 +113,13 @@ def _root(
             metavar="auto|on|off",
             callback=_note,
             rich_help_panel=helptext.GLOBAL,
-            help="Progress bars on stderr.",
+            help="Show progress on stderr.",
             show_default="on a terminal",
         ),
     ] = None,
     offline: Annotated[
         bool,
-        typer.Option("--offline", callback=_note, rich_help_panel=helptext.GLOBAL, help="Never use the network."),
+        typer.Option("--offline", callback=_note, rich_help_panel=helptext.GLOBAL, help="Do not use the network."),
     ] = False,
     version: Annotated[
         bool,
@@ -128,7 +128,7 @@ def _root(
             callback=_print_version,
             is_eager=True,
             rich_help_panel=helptext.GLOBAL,
-            help="Print the version and exit; with -v those of Python and libraries, too.",
+            help="Print the version and exit; with -v also those of Python and libraries.",
         ),
     ] = False,
 ) -> None:

@@ -36,8 +36,8 @@ def page(context: Any, bold: bool = False) -> str:
     left = min(LEFT, max(len(names) for _, rows in sections for names, _ in rows))
     blocks = [_usage(context, width), *_paragraphs(context.command.help or "", width)]
     blocks += ["\n".join([_title(title, bold), *_lines(rows, left, width)]) for title, rows in sections]
-    if context.command.epilog:
-        blocks.append("\n".join([_title("Examples", bold), *_examples(context.command.epilog, width)]))
+    if lines := _examples(context):
+        blocks.append("\n".join([_title("Examples", bold), *(_wrapped(line, width, "  ", " " * 6) for line in lines)]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -89,12 +89,19 @@ def summary(command: Any) -> str:
 
 def _options(context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Titles in order, and a row for each option or argument."""
-    sections: dict[str, list[tuple[str, str]]] = {}
+    sections: dict[str, list[Any]] = {}
     for param in context.command.get_params(context):
         if not getattr(param, "hidden", False):
-            sections.setdefault(section(param), []).append((_names(param), _text(param)))
+            sections.setdefault(section(param), []).append(param)
     for title in sorted(sections, key=rank):
-        yield title, sections[title]
+        yield title, [(_names(param), _text(param)) for param in sorted(sections[title], key=_place)]
+
+
+def _place(param: Any) -> int:
+    """Arguments stand before options with a short name, and these before others."""
+    if param.param_type_name == "argument":
+        return 0
+    return 2 if all(name.startswith("--") for name in param.opts) else 1
 
 
 def rank(title: str) -> int:
@@ -158,9 +165,12 @@ def _lines(rows: list[tuple[str, str]], left: int, width: int) -> Iterator[str]:
                 yield _wrapped(text, width, gap)
 
 
-def _examples(text: str, width: int) -> Iterator[str]:
-    for line in inspect.cleandoc(text).splitlines():
-        yield _wrapped(line, width, "  ", " " * 6)
+def _examples(context: Any) -> list[str]:
+    """Those of a command, else those of its group that call it."""
+    if context.command.epilog or context.parent is None:
+        return inspect.cleandoc(context.command.epilog or "").splitlines()
+    lines = inspect.cleandoc(context.parent.command.epilog or "").splitlines()
+    return [line for line in lines if f"{context.command_path} " in f"{line} "]
 
 
 class _Wrapper(textwrap.TextWrapper):

@@ -74,4 +74,4 @@ def json_option(*names: str, help: str) -> typer.models.OptionInfo:
     return typer.Option(*names, help=help, callback=_note_json, is_eager=True, rich_help_panel=OUTPUT)
 
 
-JsonFlag = Annotated[bool, json_option("--json", help="Print one JSON object on stdout; errors too.")]
+JsonFlag = Annotated[bool, json_option("--json", help="Print JSON on stdout, also for errors.")]

@@ -10,6 +10,7 @@ import typer
 from kvcli import opening, render
 from kvcli.cacheflags import PageSize, Sinks, Tail, Types, check_pages, type_pairs
 from kvcli.flags import ModelFlags
+from kvcli.helptext import KV_CACHE
 from kvcli.interrupt import Interrupts
 from kvcli.invocation import Invocation
 from kvcli.options import CacheOptions, EvictOptions
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _option(*names: str, metavar: str, help: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="KV cache", show_default=False)
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=KV_CACHE, show_default=False)
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,21 @@ class TypeFlags:
     """The cache types to compare."""
 
     cache_type: Annotated[
-        str | None, _option("-ct", "--cache-type", metavar="LIST", help="Types, e.g. f16,int8,int8/int4 (K/V).")
+        str | None,
+        _option(
+            "-ct", "--cache-type", metavar="LIST", help="Cache types to compare, e.g. f16,int8,int8/int4 (keys/values)."
+        ),
     ] = None
     cache_type_k: Annotated[
         str | None,
         _option(
-            "-ctk", "--cache-type-k", metavar="LIST", help="Types of keys in place of -ct's, each with all of -ctv."
+            "-ctk", "--cache-type-k", metavar="LIST", help="Cache types of keys to compare, in place of those of -ct."
         ),
     ] = None
     cache_type_v: Annotated[
         str | None,
         _option(
-            "-ctv", "--cache-type-v", metavar="LIST", help="Types of values likewise; else -ct's, else as the keys."
+            "-ctv", "--cache-type-v", metavar="LIST", help="Cache types of values to compare, in place of those of -ct."
         ),
     ] = None
     page_size: PageSize = CacheOptions.page_size

@@ -13,11 +13,12 @@ import typer
 
 from kvcli import paths, render
 from kvcli.errors import OutputError, UsageError
+from kvcli.helptext import PROMPT_CACHE
 from kvcli.invocation import Invocation
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.host.memory import parse_size
 
-_option = functools.partial(typer.Option, rich_help_panel="Prompt cache")
+_option = functools.partial(typer.Option, rich_help_panel=PROMPT_CACHE)
 CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -26,7 +27,7 @@ CacheDir = Annotated[
     _option(
         "--cache-dir",
         metavar="FOLDER",
-        help="Where the rows of long prompts are kept.",
+        help="Folder in which long prompts are stored.",
         show_default="~/.cache/kv/prompts",
     ),
 ]
@@ -37,18 +38,18 @@ class StoreFlags:
     """The rows of long prompts are kept on disk, unless told otherwise."""
 
     use_cache: Annotated[
-        bool, _option("--cache/--no-cache", help="Keep the rows of long prompts on disk, and use them.")
+        bool, _option("--cache/--no-cache", help="Store the cache of long prompts on disk and reuse it.")
     ] = True
     cache_dir: CacheDir = None
     cache_min_tokens: Annotated[
-        int, _option("--cache-min-tokens", metavar="N", help="What a long prompt is, at least.")
+        int, _option("--cache-min-tokens", metavar="N", help="Minimum length of a prompt that is stored, in tokens.")
     ] = PromptCacheOptions.min_tokens
-    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Maximum size of all that is kept.")] = (
+    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Maximum size of all stored prompts.")] = (
         CACHE_SIZE
     )
-    cache_ttl: Annotated[str, _option("--cache-ttl", metavar="TIME", help="Remove what was unused for this long.")] = (
-        CACHE_TTL
-    )
+    cache_ttl: Annotated[
+        str, _option("--cache-ttl", metavar="TIME", help="How long an unused prompt stays stored, e.g. 36h or 7d.")
+    ] = CACHE_TTL
 
     def options(self, invocation: Invocation) -> PromptCacheOptions:
         """Raises UsageError for a value out of range; a folder that cannot be made is told at once."""
@@ -71,16 +72,18 @@ class FileFlags:
     prompt_cache: Annotated[
         str | None,
         _option(
-            "--prompt-cache", metavar="FILE", help="Use the rows in this file; make or extend it after the prompt."
+            "--prompt-cache", metavar="FILE", help="Reuse the cache in this file; create or extend it after the prompt."
         ),
     ] = None
-    prompt_cache_all: Annotated[bool, _option("--prompt-cache-all", help="Keep the answer's rows in it, too.")] = False
-    prompt_cache_ro: Annotated[bool, _option("--prompt-cache-ro", help="Never write it.")] = False
+    prompt_cache_all: Annotated[
+        bool, _option("--prompt-cache-all", help="Also store the cache of the answer in that file.")
+    ] = False
+    prompt_cache_ro: Annotated[bool, _option("--prompt-cache-ro", help="Never write that file.")] = False
     prompt_cache_strict: Annotated[
         bool,
         _option(
             "--prompt-cache-strict",
-            help="A file that is damaged, or of another model or setting, is an error (exit 6); another prompt is not.",
+            help="Exit with code 6 if that file is damaged, or of another model or setting (not: of another prompt).",
         ),
     ] = False
 
@@ -94,7 +97,9 @@ class FileFlags:
         if not self.prompt_cache:
             raise UsageError("--prompt-cache needs the name of a file, not ''")
         if self.prompt_cache_all and self.prompt_cache_ro:
-            raise UsageError("--prompt-cache-all and --prompt-cache-ro exclude each other", "leave one of them out")
+            raise UsageError(
+                "--prompt-cache-all and --prompt-cache-ro cannot be used together", "leave one of them out"
+            )
         if self.prompt_cache_ro:
             file = Path(self.prompt_cache).absolute()
         else:
@@ -122,5 +127,5 @@ def parse_time(text: str, flag: str) -> float:
     """'90s', '30m', '36h' or '7d' -> seconds. Raises UsageError."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", text.strip().lower(), re.ASCII)
     if match is None:
-        raise UsageError(f"{flag} is '{text}', which is not a time", "write 30m, 36h or 7d")
+        raise UsageError(f"{flag} must be a time, not '{text}'", "write 30m, 36h or 7d")
     return float(match[1]) * _SECONDS[match[2]]

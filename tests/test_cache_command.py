@@ -188,9 +188,9 @@ def test_what_a_killed_run_left_beside_a_file_goes(kv_here: KvHere, model: tuple
     ("args", "hint"),
     [
         (("--prompt-cache-all",), "--prompt-cache-all needs --prompt-cache FILE"),
-        (("--prompt-cache", "x", "--prompt-cache-all", "--prompt-cache-ro"), "exclude each other"),
-        (("--cache-ttl", "7"), "not a time"),
-        (("--cache-size", "many"), "not a size"),
+        (("--prompt-cache", "x", "--prompt-cache-all", "--prompt-cache-ro"), "cannot be used together"),
+        (("--cache-ttl", "7"), "--cache-ttl must be a time, not '7'"),
+        (("--cache-size", "many"), "--cache-size must be a size, not 'many'"),
         (("--cache-min-tokens", "0"), "1 or more"),
         (("--n-samples", "2"), "need --jsonl"),
         (("--n-samples", "0"), "1 or more"),

@@ -145,7 +145,7 @@ def test_a_number_beyond_the_last(here: Machine) -> None:
 def test_on_the_command_line(here: Machine, kv_here: KvHere) -> None:
     flags = ("-m", str(tiny.make("llama").path), "-n", "2", "--no-stdin", "--raw", "--temp", "0", "hi")
     code, out, err = kv_here("run", "--device", "gpu", *flags)
-    assert (code, out) == (2, "") and "--device is 'gpu'" in err
+    assert (code, out) == (2, "") and "--device must be auto, cpu, cuda or cuda:N, not 'gpu'" in err
     here.cards = [NAMES[1]]
     code, out, err = kv_here("run", "--device", "cuda", *flags)
     assert (code, out) == (3, ""), err

@@ -55,7 +55,7 @@ def test_pages_are_wrapped_and_never_cut(path: tuple[str, ...], page: Any) -> No
 def test_the_sections_stand_in_one_order(page: Any) -> None:
     titles = [line for line in page(80, "run").splitlines() if re.match(r"\w.*[^.]$", line)][1:]
     known = ["Prompt", "Model and context", "Generation", "KV cache", "When the context is full", "Prompt cache"]
-    assert [title for title in titles if title in known] == known and titles[-1] == "Global options"
+    assert [title for title in titles if title in known] == known and titles[-2:] == ["Global options", "Examples"]
     for path, command in COMMANDS.items():
         for param in options(command):
             assert helptext.section(param) in helptext.ORDER, (path, param.name)
@@ -72,3 +72,21 @@ def test_one_layout_in_a_terminal_and_in_a_pipe(kv_here: KvHere, page: Any, monk
     code, out, err = kv_here("cache")
     assert (code, out, err) == (2, "", piped[("cache",)])
     assert "\x1b" not in kv_here("--color", "never", "cache", "--help")[1]
+
+
+def test_every_value_has_a_name() -> None:
+    """N, FILE or the choices, and not what Python calls it."""
+    nameless = [
+        (path, param.name)
+        for path, command in COMMANDS.items()
+        for param in options(command)
+        if not (param.is_flag or param.count or param.metavar)
+    ]
+    assert nameless == []
+
+
+def test_every_command_has_examples(page: Any) -> None:
+    """At the end of its page; those of a group are written once, and shown for each command that they call."""
+    missing = [path for path in COMMANDS if "Examples\n  " not in page(80, *path)]
+    assert missing == []
+    assert page(80, "config", "unset").endswith("Examples\n  kv config unset ctx-size\n")

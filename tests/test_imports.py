@@ -56,14 +56,13 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
 kvcli.comparison kvcli.overflow kvcli.verification
-kvcli.cacheflags kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt
-kvcli.streams
-kvcli.commandline kvcli.flags kvcli.settings
-kvcli.invocation
+kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.streams
+kvcli.cacheflags kvcli.commandline kvcli.settings
+kvcli.flags kvcli.invocation
 kvcli.render
 kvcli.globaloptions kvcli.remarks
 kvcli.app
-kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report
+kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report kvcli.sampleflags
 kvcli.asking kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
 kvcli.answering kvcli.measuring kvcli.storage
 kvcli.completion kvcli.doctor

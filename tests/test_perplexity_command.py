@@ -220,7 +220,7 @@ def test_the_gate_of_ppl_is_on_the_way_up_only(ppl: Ppl):
         (("-c", "4"), "nothing to measure"),
         (("-c", "100k"), "one chunk needs"),
         (("--page-size", "48"), "--page-size is 48"),
-        (("--kv-tail", "0", "--kv-sink", "0"), "exclude each other"),
+        (("--kv-tail", "0", "--kv-sink", "0"), "cannot be used together"),
         (("-f", "-", "-f", "-"), "stands twice"),
         (("-f", "/nowhere"), "cannot read /nowhere"),
     ],

@@ -140,7 +140,7 @@ def test_with_another_tokenizer_no_branch_keeps_its_old_ids(kv, tmp_path):
         (("--resume", "bob"), "no saved chat 'bob'"),
         (("--session", "../x"), "is not a name for a session"),
         (("--session", ".x"), "is not a name for a session"),
-        (("--session", "a", "--continue"), "exclude each other"),
+        (("--session", "a", "--continue"), "cannot be used together"),
     ],
 )
 def test_names_that_make_no_sense(kv, flags, hint):
@@ -274,7 +274,7 @@ def test_a_lock_that_is_deleted_while_one_waits_for_it_is_made_anew(kv, two, mon
         (("list",), "did you mean kv chat ls?"),
         (("shw", "ann"), "did you mean kv chat show?"),
         (("Hello there",), "kv chat takes no message: 'Hello there'"),
-        (("-c", "5", "ls"), "--ctx-size is of no use to kv chat ls"),
+        (("-c", "5", "ls"), "--ctx-size cannot be used with kv chat ls"),
     ],
 )
 def test_words_that_are_no_command(kv, args, hint):

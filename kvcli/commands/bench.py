@@ -15,7 +15,7 @@ from kvcli.cacheflags import Types
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
-from kvcli.helptext import PLANNING
+from kvcli.helptext import MEASURE, PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -32,31 +32,42 @@ SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit"
 MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
 
 
+EXAMPLES = """
+kv bench
+kv bench -m model.gguf -d 0,4k,16k -ct f16,int8,int4
+kv bench --json > bench.json
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("bench", rich_help_panel=PLANNING)(bench)
+    app.command("bench", rich_help_panel=PLANNING, epilog=EXAMPLES)(bench)
 
 
 def _option(*names: str, help: str, metavar: str = "LIST") -> typer.models.OptionInfo:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="What to measure")
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=MEASURE)
 
 
 @dataclass(frozen=True)
 class BenchFlags:
     """Lengths, depths and repetitions."""
 
-    n_prompt: Annotated[str, _option("-p", "--n-prompt", help="Lengths of prompts; 0 = none.")] = "512"
-    n_gen: Annotated[str, _option("-n", "--n-gen", help="Tokens to generate; 0 = none.")] = "128"
-    n_depth: Annotated[str, _option("-d", "--n-depth", help="Rows in the cache beforehand (4k works).")] = "0"
+    n_prompt: Annotated[str, _option("-p", "--n-prompt", help="Prompt lengths to measure; 0 = none.")] = "512"
+    n_gen: Annotated[str, _option("-n", "--n-gen", help="Numbers of tokens to generate; 0 = none.")] = "128"
+    n_depth: Annotated[
+        str, _option("-d", "--n-depth", help="Numbers of tokens that are in the cache already, e.g. 0,4k.")
+    ] = "0"
     repetitions: Annotated[
-        int, _option("-r", "--repetitions", metavar="N", help="Of each test, of which the median counts.")
+        int, _option("-r", "--repetitions", metavar="N", help="Repetitions of each test; the median counts.")
     ] = 5
-    no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Do not run each test once beforehand.")] = False
+    no_warmup: Annotated[
+        bool, typer.Option("--no-warmup", rich_help_panel=MEASURE, help="Skip the warm-up run of each test.")
+    ] = False
     bandwidth: Annotated[
-        float | None, _option("--bandwidth", metavar="GB/s", help="Of memory; measured where kv doctor did not.")
+        float | None, _option("--bandwidth", metavar="GB/s", help="Memory bandwidth, from which the limit is computed.")
     ] = None
     ubatch_size: Annotated[
         int,
-        typer.Option(
+        _option(
             "-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step; 0 = automatic."
         ),
     ] = CacheOptions.ubatch
@@ -67,9 +78,9 @@ class BenchFlags:
 
         for flag, value, least in (("--repetitions", self.repetitions, 1), ("--ubatch-size", self.ubatch_size, 0)):
             if value < least:
-                raise UsageError(f"{flag} is {value}", f"it is {least} or more")
+                raise UsageError(f"{flag} must be {least} or more, not {value}")
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
-            raise UsageError(f"--bandwidth is {self.bandwidth}", "it is in GB/s, above 0")
+            raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {self.bandwidth}")
         prompts, generations = (
             _lengths(text, flag, "; 0 = none")
             for text, flag in ((self.n_prompt, "--n-prompt"), (self.n_gen, "--n-gen"))
@@ -123,7 +134,7 @@ def bench(
     evict: EvictFlags,
     json: JsonFlag = False,
 ) -> None:
-    """Measure speed: prompts (pp) and generation (tg), by cache type and depth, as kv run has it.
+    """Measure the speed of prompts (pp) and generation (tg) by cache type and depth, as in kv run.
 
     Rates are medians over the repetitions, with their standard deviation. The limit is what generation would reach if
     reading weights and cache took all the time. Two tables, then one line of JSON with everything.

@@ -26,10 +26,10 @@ def command(
     ctx: typer.Context,
     shell: Annotated[
         str | None,
-        typer.Argument(metavar="bash|zsh|fish", help="The shell; without it the one that $SHELL names."),
+        typer.Argument(metavar="bash|zsh|fish", help="The shell; by default the one in $SHELL."),
     ] = None,
     install: Annotated[
-        bool, typer.Option("--install", help="Add it to the shell's files in your home folder instead of printing it.")
+        bool, typer.Option("--install", help="Set it up for your account instead of printing it.")
     ] = False,
 ) -> None:
     """Print or install the script that completes commands, options, models and cache types in a shell."""

@@ -31,9 +31,13 @@ kv config set model gemma3-270m
 kv config set ctx-size 32k
 kv config set chat.stats false
 kv config unset ctx-size
+kv config path
 """
 Key = Annotated[
-    str, typer.Argument(metavar="NAME", help="The long name of an option (ctx-size), for one command chat.ctx-size.")
+    str,
+    typer.Argument(
+        metavar="NAME", help="Long name of an option, such as ctx-size; for one command only, chat.ctx-size."
+    ),
 ]
 
 
@@ -67,7 +71,8 @@ def path() -> None:
 def show(
     ctx: typer.Context,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[COMMAND]...", help="All options of one command, as eval recall.")
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND]...", help="Show all options of one command, e.g. eval recall."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -156,7 +161,7 @@ def set_(
     ctx: typer.Context,
     name: Key,
     values: Annotated[
-        list[str], typer.Argument(metavar="VALUE...", help="Several for an option that can be repeated.")
+        list[str], typer.Argument(metavar="VALUE...", help="Several values for an option that is repeatable.")
     ],
 ) -> None:
     """Keep a value for an option in the config file."""

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 _WIDTH, _INDENT = 80, 10
 
 
+EXAMPLES = """
+kv doctor
+kv doctor --json > report.json
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("doctor", rich_help_panel=PLANNING)(doctor)
+    app.command("doctor", rich_help_panel=PLANNING, epilog=EXAMPLES)(doctor)
 
 
 def doctor(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
-    """Show versions, devices, memory, speeds, folders and settings; measure what kv estimate otherwise assumes."""
+    """Show versions, devices, memory, speeds, folders and settings; measure what kv estimate would assume."""
     from kvcli.doctor import as_json, examine
 
     invocation: Invocation = ctx.obj

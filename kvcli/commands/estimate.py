@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from kvcli.estimateview import Report
 
 
+EXAMPLES = """
+kv estimate llama-3.1-8b --gpu rtx3060-12g -c 64k
+kv estimate org/repo:Q4_K_M -ct f16,int8
+kv estimate --layers 32 --kv-heads 8 --head-dim 128 -c 8k
+kv run $(kv estimate -m model.gguf --print-args) "Hello"
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("estimate", rich_help_panel=PLANNING)(estimate)
+    app.command("estimate", rich_help_panel=PLANNING, epilog=EXAMPLES)(estimate)
 
 
 @grouped
@@ -38,10 +46,10 @@ def estimate(
     ] = None,
     model_option: Annotated[
         str | None,
-        typer.Option("-m", "--model", "--preset", metavar="MODEL", help="The same as MODEL.", show_default=False),
+        typer.Option("-m", "--model", "--preset", metavar="MODEL", help="Same as MODEL.", show_default=False),
     ] = None,
 ) -> None:
-    """Plan memory before loading: what fits, at which cache type, up to which context."""
+    """Plan memory before loading: what fits, with which cache type, and up to which context."""
     invocation: Invocation = ctx.obj
     if output.list_presets or output.list_gpus:
         _list(output, invocation)
@@ -85,7 +93,7 @@ def _report(
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     if device.bandwidth is not None and not 0 < device.bandwidth < 1e6:
-        raise UsageError(f"--bandwidth is {device.bandwidth}", "it is in GB/s, above 0")
+        raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {device.bandwidth}")
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     model = planned_model(name, given, target.memory.kind, invocation.offline)
     wish = plan.wish(model, evict)

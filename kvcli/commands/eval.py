@@ -15,7 +15,7 @@ from kvcli.errors import UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
 from kvcli.globaloptions import require_command
-from kvcli.helptext import PLANNING
+from kvcli.helptext import MEASURE, PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -27,16 +27,25 @@ if TYPE_CHECKING:
 DEFAULT_TYPES = "f16,int8,int4"
 
 
+EXAMPLES = """
+kv eval recall -m model.gguf
+kv eval recall --ctx 4k,8k --depths 0,50,100 --trials 10 -ct f16,int4
+"""
+
+
 def register(app: typer.Typer) -> None:
-    group = App()
+    group = App(epilog=EXAMPLES)
     group.callback(invoke_without_command=True)(evaluate)
-    group.command("recall")(recall)
+    group.command("recall", epilog=EXAMPLES)(recall)
     app.add_typer(group, name="eval", rich_help_panel=PLANNING)
 
 
 def evaluate(ctx: typer.Context) -> None:
-    """Test what a model can do with each cache type."""
+    """Test what a model can still do with each cache type."""
     require_command(ctx)
+
+
+_option = partial(typer.Option, rich_help_panel=MEASURE)
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,11 @@ class QuestionFlags:
     """Which questions are asked."""
 
     depths: Annotated[
-        str, typer.Option("--depths", metavar="LIST", help="Where the key stands, in per cent of the filler.")
+        str, _option("--depths", metavar="LIST", help="Positions of the key, in percent of the filler.")
     ] = "0,25,50,75,100"
-    lengths: Annotated[str, typer.Option("--ctx", metavar="LIST", help="Lengths of the context in tokens.")] = (
-        "1k,2k,4k"
-    )
-    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Questions at each depth.")] = 1
-    seed: Annotated[int, typer.Option("-s", "--seed", metavar="N", help="Of keys and filler.")] = 0
+    lengths: Annotated[str, _option("--ctx", metavar="LIST", help="Context lengths, in tokens.")] = "1k,2k,4k"
+    trials: Annotated[int, _option("--trials", metavar="N", min=1, help="Number of questions per depth.")] = 1
+    seed: Annotated[int, _option("-s", "--seed", metavar="N", help="Random seed of keys and filler.")] = 0
 
     def sizes(self) -> list[int]:
         """Raises UsageError."""
@@ -64,7 +71,9 @@ class QuestionFlags:
         except ValueError:
             found = [-1.0]
         if not all(0 <= depth <= 100 for depth in found):
-            raise UsageError(f"--depths is '{self.depths}'", "write per cents with commas between, e.g. 0,50,100")
+            raise UsageError(
+                f"--depths must be percentages, not '{self.depths}'", "write them with commas, e.g. 0,50,100"
+            )
         return list(dict.fromkeys(found))
 
 
@@ -96,10 +105,10 @@ def recall(
     questions: QuestionFlags,
     json: JsonFlag = False,
 ) -> None:
-    """Hide a pass key in filler at several depths, and see whether the model still knows it.
+    """Hide a pass key in filler text at several depths and test whether the model finds it.
 
-    For each depth: how often greedy decoding gives the key exactly, and the key's mean negative log likelihood per
-    token (lower is better), which also tells of models too small to answer exactly.
+    For each depth: how often greedy decoding gives the exact key, and the key's mean negative log likelihood per token
+    (lower is better), which also says something about models that are too small to answer exactly.
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:

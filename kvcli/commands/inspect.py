@@ -17,18 +17,25 @@ if TYPE_CHECKING:
     from kvcli.runtime.planning.facts import LayerGroup, ModelFacts, TokenizerFacts
 
 
+EXAMPLES = """
+kv inspect smollm2
+kv inspect model.gguf --tensors
+kv inspect model.gguf --template
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("inspect", rich_help_panel=STORES)(inspect)
+    app.command("inspect", rich_help_panel=STORES, epilog=EXAMPLES)(inspect)
 
 
 def inspect(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A name (kv models ls) or a .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A name (kv models ls), a .gguf file or org/repo[:quant].")],
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
+    template: Annotated[bool, typer.Option("--template", help="Print only the chat template.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Show sizes, attention, layers, quantization, tokenizer and template of a model."""
+    """Show a model's sizes, attention, layers, quantization, tokenizer and template."""
     from kvcli.errors import ModelError, UsageError
     from kvcli.runtime.formats.gguf import GGUFFile
     from kvcli.runtime.planning.facts import read_facts

@@ -21,8 +21,17 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv models ls.")]
 
 
+EXAMPLES = """
+kv models ls
+kv models ls --all
+kv models path smollm2
+kv models verify
+kv models rm smollm2
+"""
+
+
 def register(app: typer.Typer) -> None:
-    group = App()
+    group = App(epilog=EXAMPLES)
     group.callback(invoke_without_command=True)(models)
     group.command("ls")(ls)
     group.command("path")(path)
@@ -39,13 +48,13 @@ def models(ctx: typer.Context) -> None:
 def ls(
     ctx: typer.Context,
     all: Annotated[
-        bool, typer.Option("--all", "-a", help="Also the models known only by their sizes, for planning.")
+        bool, typer.Option("--all", "-a", help="Also list models that are known only by their sizes, for planning.")
     ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """The models known by name and those downloaded from the hub. The default one has a star.
+    """List the models known by name and those downloaded from the hub. A star marks the default one.
 
-    Whether a model runs: yes; hub, from the repository that kv estimate names; file, from a file of your own; no.
+    Whether a model runs: yes; hub = from the repository that kv estimate names; file = from a file of yours; no.
     """
     from kvcli.runtime.download import inventory
 
@@ -108,7 +117,7 @@ def path(name: Name) -> None:
 
 def verify(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; without it all.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; by default all.")] = "",
 ) -> None:
     """Check downloaded models against their checksums; exit code 8 if one is damaged."""
     from kvcli.runtime.download import inventory

@@ -17,7 +17,7 @@ from kvcli.cacheflags import Types
 from kvcli.errors import CheckFailed, UsageError
 from kvcli.evictflags import EvictFlags
 from kvcli.flags import ModelFlags, grouped, parse_tokens
-from kvcli.helptext import PLANNING
+from kvcli.helptext import MEASURE, PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
@@ -30,8 +30,18 @@ DEFAULT_TYPES = "f16,fp8,int8,int8/int4,int4"
 HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %", "B/token", "bits", "sealed")
 
 
+EXAMPLES = """
+kv perplexity -f text.txt
+kv perplexity -m model.gguf -f text.txt -c 2k --chunks 8 -ct f16,int8,int4
+kv perplexity -f text.txt -ct int8 --max-kld 0.001
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("perplexity", rich_help_panel=PLANNING)(perplexity)
+    app.command("perplexity", rich_help_panel=PLANNING, epilog=EXAMPLES)(perplexity)
+
+
+_option = partial(typer.Option, rich_help_panel=MEASURE)
 
 
 @dataclass(frozen=True)
@@ -39,15 +49,23 @@ class TextFlags:
     """The texts, how they are cut and what is scored."""
 
     file: Annotated[
-        list[str], typer.Option("-f", "--file", metavar="FILE", help="A text; - = stdin (repeat). Default: stdin.")
+        list[str],
+        _option("-f", "--file", metavar="FILE", help="Text file; - = stdin (repeatable).", show_default="stdin"),
     ] = field(default_factory=list)
-    ctx_size: Annotated[str, typer.Option("-c", "--ctx-size", metavar="N", help="Tokens of a chunk.")] = "512"
+    ctx_size: Annotated[str, _option("-c", "--ctx-size", metavar="N", help="Tokens per chunk.")] = "512"
     chunks: Annotated[
-        int, typer.Option("--chunks", metavar="N", min=0, help="Most chunks of each text; 0 = all whole ones.")
+        int,
+        _option("--chunks", metavar="N", min=0, help="Maximum number of chunks per text; 0 = all complete ones."),
     ] = 0
     score_from: Annotated[
         int | None,
-        typer.Option("--score-from", metavar="N", min=0, help="First scored position.", show_default="the second half"),
+        _option(
+            "--score-from",
+            metavar="N",
+            min=0,
+            help="First position of a chunk that is scored.",
+            show_default="the second half",
+        ),
     ] = None
 
     def protocol(self) -> Protocol:
@@ -74,11 +92,16 @@ class GateFlags:
     """Limits that make the command fail."""
 
     max_kld: Annotated[
-        float | None, typer.Option("--max-kld", metavar="X", help="Exit 8 if a type's mean KLD is above X.")
+        float | None,
+        _option("--max-kld", metavar="X", help="Exit with code 8 if a type's mean KL divergence is above X."),
     ] = None
     max_ppl_delta: Annotated[
         str | None,
-        typer.Option("--max-ppl-delta", metavar="X%", help="Exit 8 if a type's PPL is more than X % above f16's."),
+        _option(
+            "--max-ppl-delta",
+            metavar="X%",
+            help="Exit with code 8 if a type's perplexity is more than X % above that of f16.",
+        ),
     ] = None
 
     def check(self, types: list[Types]) -> None:
@@ -93,12 +116,12 @@ class GateFlags:
     def ppl_limit(self) -> float | None:
         """In per cent. Raises UsageError, for --max-kld too."""
         if self.max_kld is not None and not self.max_kld >= 0:
-            raise UsageError(f"--max-kld is {self.max_kld}", "it is 0 or more, in nats")
+            raise UsageError(f"--max-kld must be 0 or more (in nats), not {self.max_kld}")
         if self.max_ppl_delta is None:
             return None
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", self.max_ppl_delta.strip(), re.ASCII)
         if match is None:
-            raise UsageError(f"--max-ppl-delta is '{self.max_ppl_delta}'", "write a number of per cent, e.g. 0.5%")
+            raise UsageError(f"--max-ppl-delta must be a percentage, not '{self.max_ppl_delta}'", "write 0.5%")
         return float(match[1])
 
     def failures(self, rows: dict[Types, Summary]) -> list[str]:
@@ -122,11 +145,10 @@ def perplexity(
     gates: GateFlags,
     json: JsonFlag = False,
 ) -> None:
-    """Compare cache types on a text: perplexity, divergence from f16, bytes.
+    """Compare cache types on a text: perplexity, KL divergence from f16, bytes.
 
-    Everything goes through the cache: keys and values are read back as decode reads them. Chunks do not overlap and
-    start from an empty cache; the second half of each is scored. f16 is the base and always measured. With --evict all
-    types evict alike, f16 too.
+    Keys and values are read back from the cache, as in generation. Chunks do not overlap and start with an empty cache;
+    the second half of each is scored. f16 is the reference and always measured. With --evict all types evict, f16 too.
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:

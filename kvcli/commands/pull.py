@@ -11,20 +11,29 @@ from kvcli.helptext import STORES
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.locate import showing_download
 
+EXAMPLES = """
+kv pull smollm2
+kv pull org/name-GGUF:Q4_K_M
+kv run -m "$(kv pull smollm2)" "Hello"
+"""
+
 
 def register(app: typer.Typer) -> None:
-    app.command("pull", rich_help_panel=STORES)(pull)
+    app.command("pull", rich_help_panel=STORES, epilog=EXAMPLES)(pull)
 
 
 def pull(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A name from kv models ls, or org/repo[:quant] or an address of the hub.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A name (kv models ls), org/repo[:quant] of the hub, or an address there."
+        ),
     ],
-    force: Annotated[bool, typer.Option("--force", help="Download again even if it is here.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Download again even if the file is already here.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Download a model, check it, and print the path of its file."""
+    """Download a model, verify it and print the path of its file."""
     from kvcli.runtime.download import hub
     from kvcli.runtime.formats.splitgguf import part_paths
 

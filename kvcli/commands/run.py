@@ -15,14 +15,15 @@ from kvcli import opening, render, report, verification
 from kvcli.answering import Job, answer, settle
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
 from kvcli.evictflags import EvictFlags, OverflowFlags
-from kvcli.flags import CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
-from kvcli.helptext import GENERATE
+from kvcli.flags import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
 from kvcli.inputs import assemble_prompt
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag, json_option
 from kvcli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.promptcacheflags import FileFlags, StoreFlags
 from kvcli.runtime.promptcaches.prefixpages import common_length
+from kvcli.sampleflags import SampleFlags
 from kvcli.sinks import CopySink, JsonlSink, JsonSink, Sink, TextSink
 from kvcli.streams import OutputFile, TextOut, say
 
@@ -31,34 +32,36 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
 
 
-_option = partial(typer.Option, rich_help_panel="Prompt")
+_option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
 
 
 @dataclass(frozen=True)
 class PromptFlags:
     """What the model is asked."""
 
-    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT.")] = None
+    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="Same as PROMPT.")] = None
     file: Annotated[
         list[str],
-        _option("-f", "--file", metavar="FILE", help="Text before the prompt; - = stdin here (repeat)."),
+        _option(
+            "-f", "--file", metavar="FILE", help="File with text that comes before the prompt; - = stdin (repeatable)."
+        ),
     ] = field(default_factory=list)
     file_names: Annotated[
         bool,
-        _option("--file-names", help="Above each file's text, a line with its name: ==> FILE <==."),
+        _option("--file-names", help="Put a line with its name above each file's text: ==> FILE <==."),
     ] = False
     no_stdin: Annotated[
         bool,
         _option(
             "--no-stdin",
-            help="Leave stdin alone, as in a loop that reads from it; only -f - reads it.",
+            help="Do not read stdin, e.g. in a loop that reads it; -f - still does.",
         ),
     ] = False
     raw: Annotated[
         bool | None,
         _option(
             "--raw/--no-raw",
-            help="No chat template: continue the text; --no-raw = chat even with a base model.",
+            help="Continue the text, without a chat template; --no-raw chats even with a base model.",
             show_default="on for base models",
         ),
     ] = None
@@ -87,28 +90,32 @@ class OutputFlags:
     """Where the answer goes, and what is told about it."""
 
     json: JsonFlag = False
-    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event a line.")] = False
+    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event per line on stdout.")] = (
+        False
+    )
     output: Annotated[
         str | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the text to this file, too."),
+        _output("-o", "--output", metavar="FILE", help="Also write the text to this file."),
     ] = None
     stats: Annotated[
         bool | None,
-        typer.Option("--stats/--no-stats", help="Speed and sizes on stderr.", show_default="on a terminal"),
+        _output("--stats/--no-stats", help="Show speed and memory on stderr.", show_default="on a terminal"),
     ] = None
-    no_newline: Annotated[bool, typer.Option("--no-newline", help="Do not end the text with a newline.")] = False
+    no_newline: Annotated[bool, _output("--no-newline", help="Do not add a newline at the end.")] = False
     n_samples: Annotated[
-        int, typer.Option("--n-samples", metavar="N", help="Answers from one prefill; more than 1 need --jsonl.")
+        int,
+        _generation("--n-samples", metavar="N", help="Number of answers from one prefill; more than 1 need --jsonl."),
     ] = 1
     verify_estimate: Annotated[
         bool,
-        typer.Option(
-            "--verify-estimate", help="Compare planned and used memory; exit 8 if off by over 3 % and 100 MiB."
+        _output(
+            "--verify-estimate",
+            help=(
+                "Compare predicted and measured memory; exit with code 8 if they differ by more than 3 % and 100 MiB."
+            ),
         ),
     ] = False
-    raw_output: Annotated[
-        bool, typer.Option("--raw-output", help="Let control characters of the text reach the terminal.")
-    ] = False
+    raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
 
     def copy(self) -> OutputFile | None:
         """The file of -o. Raises UsageError, OutputError."""
@@ -123,9 +130,9 @@ class OutputFlags:
     def sink(self, invocation: Invocation, copy: OutputFile | None) -> Sink:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
-            raise UsageError("--json and --jsonl exclude each other")
+            raise UsageError("--json and --jsonl cannot be used together")
         if self.n_samples < 1:
-            raise UsageError(f"--n-samples is {self.n_samples}", "it is 1 or more")
+            raise UsageError(f"--n-samples must be 1 or more, not {self.n_samples}")
         if self.n_samples > 1 and (not self.jsonl or copy is not None):
             raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
         out = TextOut.stdout(self.raw_output)
@@ -212,8 +219,17 @@ def _fitting(
     return ids, cut
 
 
+EXAMPLES = """
+kv run "Why is the sky blue?"
+kv run -f report.txt "Summarize this."
+cat notes.txt | kv run "List the action items."
+kv run -m model.gguf -c 32k -ct int8 -f book.txt "Who is the narrator?"
+kv run --json "Say hi." | jq -r .text
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("run", rich_help_panel=GENERATE)(run)
+    app.command("run", rich_help_panel=GENERATE, epilog=EXAMPLES)(run)
 
 
 @grouped
@@ -229,9 +245,14 @@ def run(
     system: SystemFlags,
     sample: SampleFlags,
     output: OutputFlags,
-    instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer.")] = None,
+    instruction: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", rich_help_panel=PROMPT, help="The prompt. Text from files and stdin comes before it."
+        ),
+    ] = None,
 ) -> None:
-    """Answer one prompt and exit; the generated text alone goes to stdout."""
+    """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(output.leave) as interrupts:
         load, policy = model.options(invocation.offline), overflow.policy()

@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from kvcli.storage import Kind
 
 
+EXAMPLES = """
+kv storage ls
+kv storage rm prompts
+kv storage rm --all
+"""
+
+
 def register(app: typer.Typer) -> None:
-    group = App()
+    group = App(epilog=EXAMPLES)
     group.callback(invoke_without_command=True)(storage)
     group.command("ls")(ls)
     group.command("rm")(rm)
@@ -33,7 +40,7 @@ def storage(ctx: typer.Context) -> None:
 
 
 def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
-    """Everything that kv keeps on this disk: models, prompt caches, chats and the rest."""
+    """List everything that kv keeps on this disk: models, prompt caches, chats and the rest."""
     from kvcli.storage import kinds
 
     found = kinds(store_folder(cache_dir))
@@ -51,10 +58,8 @@ def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -
 
 def rm(
     ctx: typer.Context,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[KIND]...", help="Kinds that kv storage ls lists.")
-    ] = None,
-    all: Annotated[bool, typer.Option("--all", help="Every kind, saved chats too.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help="Kinds from kv storage ls.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every kind, including saved chats.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:

@@ -20,42 +20,58 @@ if TYPE_CHECKING:
     from kvcli.runtime.text.tokenizer import Tokenizer
 
 
+EXAMPLES = """
+kv tokenize "Hello, world"
+kv tokenize -f notes.txt --ids
+kv tokenize --json < notes.txt | jq .count
+"""
+
+
 def register(app: typer.Typer) -> None:
-    app.command("tokenize", rich_help_panel=STORES)(tokenize)
+    app.command("tokenize", rich_help_panel=STORES, epilog=EXAMPLES)(tokenize)
 
 
 def tokenize(
     ctx: typer.Context,
-    text: Annotated[str | None, typer.Argument(help="The text; without it stdin is read.")] = None,
+    text: Annotated[str | None, typer.Argument(help="The text; by default it is read from stdin.")] = None,
     model: Annotated[
         str,
         typer.Option(
-            "-m", "--model", rich_help_panel=MODEL, metavar="MODEL", help="A name (kv models ls) or a .gguf file."
+            "-m",
+            "--model",
+            rich_help_panel=MODEL,
+            metavar="MODEL",
+            help="A name (kv models ls), a .gguf file or org/repo[:quant].",
         ),
     ] = DEFAULT_MODEL,
-    file: Annotated[str | None, typer.Option("-f", "--file", help="Read this file; - is stdin.")] = None,
+    file: Annotated[
+        str | None, typer.Option("-f", "--file", metavar="FILE", help="File with the text; - = stdin.")
+    ] = None,
     json: JsonFlag = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Print the ids alone, on one line.")] = False,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Put no BOS in front.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, on one line.")] = False,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Do not prepend the BOS token.")] = False,
     special: Annotated[
-        bool, typer.Option("--special", help="Let <|im_end|> and its like in the text be those tokens.")
+        bool, typer.Option("--special", help="Parse special tokens such as <|im_end|> in the text.")
     ] = False,
     null: Annotated[
-        bool, typer.Option("-0", "--null", help="Read texts that end with NUL; print a JSON line for each.")
+        bool, typer.Option("-0", "--null", help="Read NUL-terminated texts and print a JSON line for each.")
     ] = False,
     force_pretokenizer: Annotated[
-        bool, typer.Option("--force-pretokenizer", help="Go on when the file's pre-tokenizer is unknown.")
+        bool,
+        typer.Option(
+            "--force-pretokenizer", help="Go on if the model's pre-tokenizer is unknown; tokens may be wrong."
+        ),
     ] = False,
 ) -> None:
-    """Show how a model cuts text into tokens.
+    """Show how a model splits text into tokens.
 
-    Files and stdin are taken exactly as they are: a byte-order mark and a newline at the end count, too.
+    Files and stdin are read exactly as they are, including a byte-order mark and a newline at the end.
     """
     from kvcli.runtime.formats.gguf import GGUFFile
     from kvcli.runtime.text.tokenizer import Tokenizer
 
     if json and ids:
-        raise UsageError("--json and --ids exclude each other", "--json has the ids too")
+        raise UsageError("--json and --ids cannot be used together", "--json has the ids too")
     texts = _texts(text, file, null, render.telling(ctx.obj))
     with GGUFFile.open(locate_model(model, ctx.obj)) as opened:
         tokenizer = Tokenizer.from_gguf(opened.metadata, force_pretokenizer)
@@ -73,7 +89,7 @@ def _texts(text: str | None, file: str | None, null: bool, tell: Tell) -> list[s
     """What to tokenize: one text, or with `null` those that NULs end (the last one may lack its NUL)."""
     if text is not None:
         if file is not None or null:
-            raise UsageError(f"TEXT and {'-0' if null else '--file'} exclude each other", "leave one out")
+            raise UsageError(f"TEXT and {'-0' if null else '--file'} cannot be used together", "leave one out")
         return [inputs.argument(text, "the text", "-f", tell)]
     if file is None and sys.stdin.isatty():
         raise UsageError("no text", 'give one (kv tokenize "Hello"), -f FILE, or pipe something in')

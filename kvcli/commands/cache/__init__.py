@@ -12,9 +12,21 @@ from kvcli.commands.cache.removing import prune, rm
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
 
+EXAMPLES = """
+kv cache ls
+kv cache show 3f2a
+kv cache build -f book.txt -o book.kv
+kv run --prompt-cache book.kv -f book.txt "Who is the narrator?"
+kv cache explain book.kv -f book.txt
+kv cache verify --recompute 8
+kv cache rm 3f2a
+kv cache prune --max-size 1GiB --older-than 3d
+kv cache path
+"""
+
 
 def register(app: typer.Typer) -> None:
-    group = App()
+    group = App(epilog=EXAMPLES)
     group.callback(invoke_without_command=True)(cache)
     for command in (ls, show, build, explain, verify, rm, prune, path):
         group.command(command.__name__)(command)
@@ -22,5 +34,5 @@ def register(app: typer.Typer) -> None:
 
 
 def cache(ctx: typer.Context) -> None:
-    """List, explain, check, make and remove prompt caches."""
+    """List, explain, check, create and remove prompt caches."""
     require_command(ctx)

@@ -11,7 +11,7 @@ from kvcli import cachefiles, render
 from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import store_folder
 
-Name = Annotated[str, typer.Argument(metavar="FILE|ID", help="A path, or an id of kv cache ls.")]
+Name = Annotated[str, typer.Argument(metavar="FILE|ID", help="A path, or an id from kv cache ls.")]
 
 
 def stored_files(cache_dir: str | None, invocation: Invocation) -> list[Path]:

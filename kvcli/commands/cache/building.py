@@ -29,12 +29,12 @@ def build(
     evict: EvictFlags,
     prompt: PromptFlags,
     system: SystemFlags,
-    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to make.")],
+    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")],
     force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Prefill a prompt and keep its rows in a file, for kv run --prompt-cache; nothing is generated."""
+    """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
     invocation: Invocation = ctx.obj
     with Interrupts(last_words) as interrupts:
         question = prompt.question(instruction, system, invocation)

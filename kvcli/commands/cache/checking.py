@@ -35,7 +35,7 @@ def explain(
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """How far a prompt cache agrees with a prompt, and the token at which they part."""
+    """Show how far a prompt cache agrees with a prompt, and at which token they differ."""
     invocation: Invocation = ctx.obj
     question = prompt.question(instruction, system, invocation)
     root = store_folder(cache_dir)
@@ -65,17 +65,19 @@ def _named(file: Path, root: Path) -> dict[str, str | None]:
 def verify(
     ctx: typer.Context,
     model: ModelFlags,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[FILE|ID]...", help="Without one: all kept.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE|ID]...", help="By default all stored prompts.")
+    ] = None,
     cache_dir: CacheDir = None,
     recompute: Annotated[
-        int, typer.Option("--recompute", metavar="N", help="Also compute all rows again with -m, and compare N pages.")
+        int, typer.Option("--recompute", metavar="N", help="Also recompute all rows with -m and compare N pages.")
     ] = 0,
     tol: Annotated[
-        float, typer.Option("--tol", metavar="X", help="Largest error of an element with --recompute.")
+        float, typer.Option("--tol", metavar="X", help="Largest error of an element that --recompute accepts.")
     ] = 0.0,
     json: JsonFlag = False,
 ) -> None:
-    """Check prompt caches against their checksums (exit 6), or against rows computed again (exit 8)."""
+    """Check prompt caches against their checksums (exit code 6) or against recomputed rows (exit code 8)."""
     invocation: Invocation = ctx.obj
     if recompute < 0:
         raise UsageError(

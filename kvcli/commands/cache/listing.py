@@ -22,17 +22,20 @@ _HASHES = ("weights", "tokenizer", "template")
 
 
 def path(cache_dir: CacheDir = None) -> None:
-    """Print the folder in which the rows of long prompts are kept."""
+    """Print the folder in which long prompts are stored."""
     render.write_out(f"{store_folder(cache_dir)}\n")
 
 
 def ls(
     ctx: typer.Context,
     cache_dir: CacheDir = None,
-    cache_ttl: Annotated[str, typer.Option("--cache-ttl", metavar="TIME", help="As given to kv run.")] = CACHE_TTL,
+    cache_ttl: Annotated[
+        str,
+        typer.Option("--cache-ttl", metavar="TIME", help="As given to kv run: entries unused for longer are expired."),
+    ] = CACHE_TTL,
     json: JsonFlag = False,
 ) -> None:
-    """List the prompts that are kept, the last used first; "1,024-2,048" goes on from another one."""
+    """List the stored prompts, the last used first; "1,024-2,048" continues another one."""
     ttl_s = parse_time(cache_ttl, "--cache-ttl")
     found = [cachefiles.describe(file) for file in stored_files(cache_dir, ctx.obj)]
     if json:
@@ -69,13 +72,15 @@ def show(
     ctx: typer.Context,
     name: Name,
     cache_dir: CacheDir = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Print its token ids, and nothing else.")] = False,
-    text: Annotated[str | None, typer.Option("--text", metavar="MODEL", help="Print its text, by this model.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print only its token ids.")] = False,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="MODEL", help="Print only its text, decoded by this model.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """What a prompt cache says of itself, with the first words of its text."""
+    """Show what a prompt cache holds, with the first words of its text."""
     if tokens + (text is not None) + json > 1:
-        raise UsageError("--tokens, --text and --json exclude each other", "give one of them")
+        raise UsageError("--tokens, --text and --json cannot be used together", "give one of them")
     file = cachefiles.locate(name, store_folder(cache_dir))
     with PromptCacheFile(file) as opened:
         ids, identity = opened.contents.tokens, opened.contents.identity

@@ -23,14 +23,14 @@ NAMED = 3  # files that a question names
 
 def rm(
     ctx: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids of kv cache ls.")] = None,
-    all: Annotated[bool, typer.Option("--all", help="Everything that is kept.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids from kv cache ls.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Everything that is stored.")] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,
     json: JsonFlag = False,
 ) -> None:
-    """Remove kept prompts."""
+    """Remove stored prompts."""
     root = store_folder(cache_dir)
     if bool(names) == all:
         raise UsageError("give ids, or --all", "kv cache ls lists ids")
@@ -46,14 +46,14 @@ def prune(
         str, typer.Option("--max-size", metavar="SIZE", help="Maximum size of what stays.")
     ] = CACHE_SIZE,
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="TIME", help="Also what was unused so long.")
+        str, typer.Option("--older-than", metavar="TIME", help="Also remove what was unused for this long.")
     ] = CACHE_TTL,
     yes: Yes = False,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,
     json: JsonFlag = False,
 ) -> None:
-    """Remove what was used longest ago, and what killed processes left."""
+    """Remove what was used longest ago, and what interrupted processes left."""
     from kvcli.runtime.promptcaches import promptstore
 
     root = store_folder(cache_dir)

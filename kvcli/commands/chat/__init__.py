@@ -25,7 +25,7 @@ from kvcli.commands.chat.group import ChatGroup
 from kvcli.commands.chat.session import ChatOptions, ChatSession
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.evictflags import EvictFlags
-from kvcli.flags import DEFAULT_MODEL, CacheFlags, ModelFlags, SampleFlags, SystemFlags, grouped
+from kvcli.flags import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.helptext import GENERATE
 from kvcli.inputs import decode, drop_mark
 from kvcli.interrupt import UNWIND, Interrupts, last_words
@@ -33,6 +33,7 @@ from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import StoreFlags
 from kvcli.render import counted
 from kvcli.runtime.promptcaches import sessions
+from kvcli.sampleflags import SampleFlags
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, keys_wait, say, write_err
 
@@ -45,6 +46,8 @@ EXAMPLES = """
 kv chat --session trip
 kv chat --resume trip
 kv chat ls
+kv chat show trip
+kv chat rm trip
 kv chat export trip -o trip.md
 printf 'Hello.\\nAnd in French?\\n' | kv chat --script
 """
@@ -69,7 +72,7 @@ def chat(
     sample: SampleFlags,
     flags: ChatFlags,
 ) -> None:
-    """Talk with a model; each turn reuses the cache of the turns before it.
+    """Talk with a model. Each turn reuses the cache of the turns before it.
 
     Enter sends a message. One of several lines stands between \"\"\" and \"\"\"; or end a line with a backslash, or
     press Alt-Enter or Ctrl-J. What is pasted stays together. /help lists commands, such as /undo, /set, /save and
@@ -114,7 +117,7 @@ def _refuse_options(ctx: typer.Context) -> None:
         source = ctx.get_parameter_source(str(param.name))
         if source is not None and source.name == "COMMANDLINE" and param.expose_value:
             raise UsageError(
-                f"{param.opts[-1]} is of no use to kv chat {ctx.invoked_subcommand}",
+                f"{param.opts[-1]} cannot be used with kv chat {ctx.invoked_subcommand}",
                 f"see kv chat {ctx.invoked_subcommand} --help",
             )
 

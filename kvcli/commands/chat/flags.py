@@ -23,28 +23,33 @@ class ChatFlags:
     """How the conversation is held."""
 
     session: Annotated[
-        str | None, _option("--session", metavar="NAME", help="Save the chat under this name, and go on with it.")
+        str | None,
+        _option("--session", metavar="NAME", help="Save the chat under this name; continue it if it exists."),
     ] = None
-    resume: Annotated[str | None, _option("--resume", metavar="NAME", help="Go on with a saved chat.")] = None
-    continue_: Annotated[bool, _option("--continue", help="Go on with the chat that was saved last.")] = False
-    script: Annotated[bool, _option("--script", help="Messages from stdin, one a line; answers on stdout.")] = False
-    no_raw: Annotated[
-        bool, _option("--no-raw", help="Chat even with a base model, in the format of its architecture.")
+    resume: Annotated[str | None, _option("--resume", metavar="NAME", help="Continue a saved chat.")] = None
+    continue_: Annotated[bool, _option("--continue", help="Continue the chat that was saved last.")] = False
+    script: Annotated[
+        bool, _option("--script", help="Read messages from stdin, one per line; write answers to stdout.")
     ] = False
-    null: Annotated[bool, _option("-0", "--null", help="With --script: messages end with NUL.")] = False
+    no_raw: Annotated[bool, _option("--no-raw", help="Chat even with a base model, in its architecture's format.")] = (
+        False
+    )
+    null: Annotated[
+        bool, _option("-0", "--null", help="With --script: messages end with NUL instead of a newline.")
+    ] = False
     stats: Annotated[
         bool | None,
-        _output("--stats/--no-stats", help="A line after each answer.", show_default="on a terminal"),
+        _output(
+            "--stats/--no-stats", help="Show a line of statistics after each answer.", show_default="on a terminal"
+        ),
     ] = None
-    raw_output: Annotated[
-        bool, _output("--raw-output", help="Let control characters of the text reach the terminal.")
-    ] = False
+    raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
 
     def session_name(self) -> str:
         """The chat that is saved; "" = none. Raises UsageError for one that is not there."""
         given = [self.session is not None, self.resume is not None, self.continue_]
         if sum(given) > 1:
-            raise UsageError("--session, --resume and --continue exclude each other")
+            raise UsageError("--session, --resume and --continue cannot be used together")
         if not any(given):
             return ""
         if self.session is not None:

@@ -22,7 +22,7 @@ from kvcli.streams import OutputFile
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv chat ls.")]
 Branch = Annotated[
-    str, typer.Option("--branch", metavar="NAME", help="Another branch of it.", show_default="where it was left")
+    str, typer.Option("--branch", metavar="NAME", help="Another branch of the chat.", show_default="where it was left")
 ]
 
 
@@ -81,13 +81,13 @@ def show(name: Name, branch: Branch = "", json: JsonFlag = False) -> None:
 def export(
     name: Name,
     branch: Branch = "",
-    md: Annotated[bool, typer.Option("--md", help="As Markdown, which is what it is without --json.")] = False,
+    md: Annotated[bool, typer.Option("--md", help="Markdown, which is the default.")] = False,
     json: JsonFlag = False,
-    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to a file.")] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file.")] = None,
 ) -> None:
     """Write a saved chat as Markdown or JSON."""
     if md and json:
-        raise UsageError("--md and --json exclude each other", "give one of them")
+        raise UsageError("--md and --json cannot be used together", "give one of them")
     found = sessions.read(name)
     messages = found.messages(branch)
     if json:

@@ -79,7 +79,7 @@ def names() -> tuple[str, ...]:
 def policy(name: str) -> Policy:
     """Raises UsageError for a policy that does not exist."""
     if name not in names():
-        raise UsageError(f"--evict is '{name}'", f"it is one of {', '.join(names())}")
+        raise UsageError(f"--evict must be one of {', '.join(names())}, not '{name}'")
     found: Policy = importlib.import_module(f"{__name__}.{name}").POLICY
     return found
 
@@ -92,7 +92,7 @@ def check(asked: EvictOptions, page_size: int) -> None:
     if asked.keep is not None and not chosen.free:
         raise UsageError(f"--keep needs --evict sink, not {asked.policy}", "only sink keeps first tokens")
     if asked.keep is not None and asked.keep < WHOLE_PROMPT:
-        raise UsageError(f"--keep is {asked.keep}", "it is a number of tokens, or -1 for the whole prompt")
+        raise UsageError(f"--keep must be 0 or more, or -1 for the whole prompt, not {asked.keep}")
     if asked.window < 0 or 0 < asked.window < page_size:
         raise UsageError(
             f"--window is {asked.window}, less than a page of {page_size} tokens",

@@ -42,7 +42,7 @@ def parse_device(name: str) -> tuple[str, int]:
     """ "auto", "cpu", "cuda" or "cuda:1" -> kind (AUTO, CPU, CUDA) and index. Raises UsageError."""
     match = re.fullmatch(r"(auto|cpu)|cuda(?::(\d{1,4}))?", name, re.ASCII)
     if match is None:
-        raise UsageError(f"--device is '{name}'", "it is auto, cpu, cuda or cuda:N")
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not '{name}'")
     return match[1] or CUDA, int(match[2] or 0)
 
 

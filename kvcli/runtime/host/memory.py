@@ -37,16 +37,16 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", text.strip().lower(), re.ASCII)
     if match is None or len(match[1]) > 20:
-        share = "" if whole is None else ", or a share such as 0.9"
-        raise UsageError(f"{flag} is '{text}', which is not a size", f"write 6G or 512MiB{share}")
+        share = "" if whole is None else ", or a fraction such as 0.9"
+        raise UsageError(f"{flag} must be a size, not '{text}'", f"write 6G or 512MiB{share}")
     number, unit = float(match[1]), match[2]
     if not unit and not match[3] and 0 < number <= 1 and match[1] != "1":
         if whole is None:
-            raise UsageError(f"{flag} is '{text}', a share of memory of unknown size", "write a size, such as 6G")
+            raise UsageError(f"{flag} must be a size, not '{text}' of memory of unknown size", "write 6G or 512MiB")
         return int(number * whole)
     size = int(number * (1000 ** _POWERS[unit] if match[3] == "b" else 1024 ** _POWERS[unit]))
     if size < 1 << 20 and not unit and not match[3] and size:
-        raise UsageError(f"{flag} is '{text}', less than a MiB", "write the unit too, such as 6G")
+        raise UsageError(f"{flag} must be a MiB or more, not '{text}'", "write the unit too, such as 6G")
     return size
 
 
