@@ -78,4 +78,5 @@ def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
     nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
     type_k, type_v = engine.cache_types
     counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size, sequence.evicted
-    return CacheFacts(type_k, type_v, *counts, engine.retention)
+    whole = layout.contiguous_bytes(engine.ctx_size)
+    return CacheFacts(type_k, type_v, *counts, engine.retention, sequence.page_utilization, whole)

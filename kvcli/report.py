@@ -25,6 +25,8 @@ class CacheFacts:
     """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens.
 
     `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
+    `page_utilization`: the share of the pages that is rows of use; None = there are none. `contiguous_bytes`: what a
+    cache without pages would take for the whole context.
     """
 
     type_k: str
@@ -36,6 +38,8 @@ class CacheFacts:
     limit: int
     evicted: int = 0
     retention: Retention | None = None
+    page_utilization: float | None = None
+    contiguous_bytes: int = 0
 
     @property
     def room(self) -> str:
@@ -48,6 +52,12 @@ class CacheFacts:
     @property
     def types(self) -> str:
         return self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+
+    @property
+    def use(self) -> str:
+        """How much of the pages is rows, and what a cache without pages would take."""
+        whole = f"{human_bytes(self.contiguous_bytes)} without pages"
+        return whole if self.page_utilization is None else f"{100 * self.page_utilization:.1f} % of it in use, {whole}"
 
     def __str__(self) -> str:
         return f"KV {self.types} {self.tokens}/{self.limit} tok ({self.room}) {human_bytes(self.nbytes)}"
@@ -119,15 +129,16 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
     return not invocation.quiet and (is_terminal(sys.stderr) or invocation.verbose > 0)
 
 
-def stats_line(result: Result, loaded: bool = True) -> str:
-    """The line on stderr. `loaded`: name the load time (the first answer of a process)."""
+def stats_line(result: Result, loaded: bool = True, verbose: bool = False) -> str:
+    """The line on stderr. `loaded`: name the load time (the first answer of a process); `verbose`: and how much of the
+    pages is in use."""
     usage, timings = result.end.usage, result.end.timings
     parts = [
         f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:.0f} tok/s",
         f"gen {usage.completion_tokens} tok · {timings.decode_tps:.1f} tok/s",
         f"TTFT {timings.ttft_s:.2f} s",
         *([f"load {timings.load_s:.2f} s"] if loaded else []),
-        str(result.cache),
+        str(result.cache) + (f", {result.cache.use}" if verbose else ""),
         f"peak {human_bytes(peak_bytes())}",
         f"seed {result.params.seed}",
     ]
@@ -198,6 +209,8 @@ def result_object(result: Result) -> dict[str, Any]:
             "tokens": cache.tokens,
             "limit": cache.limit,
             "bytes": cache.nbytes,
+            "page_utilization": None if cache.page_utilization is None else round(cache.page_utilization, 6),
+            "contiguous_bytes": cache.contiguous_bytes,
             "evicted_tokens": cache.evicted,
             "keep": cache.retention.keep if cache.retention else None,
             "window": cache.retention.window if cache.retention else None,

@@ -97,6 +97,10 @@ class FakeSequence:
     def evicted(self) -> int:
         return 0
 
+    @property
+    def page_utilization(self) -> float | None:
+        return self.length / (64 * self.pages(0)) if self.length else None
+
     def pages(self, arena: int) -> int:
         return -(-self.length // 64)
 
@@ -137,7 +141,9 @@ class FakeEngine:
         self.retention: eviction.Retention | None = None
         self.keeps_prompt = False
         group = SimpleNamespace(page_bytes=1 << 20)
-        self.layout = SimpleNamespace(page_size=64, groups=[group], arenas=[group])
+        self.layout = SimpleNamespace(
+            page_size=64, groups=[group], arenas=[group], contiguous_bytes=lambda tokens: tokens << 14
+        )
         self.changes: list[EvictOptions] = []
         self.stored: list[int] = []
         self.calls: list[tuple[list[int], SampleOptions]] = []

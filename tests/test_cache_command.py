@@ -48,6 +48,16 @@ def test_the_size_of_a_file_is_what_estimate_says(variant: str, types: str, kv_h
     assert planned > 30_000 and -4096 <= file.stat().st_size - planned <= 16_384
 
 
+def test_how_much_of_the_pages_is_in_use(kv_here: KvHere, model: tuple[str, ...]) -> None:
+    """Full pages but the last one, and windows that begin inside a page."""
+    value = _run(kv_here, *model, "--no-cache", "-n", "1", "-c", "128", TEXT)
+    facts = value["kv"]
+    assert 0.4 < facts["page_utilization"] < 1 and facts["contiguous_bytes"] > facts["bytes"] > 0
+    told = kv_here("run", *RUN, *model, "--no-cache", "-c", "128", "-v", TEXT)[2]
+    assert " % of it in use, " in told and " KiB without pages" in told
+    assert "without pages" not in kv_here("run", *RUN, *model, "--no-cache", "--stats", TEXT)[2]
+
+
 def _listed(kv: KvHere, *args: str) -> dict:
     code, out, err = kv("cache", "ls", "--json", *args)
     assert code == 0, err

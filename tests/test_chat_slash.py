@@ -185,6 +185,7 @@ def test_undo_and_ctx_say_what_will_be_found(kv):
     outcome = chat(kv, "first\nsecond\n", "--session", "ann")
     n_first, n_all = len(kv.engine.calls[0][0]) + 3, len(kv.engine.calls[1][0]) + 3
     outcome = chat(kv, "/ctx\n/undo\n/ctx\n", "--resume", "ann")
+    assert "0 B as f32, 64.0 MiB without pages" in outcome.err
     assert f"context: {n_all} of 4,096" in outcome.err and f"context: {n_first} of 4,096" in outcome.err
     assert f"all {n_all} tokens of the conversation are read again" in outcome.err
     kv.engine.answers = ["one", "two"]

@@ -7,12 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-from cachecases import append, check_rows, read, tiny_layout, write
+from cachecases import SIZE, WINDOW, SmallPool, append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
 from kvcli.runtime.cache import grouplayout as layouts
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pages import NO_PAGE, PagePool
 from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
+from kvcli.runtime.eviction import Retention
 
 
 @pytest.fixture
@@ -177,3 +180,31 @@ def test_the_last_pages_of_a_budget_are_not_wasted():
     assert len({pool.take(1) for _ in range(5)}) == 5
     with pytest.raises(DoesNotFit):
         pool.take(1)
+
+
+def test_utilization_is_the_share_of_rows_that_are_of_use() -> None:
+    """Of full layers and of windows, by bytes; what a window has left behind counts for nothing."""
+    pool = SmallPool(tiny_layout())
+    seq = Sequence(pool)
+    assert seq.page_utilization is None
+    append(seq, list(range(5)))
+    assert seq.page_utilization == 5 / SIZE
+    append(seq, list(range(5, 59)))
+    sliding, full = (pool.layout.arenas[g].page_bytes for g in (0, 1))
+    held = sum(arena == 0 for arena, _ in seq.holds())
+    used = (WINDOW - 1) * sliding + 59 * full  # the next token sees 20 rows before it
+    assert held * SIZE > 59 - WINDOW and seq.page_utilization == used / (SIZE * (held * sliding + 4 * full))
+    seq.close()
+    assert pool.layout.contiguous_bytes(100) == 100 * pool.layout.token_bytes()
+
+
+@pytest.mark.parametrize("k", ["f16", "int4"])
+def test_utilization_where_rows_are_evicted(k: str) -> None:
+    layer = LayerConfig(FULL, 1, 32, 32, 0)
+    config = ModelConfig("llama", "tiny", 10, 64, 64, 1, 4096, 1e-5, (layer,), 1.0)
+    plain = KVLayout.build(config, k, k, SIZE)
+    assert [plain.arenas[0].rows_in_use(n, 40) for n in range(4)] == [16, 16, 8, 0]
+    arena = plain.evicting(Retention(4, 32, SIZE)).arenas[0]
+    assert [arena.rows_in_use(n, 40) for n in range(3)] == [16, 16, 8], "nothing is gone yet"
+    assert [arena.rows_in_use(n, 100) for n in range(7)] == [4, 0, 0, 0, 16, 16, 4]
+    assert [plain.evicting(Retention(20, 32, SIZE)).arenas[0].rows_in_use(n, 100) for n in range(3)] == [16, 4, 0]

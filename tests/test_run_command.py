@@ -76,6 +76,8 @@ def test_json_is_one_object(kv):
     }
     assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64
     assert value["kv"]["tokens"] == prompt + 2
+    assert value["kv"]["page_utilization"] == round((prompt + 2) / 64, 6)
+    assert value["kv"]["contiguous_bytes"] == 4096 << 14
     assert value["params"]["seed"] == 7
     assert value["params"]["temperature"] == 0.8
     assert value["params"]["logit_bias"] == {"40": "-inf"}

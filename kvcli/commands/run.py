@@ -283,7 +283,7 @@ def run(
         for loss in result.losses:
             render.warn(loss, invocation)
         if report.wants_stats(output.stats, invocation):
-            say(report.stats_line(result))
+            say(report.stats_line(result, verbose=invocation.verbose > 0))
             if invocation.verbose:
                 say(report.sampling_line(result.params))
         code = interrupts.code

@@ -143,7 +143,8 @@ def _ctx(session: ChatSession, size: str) -> None:
     say(f"context: {used:,} of {limit:,} tokens ({100 * used / limit:.1f} %), {facts.room}")
     if facts.retention is not None:
         say(f"kept: {facts.retention}, in whole pages; what was evicted is forgotten")
-    say(f"cache: {counted(facts.pages, 'page')} of {facts.page_size}, {human_bytes(facts.nbytes)} as {facts.types}")
+    pages = f"{counted(facts.pages, 'page')} of {facts.page_size}"
+    say(f"cache: {pages}, {human_bytes(facts.nbytes)} as {facts.types}, {facts.use}")
     if not size:
         session.tell_unread()
 

@@ -187,6 +187,16 @@ class GroupLayout:
         kept = min(first, self.retention.kept_pages) if self.retention else 0
         return [*range(kept), *range(first, -(-tokens // self.page_size))]
 
+    def rows_in_use(self, number: int, tokens: int) -> int:
+        """Rows of page `number` that the token behind `tokens` sees, or a later one may."""
+        first, end, window = number * self.page_size, min((number + 1) * self.page_size, tokens), 0
+        if self.retention:
+            window = self.retention.start(tokens)
+        elif self.kind == SLIDING:
+            window = max(0, tokens - self.window + 1)
+        kept = min(self.retention.keep, window, end) - first if self.retention else 0
+        return max(0, kept) + max(0, end - max(first, window))
+
     def rows_seen(self, tokens: int) -> int:
         """Rows that the last of `tokens` sees."""
         if self.retention:

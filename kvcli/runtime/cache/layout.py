@@ -167,6 +167,10 @@ class KVLayout:
         entries = sum(n * len(a.layers) for n, a in zip(counts, self.arenas, strict=True))
         return sequences * entries * ADDRESS_BYTES
 
+    def contiguous_bytes(self, tokens: int) -> int:
+        """Bytes of a cache without pages: a row in each layer for each of `tokens`, all of these types."""
+        return tokens * self.token_bytes()
+
     def token_bytes(self) -> int:
         """Bytes one more token costs in every group while no window is full."""
         return sum(g.token_bytes for g in self.groups)

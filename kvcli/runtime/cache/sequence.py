@@ -272,6 +272,14 @@ class Sequence:
         """Pages of the arena that this sequence holds."""
         return sum(a == arena for a, _ in self.holds())
 
+    @property
+    def page_utilization(self) -> float | None:
+        """The share of the pages held, by their bytes, that is rows which are of use; None = there are no pages."""
+        arenas, size, held = self.pool.layout.arenas, self.pool.layout.page_size, self.numbered()
+        total = size * sum(arenas[arena].page_bytes for arena, _ in held)
+        used = sum(arenas[a].page_bytes * arenas[a].rows_in_use(number, self.length) for a, number in held)
+        return used / total if total else None
+
     def views(self) -> tuple[Layers, ...]:
         """The cache as the kernels see it, by group."""
         return tuple(self._lists[g].views(self.pool, g) for g in range(len(self._lists)))
