@@ -164,7 +164,12 @@ def test_nothing_changes_when_the_template_refuses():
     answer(conversation, "uno")
     before = conversation.snapshot()
     conversation.template.broken = True
-    for refused in (lambda: conversation.add_user("two"), conversation.regen):
+    for refused in (
+        lambda: conversation.add_user("two"),
+        lambda: conversation.set_system("be kind"),
+        lambda: conversation.set_state({"system": None, "messages": [{"role": "user", "content": "x"}], "chunks": []}),
+        conversation.regen,
+    ):
         with pytest.raises(ModelError, match="says no"):
             refused()
     assert conversation.snapshot() == before

@@ -101,6 +101,17 @@ def test_branches_begin_where_they_are_made_and_keep_apart(kv, tmp_path):
     assert saved(tmp_path)["branch"] == "main"
 
 
+def test_a_branch_that_cannot_be_gone_to_changes_nothing(kv, tmp_path):
+    chat(kv, "a\n/branch b\nb\n/branch main\n", "--session", "ann")
+    state = saved(tmp_path)
+    state["branches"]["b"]["messages"].pop(0)
+    path = tmp_path / "kv" / "sessions" / "ann.json"
+    path.write_text(json.dumps(state), encoding="utf-8")
+    outcome = chat(kv, "/branch b\n", "--session", "ann")
+    assert outcome.code == 2 and "is damaged: " in outcome.err
+    assert saved(tmp_path) == state
+
+
 def test_branches_need_no_session(kv, tmp_path):
     chat(kv, "a\n/branch b\nb\n/branch main\nc\n")
     assert asked(kv) == asked(kv, 0) + "one" + "user:cassistant:"

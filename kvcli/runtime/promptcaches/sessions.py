@@ -69,11 +69,16 @@ class Branches:
             conversation.set_state(self.states[self.branch])
 
     def switch(self, name: str, conversation: Conversation) -> bool:
-        """Go on in the branch of that name, which begins here if it is new; whether it was there. UsageError."""
+        """Go on in the branch of that name, which begins here if it is new; whether it was there. Raises UsageError
+        and TemplateError, with nothing changed."""
         check_name(name)
         self.states[self.branch] = conversation.state()
-        there, self.branch = name in self.states, name
-        self.restore(conversation)
+        before, there, self.branch = self.branch, name in self.states, name
+        try:
+            self.restore(conversation)
+        except BaseException:
+            self.branch = before
+            raise
         return there
 
     def elsewhere(self) -> Iterator[list[int]]:

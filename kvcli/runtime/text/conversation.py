@@ -134,9 +134,14 @@ class Conversation:
             raise ValueError("not a conversation: its roles do not alternate")
         if any(not 0 <= i < self.tokenizer.vocab_size for c in chunks for i in c.ids):
             raise ValueError("not a conversation: its tokens are not this model's")
+        before = self.snapshot()
         self.restore((messages, chunks, system))
-        if not chunks:
-            self.refresh()
+        try:
+            if not chunks:
+                self.refresh()
+        except BaseException:
+            self.restore(before)
+            raise
 
     def clear(self) -> None:
         """A new conversation with the same system message."""
