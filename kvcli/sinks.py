@@ -169,6 +169,9 @@ class WhileRead:
     def end(self, result: Result, held: str) -> None:
         self._write(self.sink.end, result, held)
 
+    def broken(self) -> None:
+        self._write(self.sink.broken)
+
     def _write(self, write: Callable[..., None], *what: Any) -> None:
         try:
             write(*what)
