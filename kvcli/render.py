@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 import unicodedata
@@ -18,17 +17,13 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from kvcli.invocation import Bars, Invocation, When
-from kvcli.streams import write_err
+from kvcli.streams import is_terminal, marked, wrapped, write_err
 from kvcli.telling import Tell
+from kvcli.wrapping import cells, columns
 
 _RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 SPARED_FOR = 24  # columns of a terminal that the last column of a table should have
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    """True for an open stream on a terminal; None is a stream that the process was started without."""
-    return stream is not None and not stream.closed and stream.isatty()
 
 
 def use_color(stream: TextIO, when: When = When.auto) -> bool:
@@ -75,10 +70,10 @@ def fitting(line: str) -> str:
     """A line for stdout: cut to the width of a terminal, whole for a pipe or a file."""
     if not is_terminal(sys.stdout):
         return line
-    from rich.cells import cell_len, set_cell_size
+    from rich.cells import set_cell_size
 
-    columns = shutil.get_terminal_size().columns
-    return line if cell_len(line) <= columns else set_cell_size(line, columns - 1) + "…"
+    width = columns(sys.stdout)
+    return line if cells(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
 def write_out(text: str) -> None:
@@ -105,20 +100,16 @@ def print_table(
     `right` holds the indexes of the columns that are aligned to the right. On a terminal lines are cut at its end;
     where the last column would have less than SPARED_FOR columns, those of `spare` are left out, one after the other.
     """
-    from rich.cells import cell_len
-
-    cells = [list(headers), *([one_line(cell) for cell in row] for row in rows)]
-    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(headers))]
+    grid = [list(headers), *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(cells(row[i]) for row in grid) for i in range(len(headers))]
     shown = list(range(len(headers)))
     for column in spare if is_terminal(sys.stdout) else ():
-        if sum(widths[i] + 2 for i in shown[:-1]) + SPARED_FOR > shutil.get_terminal_size().columns:
+        if sum(widths[i] + 2 for i in shown[:-1]) + SPARED_FOR > columns(sys.stdout):
             shown.remove(column)
     lines = []
-    for row in cells:
+    for row in grid:
         padded = [
-            " " * (widths[i] - cell_len(row[i])) + row[i]
-            if i in right
-            else row[i] + " " * (widths[i] - cell_len(row[i]))
+            " " * (widths[i] - cells(row[i])) + row[i] if i in right else row[i] + " " * (widths[i] - cells(row[i]))
             for i in shown
         ]
         line = "  ".join(padded).rstrip()
@@ -130,33 +121,39 @@ def print_table(
 
 def print_error(message: str, hint: str, when: When = When.auto) -> None:
     """`kv: error: message`, and the hint on a second line."""
-    color = use_color(sys.stderr, when)
-    label = f"{_RED}error:{_RESET}" if color else "error:"
-    write_err(f"kv: {label} {one_line(message)}\n" + (f"  {one_line(hint)}\n" if hint else ""))
+    line = _labelled("error:", _RED, message, when)
+    write_err(line + (wrapped(f"  {one_line(hint)}\n", "  ") if hint else ""))
+
+
+def _labelled(label: str, style: str, message: str, when: When) -> str:
+    line = marked(f"{label} {one_line(message)}") + "\n"
+    return line.replace(label, f"{style}{label}{_RESET}", 1) if use_color(sys.stderr, when) else line
 
 
 def warn(message: str, invocation: Invocation) -> None:
     """Something was lost or is not as asked: always said, even with -q."""
     invocation.told.append(message)
-    color = use_color(sys.stderr, invocation.color)
-    label = f"{_YELLOW}warning:{_RESET}" if color else "warning:"
-    write_err(f"kv: {label} {one_line(message)}\n")
+    write_err(_labelled("warning:", _YELLOW, message, invocation.color))
 
 
 def announce(message: str, invocation: Invocation) -> None:
     """Something that takes long or costs space and was not asked for by name: said unless -q."""
     invocation.told.append(message)
     if not invocation.quiet:
-        write_err(f"kv: {one_line(message)}\n")
+        write_err(marked(one_line(message)) + "\n")
 
 
 def notice(message: str, invocation: Invocation) -> None:
     """Good to know: said on a terminal or with -v."""
     invocation.told.append(message)
     if not invocation.quiet and (invocation.verbose or is_terminal(sys.stderr)):
-        color = use_color(sys.stderr, invocation.color)
-        text = f"kv: {one_line(message)}"
-        write_err(f"{_DIM}{text}{_RESET}\n" if color else f"{text}\n")
+        aside(one_line(message), invocation)
+
+
+def aside(message: str, invocation: Invocation) -> None:
+    """What need not be looked at, dimmed: said always, not kept."""
+    line = marked(message)
+    write_err(f"{_DIM}{line}{_RESET}\n" if use_color(sys.stderr, invocation.color) else f"{line}\n")
 
 
 def telling(invocation: Invocation) -> Tell:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from kvcli.errors import OutputError
+from kvcli.wrapping import Wrapper, columns, fill
 
 FLUSH_EVERY_S = 0.02
 
@@ -54,9 +55,24 @@ def write_err(text: str) -> None:
         discard(sys.stderr)
 
 
+def wrapped(text: str, indent: str = "") -> str:
+    """Text for stderr: on a terminal its lines are broken between words, with `indent` before the rest of each."""
+    return fill(text, columns(sys.stderr), indent) if is_terminal(sys.stderr) else text
+
+
 def say(message: str) -> None:
     """One line on stderr, marked as ours."""
-    write_err(f"kv: {message}\n")
+    write_err(f"{marked(message)}\n")
+
+
+def marked(message: str) -> str:
+    """A message with the mark of ours, in as many lines as it takes."""
+    return wrapped(f"kv: {message}", " " * len("kv: "))
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """True for an open stream on a terminal; None is a stream that the process was started without."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 @contextmanager
@@ -73,13 +89,15 @@ def writing_to(name: str) -> Iterator[None]:
 class TextOut:
     """Text on a byte stream: flushed at once on a terminal, else at most every 20 ms.
 
-    On a terminal control characters are neutralised unless `raw`. For failing writes see `writing_to`.
+    On a terminal control characters are neutralised and lines broken between words, unless `raw`. For failing writes
+    see `writing_to`.
     """
 
     def __init__(self, stream: BinaryIO, tty: bool, raw: bool = False) -> None:
         self.stream, self.tty, self.raw = stream, tty, raw
         self.at_line_start = True  # nothing written yet, or the last character was a newline
         self.empty = True
+        self._wrapper = Wrapper(lambda: columns(stream)) if tty and not raw else None
         self._flushed_at = 0.0
 
     @classmethod
@@ -93,7 +111,9 @@ class TextOut:
         if not text:
             return
         self.empty, self.at_line_start = False, text.endswith("\n")
-        shown = neutralise(text) if self.tty and not self.raw else text
+        self._write(self._wrapper.feed(neutralise(text)) if self._wrapper else text)
+
+    def _write(self, shown: str) -> None:
         with writing_to("stdout"):
             self.stream.write(shown.encode("utf-8", errors="replace"))
             now = time.monotonic()
@@ -106,8 +126,13 @@ class TextOut:
         if self.empty or not self.at_line_start:
             self.write("\n")
         self.empty = True
+        if self._wrapper:
+            self._wrapper.reset()
 
     def flush(self) -> None:
+        """Write what is held back: nothing more comes for now."""
+        if self._wrapper:
+            self._write(self._wrapper.release())
         with writing_to("stdout"):
             self.stream.flush()
 

@@ -55,7 +55,7 @@ kvcli.estimate .text.conversation .layers .host.machine .download.sources
 .host.measuring .quality .recall
 .download.remoteheaders
 .benching .planning.plannedmodel .promptcaches.recompute
-kvcli.comparison kvcli.overflow kvcli.verification
+kvcli.comparison kvcli.overflow kvcli.verification kvcli.wrapping
 kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.streams
 kvcli.cacheflags kvcli.commandline kvcli.settings
 kvcli.flags kvcli.invocation

@@ -35,7 +35,7 @@ from kvcli.render import counted
 from kvcli.runtime.promptcaches import sessions
 from kvcli.sampleflags import SampleFlags
 from kvcli.sinks import TextSink
-from kvcli.streams import TextOut, keys_wait, say, write_err
+from kvcli.streams import TextOut, keys_wait, say, wrapped, write_err
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -177,7 +177,7 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
         return
     branches, turns = session.branches, counted(conversation.turns, "turn")
     if not session.options.script and not invocation.quiet:
-        write_err(transcript.last_turn(conversation.messages) + "\n")
+        write_err(wrapped(transcript.last_turn(conversation.messages)) + "\n")
     branch = "" if branches.branch == sessions.MAIN else f", branch {branches.branch}"
     tell(f"session {branches.saved_as}{branch}: {turns} so far" + ("; /history shows them" if turns else ""))
     if held_with := getattr(branches, "held_with", ""):

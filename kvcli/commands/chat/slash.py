@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from kvcli.options import EvictOptions
 from kvcli.render import counted, human_bytes
 from kvcli.report import stats_line
 from kvcli.runtime.promptcaches.sessions import path_of
-from kvcli.streams import say, write_err
+from kvcli.streams import say, wrapped, write_err
+from kvcli.wrapping import columns, fill
 
 WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal
 
@@ -71,7 +73,8 @@ def _help(session: ChatSession, argument: str) -> None:
     rows += [(LEAVING[0], f"leave{_also((*LEAVING[1:], *WORDS_TO_LEAVE, 'Ctrl-D'))}")]
     rows += [("//TEXT", "send a message that begins with a slash")]
     width = max(len(names) for names, _ in rows)
-    write_err("".join(f"  {names:<{width}}  {text}\n" for names, text in rows) + KEYS)
+    lines = "".join(wrapped(f"  {names:<{width}}  {text}\n", " " * (width + 4)) for names, text in rows)
+    write_err(lines + fill(KEYS, min(80, columns(sys.stderr))))
 
 
 def _also(names: tuple[str, ...]) -> str:
@@ -97,7 +100,7 @@ def _history(session: ChatSession, argument: str) -> None:
         if not argument.isdecimal() or int(argument) < 1:
             raise UsageError(f"/history takes a number of turns, not '{argument}'")
         messages = messages[-2 * int(argument) :]
-    write_err(transcript.shown(messages) or "kv: nothing was said yet\n")
+    write_err(wrapped(transcript.shown(messages)) or "kv: nothing was said yet\n")
 
 
 def _file(session: ChatSession, name: str) -> None:
@@ -132,7 +135,7 @@ def _set(session: ChatSession, argument: str) -> None:
     if name:
         say(f"{settings.shown_as(name)}: {settings.described(name, asked, settled)}")
     else:
-        write_err("".join(f"  {line}\n" for line in settings.lines(asked, settled)))
+        write_err("".join(wrapped(f"  {line}\n", "  ") for line in settings.lines(asked, settled)))
 
 
 def _ctx(session: ChatSession, size: str) -> None:
@@ -215,8 +218,8 @@ COMMANDS = (
 LEAVING = ("/exit", "/quit", "/bye")
 NAMES = (*(command.name for command in COMMANDS), *LEAVING)
 
-KEYS = '''
-Several lines in a message: between """ and """, after a \\ at a line's end, or
-with Alt-Enter or Ctrl-J; what is pasted stays together. Ctrl-C stops an answer,
-Ctrl-X Ctrl-E opens $EDITOR, Ctrl-R searches what was sent, Ctrl-Z suspends.
-'''
+KEYS = (
+    '\nSeveral lines in a message: between """ and """, after a \\ at a line\'s end, or with Alt-Enter or Ctrl-J; what'
+    " is pasted stays together. Ctrl-C stops an answer, Ctrl-X Ctrl-E opens $EDITOR, Ctrl-R searches what was sent,"
+    " Ctrl-Z suspends.\n"
+)
