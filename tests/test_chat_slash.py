@@ -165,7 +165,7 @@ def test_settings_are_shown_and_changed(kv):
         ("/set temperature warm", "temperature must be a number, not 'warm'"),
         ("/set temperature -1", "temperature must be 0 or more, not -1.0"),
         ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
-        ("/set n -3", "n is '-3', which is not a number of tokens"),
+        ("/set n -3", "n must be a number of tokens, not '-3'"),
         ("/set ignore_eos maybe", "on or off"),
         ("/set logit_bias 3", "there is no setting"),
     ],
@@ -207,7 +207,7 @@ def test_a_full_chat_goes_on_in_a_larger_context(kv, talk):
     assert "context: 26 of 64 tokens (40.6 %), 38 until full" in outcome.err
     assert talk.drafts[2] == "second" and asked(kv).startswith(asked(kv, 0) + "onuser:second")
     assert f"the conversation has {n_tokens + 3} tokens, more than a context of 10 holds" in outcome.err
-    assert "/ctx is 'many', which is not a number" in outcome.err
+    assert "/ctx must be a number of tokens, not 'many'" in outcome.err
     assert kv.engine.ctx_size == 64
 
 
