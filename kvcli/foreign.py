@@ -28,10 +28,9 @@ _ALIASES = {
 }
 
 # What stands behind the name in the line that says so.
-_LAYERS = "is not needed: --device picks the GPU and all layers go there"
 _SAME = "is not needed: "
 _NOTES = {
-    "-ngl --gpu-layers --n-gpu-layers --num-gpu": _LAYERS,
+    "-ngl --gpu-layers --n-gpu-layers --num-gpu": _SAME + "--device picks the GPU and all layers go there",
     "-fa --flash-attn --flash-attention": _SAME + "attention never builds the matrix of scores",
     "-nkvo --no-kv-offload -kvo --kv-offload": "has no counterpart: the cache is where the model is, see --device",
     "--no-mmap --mmap --mlock": _SAME + "on a CPU weights are mapped from the file, on a GPU they are copied",
@@ -117,7 +116,7 @@ _COMMANDS = {
     "ls list": "kv models ls lists models, kv chat ls saved chats, kv cache ls prompt caches",
     "ps stop": "kv has no server: a model is in memory while a command runs",
     "serve server start api": "kv has no server: kv run answers one prompt, kv chat talks",
-    "show info": "kv inspect MODEL shows a model, kv chat show NAME a saved chat, kv cache show ID a prompt cache",
+    "show": "kv inspect MODEL shows a model, kv chat show NAME a saved chat, kv cache show ID a prompt cache",
     "rm remove delete": "kv models rm NAME removes a model, kv chat rm a saved chat, kv cache rm a prompt cache",
     "sessions session chats logs history export": "kv chat ls lists saved chats, kv chat export NAME writes one",
     "download get fetch": "kv pull MODEL downloads one",

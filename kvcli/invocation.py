@@ -16,7 +16,7 @@ import typer
 
 from kvcli.errors import UsageError
 from kvcli.helptext import OUTPUT
-from kvcli.settings import Settings
+from kvcli.settings import TRUE, Settings
 
 
 class When(str, Enum):
@@ -37,7 +37,7 @@ class Bars(str, Enum):
 
 def _hub_is_offline() -> bool:
     """HF_HUB_OFFLINE with what the hub's library takes for yes."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE
 
 
 @dataclass

@@ -10,9 +10,9 @@ from kvcli.errors import ContextOverflow, ModelError
 from kvcli.estimate import Plan, Row
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime import eviction
-from kvcli.runtime.events import End, Prefill, Timings, Token, Usage
+from kvcli.runtime.events import End, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.promptcaches.prefixpages import common_length
-from kvcli.runtime.repeats import Loop, LoopDetector
+from kvcli.runtime.repeats import LoopDetector
 
 BOS, START, END = 1, 2, 3
 CONTROL = {"<s>": BOS, "<|start|>": START, "<|end|>": END}

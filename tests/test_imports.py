@@ -26,9 +26,9 @@ LAYERS = """
 kvcli
 kvcli.errors kvcli.options kvcli.paths kvcli.telling kvcli.versions
 kvcli.kernels
-kvcli.runtime .cache .download .host .planning .promptcaches .text .repeats .sampling
-.cache.cachetypes .dry .events .eviction .download.growth .ggufkeys
-.config
+kvcli.runtime .cache .download .host .planning .promptcaches .text .events .sampling
+.cache.cachetypes .eviction .download.growth .ggufkeys .repeats
+.config .dry
 .cache.grouplayout .download.headercache .host.memory
 .host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
 .host.cores .host.mapped

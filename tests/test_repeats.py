@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 from tinyvocab import tiny
 
-from kvcli.runtime.repeats import LOOP_PERIOD, LOOP_TOKENS, Loop, LoopDetector, Repeats
+from kvcli.runtime.events import Loop
+from kvcli.runtime.repeats import LOOP_PERIOD, LOOP_TOKENS, LoopDetector, Repeats
 
 
 def length_at(text: list[int], distance: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcli.runtime.repeats import Loop
-
 
 @dataclass(frozen=True)
 class Prefill:
@@ -58,6 +56,18 @@ class Timings:
     def decode_tps(self) -> float:
         """Decoded tokens per second; 0 when nothing was timed."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The last `tokens` of a text are its last `period` ones again and again."""
+
+    tokens: int
+    period: int
+
+    @property
+    def times(self) -> int:
+        return self.tokens // self.period
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.events import End, Event, Prefill, Timings, Token, Usage
+from kvcli.runtime.events import End, Event, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.promptcaches.caches import Caches, Reuse, Written
-from kvcli.runtime.repeats import Loop, LoopDetector
+from kvcli.runtime.repeats import LoopDetector
 from kvcli.runtime.sampler import Sampler
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from kvcli.runtime.events import Loop
 
 # An answer is in a loop when it ends in so many tokens or more that are so many rounds or more of the same tokens, of
 # so many or fewer. Of 1,526 pieces of up to 4,096 tokens of code, markup, data and prose none does (two do with 256).
@@ -59,18 +60,6 @@ class Repeats:
     def backwards(self) -> np.ndarray:
         """int32: the last token, the one before it and so on, then what is no token; [distances] or more."""
         return self._backwards[self._room :]
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The last `tokens` of a text are its last `period` ones again and again."""
-
-    tokens: int
-    period: int
-
-    @property
-    def times(self) -> int:
-        return self.tokens // self.period
 
 
 class LoopDetector:

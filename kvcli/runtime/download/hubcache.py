@@ -51,8 +51,7 @@ class CachedModel:
 
 def folder() -> Path:
     """The hub's cache, by the rules of huggingface_hub; it may not exist."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or hubnames.home() / "hub").expanduser()
 
 
 def repo_folder(repo: str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.errors import DownloadError
-from kvcli.runtime.download.hubnames import MAIN
+from kvcli.runtime.download.hubnames import MAIN, home
 from kvcli.runtime.download.ranges import MAX_FILE_BYTES, RemoteFile, read_document
 from kvcli.runtime.download.websession import Session
 from kvcli.runtime.formats.boundedjson import load_object
@@ -70,9 +70,7 @@ def stored_token() -> str | None:
         return token.strip() or None
     if os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() in ("1", "ON", "YES", "TRUE"):
         return None
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    path = Path(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+    path = Path(os.environ.get("HF_TOKEN_PATH") or home() / "token").expanduser()
     try:
         if not path.is_file() or path.stat().st_size > _MAX_TOKEN_BYTES:
             return None

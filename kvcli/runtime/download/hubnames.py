@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import unquote
 
 from kvcli.errors import DownloadError, ModelError
@@ -60,6 +61,12 @@ class Variant:
 def endpoint() -> str:
     """HF_ENDPOINT, else the public hub."""
     return os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
+
+
+def home() -> Path:
+    """HF_HOME, by the rules of huggingface_hub: the folder of its cache and its token; it may not exist."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")).expanduser()
 
 
 def parse_reference(text: str) -> Reference | None:
@@ -141,12 +148,12 @@ def matching(offered: Sequence[Variant], wanted: str, loose: bool = True) -> lis
     tiers = [[v for v in offered if asked in _file_names(v)], [v for v in offered if v.label.lower() == asked]]
     if loose:
         tiers.append([v for v in offered if _bare(v.label).lower() == asked])
-        tiers.append([] if wanted else list(offered) if len(offered) == 1 else [])
+        tiers.append(list(offered) if len(offered) == 1 and not wanted else [])
     return next((tier for tier in tiers if tier), [])
 
 
 def _file_names(variant: Variant) -> set[str]:
-    names = {variant.files[0], *variant.files} if variant.files else set()
+    names = set(variant.files)
     names |= {part[0] for name in names if (part := part_of(name))}
     return {each.lower() for name in names for each in (name, name.rsplit("/", 1)[-1])}
 

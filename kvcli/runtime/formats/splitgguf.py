@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.formats.gguf import Header
 
 MAX_PARTS = 1024
+_SIDE_BY_SIDE = "the parts of a model must lie side by side under the names that llama-gguf-split gives them"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 
@@ -47,8 +48,7 @@ def part_paths(path: Path) -> list[Path]:
     for number in range(1, count + 1):
         each = path.with_name(part_name(whole, number, count))
         if not each.exists():
-            hint = "the parts of a model must lie side by side under the names that llama-gguf-split gives them"
-            raise ModelError(f"part {number} of {count} of the model is missing: {each}", hint)
+            raise ModelError(f"part {number} of {count} of the model is missing: {each}", _SIDE_BY_SIDE)
         found.append(each)
     return found
 
@@ -61,8 +61,8 @@ def merge(headers: Sequence[Header], labels: Sequence[str]) -> Header:
     count = _count(headers[0], 1)
     if count != len(headers):
         there = "1 is" if len(headers) == 1 else f"{len(headers)} are"
-        hint = "the parts must lie side by side under the names that llama-gguf-split gives them"
-        raise ModelError(f"{labels[0]} is one of {_short(count)} parts of a split model, {there} there", hint)
+        told = f"{labels[0]} is one of {_short(count)} parts of a split model, {there} there"
+        raise ModelError(told, _SIDE_BY_SIDE)
     if count == 1:
         return headers[0]
     tensors = {}
