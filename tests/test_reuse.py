@@ -17,8 +17,8 @@ from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache import grouplayout
-from kvcli.runtime.promptcaches import reuse
-from kvcli.runtime.promptcaches.promptstore import PromptStore
+from kvcli.runtime.promptcaches import chatfiles, keeping, reuse
+from kvcli.runtime.promptcaches.promptstore import Found, PromptStore
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +216,37 @@ def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path)
     end = ask(engine, PROMPT, small, told)
     assert any("more than the 1,000 of the store" in line for line in told.lines)
     assert end.usage.cache_write_tokens == 0 and end.unwritten == (told.lines[-1],)
+
+
+def test_what_another_process_has_stored_meanwhile_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, finds, order = engine_of("llama"), PromptStore.find, iter((True, False, False))
+    ask(engine, [*PROMPT, 5, 6], store_in(tmp_path))
+    monkeypatch.setattr(PromptStore, "find", lambda store, tokens: Found() if next(order) else finds(store, tokens))
+    for patience, files in ((1e9, 1), (0.0, 2)):
+        order = iter((True, False, False))
+        monkeypatch.setattr(keeping, "STALE_S", patience)
+        end = ask(engine, [*PROMPT, 7, 8 + files], store_in(tmp_path))
+        assert end.usage.cache_read_tokens == 0
+        assert (end.usage.cache_write_tokens < 32) == (patience == 0)
+
+
+def test_what_a_chat_goes_on_from_is_as_new_as_its_last_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = engine_of("llama"), store_in(tmp_path, memory=True, chat="")
+    with closing(engine.use_caches(options, Told())) as caches:
+        seq = engine.new_sequence()
+        monkeypatch.setattr(chatfiles, "LONG_ROWS", 100)
+        run(engine, seq, PROMPT, FOUR)
+        caches._wait()
+        (path,) = files_in(tmp_path)
+        long_ago = path.stat().st_mtime - 86400
+        os.utime(path, (long_ago, long_ago))
+        run(engine, seq, [*seq.tokens, *PROMPT[:40]], FOUR)
+        caches._wait()
+        seq.close()
+    engine.pool.check([])
+    assert path.stat().st_mtime > long_ago + 80000
 
 
 def test_what_is_written_is_what_came_of_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvcli.runtime.promptcaches.promptcache import Contents
 from kvcli.runtime.promptcaches.promptstore import Kept, Limits, PromptStore
 from kvcli.telling import Tell
 
+STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
 WORDS = 64  # tokens of a file's text that it tells in words
 
 
@@ -91,6 +93,10 @@ class Keeper:
         files stay."""
         store, layout = self.store, self.setting.pool.layout
         assert store is not None
+        if seconds > STALE_S:
+            with closing(store.find(seq.tokens)) as found:
+                self.found(found.kept)
+        store.touch(file for file in self.kept if file.agrees == file.contents.end)  # none of a prompt's goes alone
         held = {**self.trail.copies, **seq.numbered()}
         state = State(layout, seq.length, self.base, held, self.kept, self.owner)
         plan = Plan(sorted(state.new))

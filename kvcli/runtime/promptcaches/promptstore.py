@@ -126,7 +126,7 @@ class PromptStore:
             found.closest = agrees
             found.closest_next = contents.tokens[agrees - contents.start] if agrees < contents.end else None
 
-    def touch(self, files: Iterable[PromptCacheFile]) -> None:
+    def touch(self, files: Iterable[PromptCacheFile | Kept]) -> None:
         """These were of use now."""
         for path in {file.path for file in files}:
             with suppress(OSError):  # gone, or a folder that cannot be written
