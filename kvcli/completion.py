@@ -78,24 +78,24 @@ def _values(words: tuple[str, ...], param: Any) -> _Known | None:
     return known
 
 
-def _models(invocation: Invocation) -> Iterator[str]:
-    """Those that run."""
+def _models(invocation: Invocation) -> list[str]:
+    """Those that have a file, here or to be downloaded."""
     from kvcli.runtime.download import inventory
 
-    return (entry.name for entry in inventory.entries())
+    return inventory.names()
 
 
-def _downloaded(invocation: Invocation) -> Iterator[str]:
+def _downloaded(invocation: Invocation) -> list[str]:
     from kvcli.runtime.download import inventory
 
-    return (entry.name for entry in inventory.entries() if entry.path)
+    return inventory.downloaded_names()
 
 
-def _planned(invocation: Invocation) -> Iterator[str]:
+def _planned(invocation: Invocation) -> list[str]:
     """Those that are known by their sizes, too."""
     from kvcli.runtime.download import inventory
 
-    return (entry.name for entry in inventory.entries(shapes=True))
+    return inventory.names(shapes=True)
 
 
 def _cache_types(invocation: Invocation) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -45,14 +45,36 @@ class Entry:
 
 def entries(shapes: bool = False) -> list[Entry]:
     """The recipes that have a file (with `shapes` all of them), then the GGUF models in the hub's cache."""
-    recipes = [_of_recipe(recipe) for recipe in load_recipes().values() if shapes or recipe.file]
-    return recipes + [_of_cached(model) for model in (*hubcache.models(), *hubcache.unfinished())]
+    recipes = [_of_recipe(recipe) for recipe in _recipes(shapes)]
+    return recipes + [_of_cached(model) for model in _cached()]
+
+
+def names(shapes: bool = False) -> list[str]:
+    """The names of the same models. Opens no file of them."""
+    return [recipe.name for recipe in _recipes(shapes)] + [model.name for model in _cached()]
+
+
+def downloaded_names() -> list[str]:
+    """The names of those that are on this disk as a whole."""
+    recipes = [recipe.name for recipe in _recipes(False) if _file_here(recipe)]
+    return recipes + [model.name for model in hubcache.models()]
+
+
+def _recipes(shapes: bool) -> list[Recipe]:
+    return [recipe for recipe in load_recipes().values() if shapes or recipe.file]
+
+
+def _cached() -> list[hubcache.CachedModel]:
+    return [*hubcache.models(), *hubcache.unfinished()]
+
+
+def _file_here(recipe: Recipe) -> Path | None:
+    path = store.stored_path(recipe)
+    return path if path is not None and path.is_file() else None
 
 
 def _of_recipe(recipe: Recipe) -> Entry:
-    path = store.stored_path(recipe)
-    there = path is not None and path.is_file()
-    pieces = store.pieces(recipe)
+    path, pieces = _file_here(recipe), store.pieces(recipe)
     return Entry(
         name=recipe.name,
         title=recipe.title,
@@ -63,36 +85,48 @@ def _of_recipe(recipe: Recipe) -> Entry:
         size=recipe.file.size if recipe.file else 0,
         license=recipe.license,
         default=recipe.default,
-        path=path if there else None,
+        path=path,
         runs=recipe.runs,
         problem=recipe.problem,
         hf=recipe.hf,
-        damaged=there and store.stored_variant(recipe) is None,
-        files=((path,) if path and there else ()) + pieces,
+        damaged=path is not None and store.stored_variant(recipe) is None,
+        files=((path,) if path else ()) + pieces,
         unfinished=sum(piece.stat().st_size for piece in pieces),
     )
 
 
 def _of_cached(model: hubcache.CachedModel) -> Entry:
-    path, title = model.paths[0], model.paths[0].name
-    arch, parameters, context, license_, problem = "", 0, 0, "", ""
+    path = model.paths[0]
+    entry = Entry(
+        name=model.name,
+        title=path.name,
+        kind="",
+        arch="",
+        parameters=0,
+        context_length=0,
+        size=model.size,
+        license="",
+        default=False,
+        path=path,
+        runs="yes",
+        files=model.paths,
+    )
     if not model.finished:
-        return Entry(
-            model.name, "", "", arch, parameters, context, 0, license_, False, None,
-            "-", "it is not whole", files=model.paths, unfinished=model.size,
-        )  # fmt: skip
+        entry = replace(entry, title="", size=0, path=None, unfinished=model.size)
+        return replace(entry, runs="-", problem="it is not whole")
     try:
         with GGUFFile.open(path) as opened:
             config, problem = judge(opened.metadata, opened.tensors)
-            arch, license_ = (str(opened.metadata.get(f"general.{key}", "")) for key in ("architecture", "license"))
-            parameters = sum(prod(tensor.shape) for tensor in opened.tensors.values())
-            context = config.context_length if config else 0
+            entry = replace(
+                entry,
+                arch=str(opened.metadata.get("general.architecture", "")),
+                license=str(opened.metadata.get("general.license", "")),
+                parameters=sum(prod(tensor.shape) for tensor in opened.tensors.values()),
+                context_length=config.context_length if config else 0,
+            )
     except ModelError as error:
         problem = error.message
-    return Entry(
-        model.name, title, "", arch, parameters, context, model.size, license_, False, path,
-        "no" if problem else "yes", problem, files=model.paths,
-    )  # fmt: skip
+    return replace(entry, runs="no", problem=problem) if problem else entry
 
 
 def downloaded(name: str) -> Entry:
