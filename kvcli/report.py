@@ -11,13 +11,15 @@ from typing import Any
 from kvcli.invocation import Invocation
 from kvcli.options import SampleOptions
 from kvcli.overflow import Cut
-from kvcli.render import human_bytes, is_terminal
+from kvcli.render import counted, human_bytes, is_terminal
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.verification import Verification, as_json
+from kvcli.wrapping import columns
 
 SCHEMA = 1
+BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class CacheFacts:
         if self.retention is None:
             return f"{self.limit - self.tokens:,} until full"
         last = self.tokens + self.evicted - 1
-        return f"{self.evicted:,} evicted, {self.retention.until_next(max(0, last)):,} until more are"
+        return f"{self.evicted:,} evicted, {self.retention.until_next(max(0, last)):,} until the next eviction"
 
     @property
     def types(self) -> str:
@@ -60,7 +62,7 @@ class CacheFacts:
         return whole if self.page_utilization is None else f"{100 * self.page_utilization:.1f} % of it in use, {whole}"
 
     def __str__(self) -> str:
-        return f"KV {self.types} {self.tokens}/{self.limit} tok ({self.room}) {human_bytes(self.nbytes)}"
+        return f"KV {self.types} {self.tokens:,}/{self.limit:,} tok ({self.room}) {human_bytes(self.nbytes)}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Result:
         """Why the answer is shorter than the model would have made it and nobody asked for that; "" = it is not."""
         end, loop = self.end, self.end.loop
         if end.finish_reason == "context":
-            return f"stop: context full ({self.cache.tokens}/{self.cache.limit})"
+            return f"stop: context full ({self.cache.tokens:,}/{self.cache.limit:,})"
         if end.finish_reason == "length" and self.params.unattended:
             return f"stop: {len(end.ids):,} tokens, the limit where stdout is no terminal; -n sets another, -n -1 none"
         if end.finish_reason == "repetition" and loop is not None:
@@ -130,12 +132,43 @@ def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
 
 
 def stats_line(result: Result, loaded: bool = True, verbose: bool = False) -> str:
-    """The line on stderr. `loaded`: name the load time (the first answer of a process); `verbose`: and how much of the
-    pages is in use."""
+    """The line on stderr: short on a terminal, unless `verbose`. `loaded`: name the load time (the first answer of a
+    process); `verbose`: and how much of the pages is in use."""
+    if is_terminal(sys.stderr) and not verbose:
+        return brief_stats(result, max(BRIEF, columns(sys.stderr)) - len("kv: "))
+    return full_stats(result, loaded, verbose)
+
+
+_ENDINGS = {
+    "length": "cut by -n",
+    "context": "context full",
+    "repetition": "repeats itself",
+    "interrupted": "interrupted",
+}
+
+
+def brief_stats(result: Result, width: int) -> str:
+    """What most people want to know; what has no room in `width` columns is left out, the cache first."""
+    usage, timings, cache = result.end.usage, result.end.timings, result.cache
+    reused = f" ({usage.cache_read_tokens:,} reused)" if usage.cache_read_tokens else ""
+    parts = [
+        f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
+        f"answer {usage.completion_tokens:,}, {timings.decode_tps:,.0f} tok/s",
+        f"KV {human_bytes(cache.nbytes)} {cache.types}",
+        f"{cache.evicted:,} evicted" if cache.retention else f"{cache.limit - cache.tokens:,} left",
+        *filter(None, [_ENDINGS.get(result.end.finish_reason, "")]),
+    ]
+    while len(line := " · ".join(parts)) > width and len(parts) > 2:
+        del parts[2]
+    return line
+
+
+def full_stats(result: Result, loaded: bool = True, verbose: bool = False) -> str:
+    """Everything there is to tell."""
     usage, timings = result.end.usage, result.end.timings
     parts = [
-        f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:.0f} tok/s",
-        f"gen {usage.completion_tokens} tok · {timings.decode_tps:.1f} tok/s",
+        f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:,.0f} tok/s",
+        f"gen {usage.completion_tokens:,} tok · {timings.decode_tps:.1f} tok/s",
         f"TTFT {timings.ttft_s:.2f} s",
         *([f"load {timings.load_s:.2f} s"] if loaded else []),
         str(result.cache) + (f", {result.cache.use}" if verbose else ""),
@@ -172,7 +205,7 @@ def prompt_stats(end: End) -> str:
     """How much of the prompt was in a cache already, and where."""
     total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
     where = "" if not reused else " (disk)" if end.usage.disk_tokens else " (memory)"
-    return f"reused {reused} of {total} prompt tokens{where}, prefilled {total - reused}"
+    return f"reused {reused:,} of {counted(total, 'prompt token')}{where}, prefilled {total - reused:,}"
 
 
 def result_object(result: Result) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_stats_are_one_line_on_stderr(kv):
         "gen 9 tok",
         "TTFT 0.60 s",
         "load 0.25 s",
-        "KV f32 33/4096",
+        "KV f32 33/4,096",
         "peak ",
         "seed 5",
     ):

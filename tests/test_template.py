@@ -411,3 +411,10 @@ def test_the_sandbox_shows_nothing(attempt):
 def test_importing_the_module_does_not_import_jinja():
     code = "import sys, kvcli.runtime.text.template as _; assert not {'jinja2', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_empty_template_is_named_as_such():
+    for source in ("", " \n"):
+        with pytest.raises(TemplateError, match="the chat template of the file is empty") as error:
+            ChatTemplate(source).render([{"role": "user", "content": "hi"}])
+        assert "--raw" in error.value.hint

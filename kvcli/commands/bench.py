@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.wrapping import columns, fill
 
 if TYPE_CHECKING:
     from kvcli.options import LoadOptions
@@ -137,7 +139,7 @@ def bench(
     """Measure the speed of prompts (pp) and generation (tg) by cache type and depth, as in kv run.
 
     Rates are medians over the repetitions, with their standard deviation. The limit is what generation would reach if
-    reading weights and cache took all the time. Two tables, then one line of JSON with everything.
+    reading weights and cache took all the time.
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
@@ -149,13 +151,14 @@ def bench(
         tables: list[_Table] = []
         failures: list[str] = []
         engine: Engine | None = None
-        for pair in pairs:
+        for number, pair in enumerate(pairs):
             meter.restart()
+            steps = (f"{number * len(cases) + i} of {len(pairs) * len(cases)}" for i in itertools.count(1))
             try:
                 cache = what.cache(pair, types, cases, evicting)
                 engine = opening.open_engine(load, cache, invocation, interrupts)
                 setting = setting or _setting(engine, load, what.bandwidth, evicting, invocation)
-                tables.append(_measure(engine, pair, cases, what, meter, invocation))
+                tables.append(_measure(engine, pair, cases, what, meter, steps, invocation))
             except DoesNotFit as error:
                 if not tables and pair == pairs[-1]:  # nothing was measured
                     raise
@@ -164,9 +167,10 @@ def bench(
             engine = None
             benching.release()
     assert setting is not None
-    if not json:
+    if json:
+        render.print_json(_object(tables, setting, what, types, failures))
+    else:
         _show(tables, setting, invocation)
-    render.print_json(_object(tables, setting, what, types, failures))
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
 
 
@@ -186,12 +190,19 @@ def _setting(
 
 
 def _measure(
-    engine: Engine, pair: Types, cases: list[Case], what: BenchFlags, meter: Meter, invocation: Invocation
+    engine: Engine,
+    pair: Types,
+    cases: list[Case],
+    what: BenchFlags,
+    meter: Meter,
+    steps: Iterator[str],
+    invocation: Invocation,
 ) -> _Table:
+    """`steps`: what to call each test in turn."""
     from kvcli.runtime import benching
 
     def tell(text: str) -> None:
-        render.notice(f"{type_name(pair)} {text}", invocation)
+        render.notice(f"{next(steps)}: {type_name(pair)} {text}", invocation)
 
     speeds = list(benching.run(engine, cases, what.repetitions, not what.no_warmup, tell))
     tokens = max(case.rows for case in cases)
@@ -203,12 +214,12 @@ def _show(tables: list[_Table], setting: _Setting, invocation: Invocation) -> No
     rate = "speed of memory not known" if setting.bandwidth is None else f"memory {setting.bandwidth:,.1f} GB/s"
     computes = setting.backend if setting.device.kind != "cpu" else f"{setting.backend}, {setting.threads} threads"
     facts = (setting.model, render.human_bytes(setting.file_bytes), setting.device.name, computes, rate)
-    render.write_out(" · ".join(map(render.one_line, facts)) + "\n\n")
+    head = " · ".join(map(render.one_line, facts))
+    render.write_out((fill(head, columns(sys.stdout)) if render.is_terminal(sys.stdout) else head) + "\n\n")
     rows = [_speed_row(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds]
     _print(SPEED_HEADERS, rows, invocation, left=2)
     render.write_out("\n")
     _print(MEMORY_HEADERS, [_memory_row(table) for table in tables], invocation, left=1)
-    render.write_out("\n")
 
 
 def _print(headers: Sequence[str], rows: list[list[str]], invocation: Invocation, left: int) -> None:

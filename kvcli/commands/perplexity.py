@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from kvcli.runtime.quality import Cost, Protocol, Scores, Summary
 
 DEFAULT_TYPES = "f16,fp8,int8,int8/int4,int4"
-HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %", "B/token", "bits", "sealed")
+QUALITY_HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %")
+SIZE_HEADERS = ("type", "B/token", "bits", "sealed bits")
+TERMS = (
+    "ΔPPL and KLD (divergence of the predictions, in nats: mean, 99th percentile, maximum) are against f16; top-1: how"
+    " often the most likely token is the same; bits of a value in all pages, and in sealed ones, which are quantized"
+)
 
 
 EXAMPLES = """
@@ -200,32 +205,33 @@ def _measure(
 
 
 def _print(rows: dict[Types, Summary], costs: dict[Types, Cost], invocation: Invocation) -> None:
-    cells = []
+    quality, sizes = [], []
     for types, row in rows.items():
         cost = costs[types]
-        cells.append(
+        quality.append(
             [
                 type_name(types),
-                f"{row.ppl:.4f}",
-                f"{row.ppl_error:.4f}",
+                _figure(row.ppl),
+                _figure(row.ppl_error),
                 f"{row.ppl_delta:+.3f}",
                 f"{row.kld:.6f}",
                 f"{row.kld_error:.6f}",
                 f"{row.kld_p99:.4f}",
                 f"{row.kld_max:.4f}",
                 f"{row.top1:.2f}",
-                f"{cost.bytes_per_token:,.0f}",
-                f"{cost.bits:.2f}",
-                f"{cost.sealed_bits:.2f}",
             ]
         )
-    render.print_table(HEADERS, cells, invocation, right=range(1, len(HEADERS)))
+        sizes.append([type_name(types), f"{cost.bytes_per_token:,.0f}", f"{cost.bits:.2f}", f"{cost.sealed_bits:.2f}"])
+    render.print_table(QUALITY_HEADERS, quality, invocation, right=range(1, len(QUALITY_HEADERS)))
+    render.write_out("\n")
+    render.print_table(SIZE_HEADERS, sizes, invocation, right=range(1, len(SIZE_HEADERS)))
     first, tokens = next(iter(rows.values())), next(iter(costs.values())).tokens
-    render.notice(
-        f"{first.tokens:,} tokens scored; bits are those of a whole cache of {tokens:,} tokens, 16-bit pages included,"
-        " and of sealed rows alone",
-        invocation,
-    )
+    render.notice(f"{render.counted(first.tokens, 'token')} scored in chunks of {tokens:,}; {TERMS}", invocation)
+
+
+def _figure(value: float) -> str:
+    """With as many decimals as mean something, in nine columns at most."""
+    return f"{value:.4f}" if value < 100 else f"{value:.1f}"
 
 
 def _entry(types: Types, row: Summary, cost: Cost, by_text: dict[str, Summary]) -> dict[str, Any]:

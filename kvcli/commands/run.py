@@ -99,7 +99,11 @@ class OutputFlags:
     ] = None
     stats: Annotated[
         bool | None,
-        _output("--stats/--no-stats", help="Show speed and memory on stderr.", show_default="on a terminal"),
+        _output(
+            "--stats/--no-stats",
+            help="Show tokens, speed and memory on stderr; -v shows more (TTFT: time to the first token).",
+            show_default="on a terminal",
+        ),
     ] = None
     no_newline: Annotated[bool, _output("--no-newline", help="Do not add a newline at the end.")] = False
     n_samples: Annotated[
@@ -283,7 +287,7 @@ def run(
         for loss in result.losses:
             render.warn(loss, invocation)
         if report.wants_stats(output.stats, invocation):
-            say(report.stats_line(result, verbose=invocation.verbose > 0))
+            render.aside(report.stats_line(result, verbose=invocation.verbose > 0), invocation)
             if invocation.verbose:
                 say(report.sampling_line(result.params))
         code = interrupts.code

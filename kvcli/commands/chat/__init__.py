@@ -90,7 +90,9 @@ def chat(
         cache_options, name = cache.options(evict_options), flags.session_name()
         message = system.text(render.telling(invocation))
         stats = report.wants_stats(flags.stats, invocation)
-        options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, store.options(invocation))
+        aside, kept = partial(render.aside, invocation=invocation), store.options(invocation)
+        how = aside, invocation.verbose > 0
+        options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
         sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
         engine = opening.open_engine(load, cache_options, invocation, interrupts)
         if invocation.verbose:

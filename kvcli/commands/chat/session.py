@@ -37,6 +37,8 @@ class ChatOptions:
     script: bool  # SIGINT ends the session, not only the answer
     evict: EvictOptions
     kept: PromptCacheOptions
+    aside: Callable[[str], None] = say  # how that line is told
+    verbose: bool = False
 
 
 @dataclass
@@ -264,7 +266,7 @@ class ChatSession:
             self._told = True
             say(f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten")
         if self.options.stats:
-            say(stats_line(result, loaded=self.last is None))
+            self.options.aside(stats_line(result, loaded=self.last is None, verbose=self.options.verbose))
         self.totals.add(result.end.usage)
         self.last = result
 

@@ -13,7 +13,7 @@ from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.options import EvictOptions
 from kvcli.render import counted, human_bytes
-from kvcli.report import stats_line
+from kvcli.report import full_stats
 from kvcli.runtime.promptcaches.sessions import path_of
 from kvcli.streams import say, wrapped, write_err
 from kvcli.wrapping import columns, fill
@@ -195,7 +195,7 @@ def _branch(session: ChatSession, name: str) -> None:
 
 def _stats(session: ChatSession, argument: str) -> None:
     if session.last is not None:
-        say(f"last: {stats_line(session.last)}")
+        say(f"last: {full_stats(session.last)}")
     say(str(session.totals))
 
 

@@ -136,6 +136,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
+        if not self.source.strip():
+            raise TemplateError("the chat template of the file is empty", _GO_WITHOUT)
         from kvcli.runtime.text import sandbox
 
         try:
