@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256
 MODELS = ("SmolLM2 135M=smollm2", "Gemma 3 270M=gemma-3-270m")
 PROTOCOL = ("-c", str(CHUNK), "--chunks", str(CHUNKS), "--score-from", str(SCORE_FROM))
 RUNS = (("f16,int8,fp8,int8/int4,int6/int4,int4", 1), ("int4", 0))  # cache types, and pages of the 16-bit tail
+ENVIRONMENT = os.environ | {"KV_CONFIG": "none"}  # settings of the user do not count
 LONG = 8192  # tokens of the second average of bits
 HEAD = (
     f"| {{title}} | bits | of a cache of {CHUNK:,} | of {LONG:,} | KL divergence | same first choice | perplexity |\n"
@@ -44,9 +46,8 @@ def measure(model: str, texts: list[str]) -> list[dict[str, Any]]:
     rows = []
     for types, tail in RUNS:
         flags = ["-m", model, *PROTOCOL, *files, "-ct", types, "--kv-tail", str(tail), "--json"]
-        done = subprocess.run(
-            [sys.executable, "-m", "kvcli", "perplexity", *flags], stdout=subprocess.PIPE, text=True, check=False
-        )
+        command = [sys.executable, "-m", "kvcli", "perplexity", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ENVIRONMENT)
         if done.returncode:
             sys.exit(f"kv perplexity failed with exit code {done.returncode}: {done.stdout}")
         for row in json.loads(done.stdout)["types"]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -18,13 +19,15 @@ import sys
 import time
 from pathlib import Path
 
+ENVIRONMENT = os.environ | {"KV_CONFIG": "none"}  # settings of the user do not count
+
 
 def run(arguments: list[str], prompt: str) -> tuple[dict, float]:
     """One `kv run --json` -> its object, and the wall seconds of the whole process."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "kvcli", "run", "--json", "--raw", *arguments],
-        input=prompt.encode(), capture_output=True, check=False,
+        input=prompt.encode(), capture_output=True, check=False, env=ENVIRONMENT,
     )  # fmt: skip
     wall = time.perf_counter() - began
     if done.returncode:
@@ -36,7 +39,7 @@ def cut(text: str, tokens: int, model: str) -> str:
     """The first `tokens` tokens of `text`, by `kv tokenize`."""
     done = subprocess.run(
         [sys.executable, "-m", "kvcli", "tokenize", "--json", "-m", model],
-        input=text[: tokens * 12].encode(), capture_output=True, check=True,
+        input=text[: tokens * 12].encode(), capture_output=True, check=True, env=ENVIRONMENT,
     )  # fmt: skip
     pieces = json.loads(done.stdout)["pieces"][:tokens]
     return "".join(pieces)

@@ -24,7 +24,8 @@ SCREENS = {
 def screen(arguments: tuple[str, ...]) -> str:
     """What `kv` prints with these arguments, for a user who has not measured a machine."""
     with tempfile.TemporaryDirectory() as state:
-        environment = {**os.environ, "XDG_STATE_HOME": state, "XDG_DATA_HOME": state, "COLUMNS": "80"}
+        folders = dict.fromkeys(("XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"), state)
+        environment = os.environ | folders | {"COLUMNS": "80"}
         done = subprocess.run(
             [sys.executable, "-m", "kvcli", *arguments], capture_output=True, text=True, env=environment, check=True
         )

@@ -23,8 +23,6 @@ TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    import typer
-
     from kvcli.invocation import Invocation
 
 # Modules of kvcli.commands, in the order of the help page.
@@ -247,20 +245,8 @@ def _as_kverror(error: BaseException) -> KVError:
 
     if isinstance(error, KVError):
         return error
-    usage_error = typer.BadParameter.__mro__[1]
-    if isinstance(error, usage_error):
-        text = error.format_message()  # type: ignore[attr-defined]
-        context = getattr(error, "ctx", None)
-        path = context.command_path if context else "kv"
-        help_page = f"see {path} --help"
-        if isinstance(error, typer.BadParameter) and (wrong := _wrong_value(error, help_page)):
-            return wrong
-        if type(error).__name__ == "MissingParameter" and (param := getattr(error, "param", None)):
-            named = param.metavar or param.name.upper() if param.param_type_name == "argument" else param.opts[-1]
-            return UsageError(f"{named} is missing", help_page)
-        if context and (wrong := commandline.too_many(text, context.command, path)):
-            return wrong
-        return UsageError(text.rstrip("."), help_page)
+    if isinstance(error, typer.BadParameter.__mro__[1]):
+        return commandline.refused(error)
     if isinstance(error, typer.Abort):
         interrupted = KVError("aborted")
         interrupted.exit_code = EXIT_INTERRUPTED
@@ -273,27 +259,6 @@ def _as_kverror(error: BaseException) -> KVError:
         return OutputError(f"could not write the output: {error.strerror}")
     text = str(error).partition("\n")[0][:300] or "no message"
     return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback")
-
-
-def _wrong_value(error: typer.BadParameter, help_page: str) -> UsageError | None:
-    """An option's value that is no number, or one out of bounds, in our words; None for all else.
-
-    They follow from the cause, an error of pydantic, by which newer Typers read values; else Typer's own words stay.
-    """
-    if error.param is None or type(error).__name__ != "BadParameter":
-        return None
-    name = next((name for name in error.param.opts if name.startswith("--")), error.param.opts[0])
-    cause: Any = error.__cause__
-    found: Any = cause.errors()[0] if hasattr(cause, "errors") else {"type": ""}
-    if found["type"].startswith("int_"):
-        must = "a whole number"
-    elif found["type"].startswith("float_"):
-        must = "a number"
-    elif found["type"] == "greater_than_equal":
-        must = f"{found['ctx']['ge']} or more"
-    else:
-        return UsageError(f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
-    return UsageError(f"{name} must be {must}, not '{found['input']}'")
 
 
 def _asks_for_json(args: list[str]) -> bool:

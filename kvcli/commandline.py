@@ -128,12 +128,49 @@ def as_typed(message: str, given: Mapping[str, str]) -> str:
     return given.get(name, name) + message.removeprefix(name)
 
 
-def too_many(message: str, command: Any, path: str) -> UsageError | None:
-    """For words behind the last argument of the command `path`, in our words; None for any other message."""
-    found = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", message, re.DOTALL)
-    if found is None:
-        return None
-    words = found[1].split(" ")
+def refused(error: Any) -> UsageError:
+    """What Typer refuses, in our words where we have some."""
+    command, path = (error.ctx.command, error.ctx.command_path) if error.ctx else (None, "kv")
+    kind, param, help_page = type(error).__name__, getattr(error, "param", None), f"see {path} --help"
+    if kind == "MissingParameter" and param:
+        return UsageError(f"{_name(param)} is missing", help_page)
+    if kind == "BadParameter" and param:
+        if must := _must(error.message, param):
+            return UsageError(f"{_name(param)} must be {must}, not '{_value(error)}'")
+        return UsageError(f"{_name(param)}: {error.message.removeprefix('Value error, ').rstrip('.')}", help_page)
+    text = error.format_message()
+    extra = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", text, re.DOTALL)
+    if extra and command:
+        return _too_many(extra[1].split(" "), command, path)
+    return UsageError(text.rstrip("."), help_page)
+
+
+def _name(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return str(param.metavar or param.name.upper()).strip("[].")
+    return next((name for name in param.opts if name.startswith("--")), param.opts[0])
+
+
+def _must(message: str, param: Any) -> str:
+    """What a value has to be, from what older and newer Typers say of one that is not; "" = none of these."""
+    if "valid int" in message:
+        return "a whole number"
+    if re.search("valid (number|float)", message):
+        return "a number"
+    if least := re.search(r"(?:greater than or equal to |x>=)(-?[\d.]*\d)", message):
+        return f"{least[1]} or more"
+    return f"one of {', '.join(str(param.metavar).split('|'))}" if "is not one of" in message else ""
+
+
+def _value(error: Any) -> Any:
+    """What was given: newer Typers have it in the error of pydantic that is the cause, older ones in the message."""
+    if hasattr(error.__cause__, "errors"):
+        return error.__cause__.errors()[0]["input"]
+    return re.sub(r"^'(.*)'$", r"\1", error.message.partition(" is not ")[0])
+
+
+def _too_many(words: Sequence[str], command: Any, path: str) -> UsageError:
+    """For words behind the last argument of the command `path`."""
     more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
     told = f"unexpected argument{'s' if words[1:] else ''}: {' '.join(words[:_SHOWN])}{more}"
     if not _takes_text(command.params):

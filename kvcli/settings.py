@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Settings:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self.path, self.environment = file_path(), environment
-        self._commands, self._known = commands, known
+        self._commands, self._known = commands, cache(known)
         self._table: dict[str, Any] | None = None
 
     @property

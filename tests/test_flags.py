@@ -190,7 +190,7 @@ def test_lists_of_types():
     [
         (("run", "-ub", "abc"), "-ub/--ubatch-size must be a whole number, not 'abc'\n"),
         (("run", "--temp", "warm"), "--temp must be a number, not 'warm'\n"),
-        (("run", "--progress", "x"), "--progress: 'x' is not one of 'auto', 'on', 'off'\n  see kv run --help\n"),
+        (("run", "--progress", "x"), "--progress must be one of auto, on, off, not 'x'\n"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
