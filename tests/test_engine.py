@@ -136,7 +136,7 @@ def test_a_context_beyond_training_is_noticed():
     [
         (LoadOptions("m", backend="cuda"), CacheOptions()),
         (LoadOptions("m"), CacheOptions(ctx_size=-1)),
-        (LoadOptions("m"), CacheOptions(ubatch=0)),
+        (LoadOptions("m"), CacheOptions(ubatch=-1)),
         (LoadOptions("m"), CacheOptions(page_size=60)),
         (LoadOptions("m"), CacheOptions(type_k="f64")),
         (LoadOptions("m"), CacheOptions(type_v="int2")),
