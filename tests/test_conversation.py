@@ -158,6 +158,21 @@ def test_a_new_system_message_starts_the_prompt_anew():
     assert (A, B) not in pairwise(ids)
 
 
+def test_undo_after_a_new_system_message_has_the_ids_of_what_is_left():
+    conversation = chat()
+    for text in ("one", "two"):
+        conversation.add_user(text)
+        answer(conversation, "ab")
+    conversation.set_system("be brief")
+    whole = conversation.tokens
+    conversation.undo()
+    assert whole[: len(conversation.tokens)] == conversation.tokens and conversation.messages[1:] != []
+    assert conversation.add_user("two") == whole[: len(conversation.tokens)] == fresh(conversation)
+    conversation.undo()
+    conversation.undo()
+    assert conversation.tokens == []
+
+
 def test_nothing_changes_when_the_template_refuses():
     conversation = chat()
     conversation.add_user("one")

@@ -94,12 +94,13 @@ class Conversation:
         if not self.messages:
             raise UsageError("there is no turn to undo")
         keep = len(self.messages) - (2 if self.messages[-1]["role"] == "assistant" else 1)
-        remaining = self.messages[:keep]
-        rendering = self._render(remaining, generation_prompt=False) if remaining else []
-        del self._chunks[self._match(rendering)[0] :]
-        text = self.messages[keep]["content"]
-        self.messages = remaining
-        return text
+        before, self.messages = self.messages, self.messages[:keep]
+        try:
+            self.refresh()
+        except BaseException:
+            self.messages = before
+            raise
+        return before[keep]["content"]
 
     def snapshot(self) -> Snapshot:
         """The state that `restore` brings back."""
@@ -158,11 +159,12 @@ class Conversation:
             raise
 
     def refresh(self) -> None:
-        """Make ids of the messages anew from where they are not those of the text any more. Raises TemplateError."""
+        """Bring the ids in line with the system message and the messages. Raises TemplateError."""
         rendering = self._render(self.messages, generation_prompt=False) if self.messages else []
         kept, rest = self._match(rendering)
-        if rest and (kept == 0 or kept < len(self._chunks)):
-            self._chunks[kept:] = [_Chunk(rest, self.tokenizer.encode_segments(rest, add_bos=kept == 0))]
+        del self._chunks[kept:]
+        if not all(trusted for _, trusted in rest):  # more than what the template puts behind the last answer
+            self._chunks.append(_Chunk(rest, self.tokenizer.encode_segments(rest, add_bos=kept == 0)))
 
     def _render(self, messages: list[dict[str, str]], generation_prompt: bool = True) -> Segments:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
