@@ -157,7 +157,7 @@ class FileHistory(History):
         lines = self.path.read_text("utf-8", "replace").splitlines()
         if len(lines) > MAX_ENTRIES:
             lines = lines[-MAX_ENTRIES:]
-            self._rewrite(lines)
+            paths.replace_file(self.path, "".join(f"{line}\n" for line in lines).encode())
         for line in reversed(lines):
             try:
                 entry = json.loads(line)
@@ -165,12 +165,6 @@ class FileHistory(History):
                 continue
             if isinstance(entry, str):
                 yield entry
-
-    def _rewrite(self, lines: list[str]) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
-        temporary.touch(mode=0o600)
-        temporary.write_text("".join(line + "\n" for line in lines), "utf-8")
-        temporary.replace(self.path)
 
     def append_string(self, string: str) -> None:
         if not string.startswith(" "):
