@@ -44,11 +44,16 @@ COMMANDS = (
     "completion",
 )
 
+HELP = """Run language models on your own machine, with a quantized and paged KV cache.
+
+kv COMMAND --help shows the options of a command. Defaults can be set in a config file (kv config) or by variables such
+as KV_MODEL and KV_CTX_SIZE.
+"""
 EXAMPLES = """
 kv run "Why is the sky blue?"
 cat notes.txt | kv run "Summarize this."
 kv chat
-kv COMMAND --help
+kv help run
 """
 
 _VERSION, _VERBOSE = {"--version", "-V"}, {"-v", "-vv", "--verbose"}
@@ -135,7 +140,7 @@ def _command(args: list[str]) -> Any:
     from kvcli import globaloptions
     from kvcli.app import OTHER_NAMES, App
 
-    app = App(help="Run language models on your own machine, with a quantized and paged KV cache.", epilog=EXAMPLES)
+    app = App(help=HELP, epilog=EXAMPLES)
     globaloptions.register(app)
     first = OTHER_NAMES.get(args[0], args[0]) if args else ""
     for name in [first] if first in COMMANDS else COMMANDS:

@@ -7,10 +7,12 @@ examples. Long lines are wrapped, never cut.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 # Sections of options in the order in which they are shown; what an option without a section gets is OPTIONS.
@@ -24,14 +26,14 @@ ORDER = (
 )
 
 # Sections of commands.
-GENERATE, PLANNING, STORES, TOOLS = "Generate text", "Plan and measure", "Models and caches", "Commands"
+GENERATE, PLANNING, STORES, SETUP = "Generate text", "Plan and measure", "Models and caches", "Setup"
 
 WIDEST, LEFT, NARROW = 100, 28, 60  # of a line; of the names before a text; below it, texts stand under the names
 
 
 def page(context: Any, bold: bool = False) -> str:
     """The page of the command of a Typer context; `bold`: its titles are."""
-    width = min(max(shutil.get_terminal_size().columns, 20), WIDEST)
+    width = min(max(_columns(), 20), WIDEST)
     sections = [*_commands(context), *_options(context)]
     left = min(LEFT, max(len(names) for _, rows in sections for names, _ in rows))
     blocks = [_usage(context, width), *_paragraphs(context.command.help or "", width)]
@@ -39,6 +41,14 @@ def page(context: Any, bold: bool = False) -> str:
     if lines := _examples(context):
         blocks.append("\n".join([_title("Examples", bold), *(_wrapped(line, width, "  ", " " * 6) for line in lines)]))
     return "\n\n".join(blocks) + "\n"
+
+
+def _columns() -> int:
+    """The width of the terminal, where the page goes there or through a pager; 80 where there is none."""
+    width = 80
+    with suppress(OSError):
+        width = os.get_terminal_size(2).columns  # stderr, for a pager reads stdout
+    return shutil.get_terminal_size((width, 24)).columns
 
 
 def _title(title: str, bold: bool) -> str:
@@ -76,7 +86,7 @@ def _commands(context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     sections: dict[str, list[tuple[str, str]]] = {}
     for name, command in getattr(context.command, "commands", {}).items():
         if not command.hidden:
-            title = getattr(command, "rich_help_panel", None) or TOOLS
+            title = getattr(command, "rich_help_panel", None) or "Commands"
             sections.setdefault(title, []).append((name, summary(command)))
     yield from sections.items()
 

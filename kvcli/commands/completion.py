@@ -9,7 +9,7 @@ import typer
 
 from kvcli import completion, render
 from kvcli.errors import OutputError, UsageError
-from kvcli.helptext import TOOLS
+from kvcli.helptext import SETUP
 
 EXAMPLES = """
 kv completion bash --install
@@ -19,7 +19,7 @@ kv completion fish > ~/.config/fish/completions/kv.fish
 
 
 def register(app: typer.Typer) -> None:
-    app.command("completion", rich_help_panel=TOOLS, epilog=EXAMPLES)(command)
+    app.command("completion", rich_help_panel=SETUP, epilog=EXAMPLES)(command)
 
 
 def command(

@@ -16,7 +16,7 @@ from kvcli import configfile, helptext, paths, render, settings
 from kvcli.app import App, shared_options, walk
 from kvcli.errors import OutputError, UsageError
 from kvcli.globaloptions import require_command
-from kvcli.helptext import TOOLS
+from kvcli.helptext import SETUP
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.settings import DEFAULT, FILE, TYPED, Setting, Settings
 
@@ -46,11 +46,11 @@ def register(app: typer.Typer) -> None:
     group.callback(invoke_without_command=True)(config)
     for name, command in (("show", show), ("path", path), ("set", set_), ("unset", unset)):
         group.command(name)(command)
-    app.add_typer(group, name="config", rich_help_panel=TOOLS)
+    app.add_typer(group, name="config", rich_help_panel=SETUP)
 
 
 def config(ctx: typer.Context) -> None:
-    """Show and change settings: options that need not be typed each time.
+    """Show and change settings: values that options have without being typed.
 
     An option takes the first of: the command line; its variable, such as KV_CTX_SIZE for --ctx-size; the config file,
     where the table of a command, such as [bench], comes before the top; a variable of another program that means the
