@@ -102,7 +102,7 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 def _group_text(group: LayerGroup) -> str:
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
     window = f" (window {group.window:,})" if group.window else ""
-    heads = f"{group.kv_heads} KV head" + ("s" if group.kv_heads > 1 else "")
+    heads = render.counted(group.kv_heads, "KV head")
     return f"{group.layers} {group.kind}{window} · {heads} · {dims}"
 
 

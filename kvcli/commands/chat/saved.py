@@ -119,8 +119,10 @@ def rm(
     for name in wanted:
         if sessions.check_name(name) not in there:
             raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
-    if wanted:
-        confirm_removal(", ".join(wanted), yes)
+    if not wanted:
+        render.notice("no chat is saved", invocation)
+        return
+    confirm_removal(", ".join(wanted), yes)
     for name in wanted:
         sessions.remove(name)
     freed = _remove_rows(wanted, store_folder(cache_dir))
