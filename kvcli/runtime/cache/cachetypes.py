@@ -68,4 +68,4 @@ def alias_note(name: str) -> str:
     """What to tell of a name that other programs use for another format; "" for our own names."""
     if name not in OTHERS_NAMES:
         return ""
-    return f"{name} is {ALIASES[name]} here: the same size class, not the same bits"
+    return f"{name} is {ALIASES[name]} here: the same size, another format"

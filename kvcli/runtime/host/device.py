@@ -69,7 +69,7 @@ def choose(name: str) -> Device:
 def check_there(name: str, index: int, count: int) -> None:
     """Raises DeviceError unless GPU `index`, which --device calls `name`, is one of `count`."""
     if not count:
-        raise DeviceError(f"--device {name}: {why_no_gpu()}", "--device cpu does without one")
+        raise DeviceError(f"--device {name}: {why_no_gpu()}", "--device cpu needs none")
     if index >= count:
         known = ", ".join([CPU, *(f"{CUDA}:{i}" for i in range(count))])
         raise DeviceError(f"--device {name}: there is no such GPU", f"devices: {known}")
