@@ -26,7 +26,7 @@ TYPED, VARIABLE, FILE, OTHER, DEFAULT = "command_line", "environment", "config_f
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 _PER_CALL = ("--prompt", "--file", "--output", "--help", "--version")  # neither a file nor a variable sets these
-_NO_OPTIONS = ("config", "no-history", "cpu-isa")  # of which there are only variables
+_NO_OPTIONS = ("config", "cpu-isa")  # of which there are only variables
 _MEASURING = ("estimate", "bench", "perplexity", "eval")  # they compare what others take from settings
 _SHARED = (PROMPT, MODEL, GENERATION, KV_CACHE, FULL, PROMPT_CACHE)
 # Where one of these is given, settings of the others from farther down count for nothing: they say the same, or depend.

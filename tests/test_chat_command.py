@@ -240,7 +240,7 @@ def talk(kv, monkeypatch):
                 return item
 
         monkeypatch.setattr(lineeditor, "LineEditor", Editor)
-        monkeypatch.setattr(lineeditor, "open_history", lambda warn: None)
+        monkeypatch.setattr(lineeditor, "open_history", lambda warn, forbidden: None)
         monkeypatch.setattr("kvcli.commands.chat.flags.ChatFlags.check", lambda self: None)
         return kv("chat", *args, stdin=None)
 

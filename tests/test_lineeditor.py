@@ -107,9 +107,7 @@ def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert isinstance(open_history(pytest.fail), FileHistory)
     assert (tmp_path / "kv" / "history").exists()
-    monkeypatch.setenv("KV_NO_HISTORY", "1")
-    assert isinstance(open_history(pytest.fail), InMemoryHistory)
-    monkeypatch.delenv("KV_NO_HISTORY")
+    assert isinstance(open_history(pytest.fail, forbidden=True), InMemoryHistory)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     warnings: list[str] = []

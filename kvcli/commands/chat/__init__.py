@@ -110,7 +110,7 @@ def chat(
                 if flags.script:
                     _follow(session, b"\0" if flags.null else b"\n")
                 else:
-                    _talk(session, invocation)
+                    _talk(session, invocation, flags.no_history)
 
 
 def _refuse_options(ctx: typer.Context) -> None:
@@ -218,11 +218,11 @@ def read_messages(end: bytes) -> Iterator[str]:
         yield text if number else drop_mark(text)
 
 
-def _talk(session: ChatSession, invocation: Invocation) -> None:
+def _talk(session: ChatSession, invocation: Invocation, no_history: bool) -> None:
     """Read and handle lines until Ctrl-D or /exit; errors are told and the conversation goes on."""
     from kvcli.commands.chat import lineeditor
 
-    history = lineeditor.open_history(partial(render.warn, invocation=invocation))
+    history = lineeditor.open_history(partial(render.warn, invocation=invocation), no_history)
     editor = lineeditor.LineEditor(history, slash.NAMES)
     while True:
         draft, session.draft = session.draft, ""

@@ -31,6 +31,7 @@ class ChatFlags:
     script: Annotated[
         bool, _option("--script", help="Read messages from stdin, one per line; write answers to stdout.")
     ] = False
+    no_history: Annotated[bool, _option("--no-history", help="Do not keep what is typed for later chats.")] = False
     no_raw: Annotated[bool, _option("--no-raw", help="Chat even with a base model, in its architecture's format.")] = (
         False
     )

@@ -7,7 +7,6 @@ pasted keeps its lines. Ctrl-X Ctrl-E opens $EDITOR, Ctrl-Z suspends.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -175,9 +174,9 @@ class FileHistory(History):
             file.write(json.dumps(string) + "\n")
 
 
-def open_history(warn: Callable[[str], None]) -> History:
-    """The user's history file, or one in memory: with KV_NO_HISTORY set, or where none can be written."""
-    if os.environ.get("KV_NO_HISTORY"):
+def open_history(warn: Callable[[str], None], forbidden: bool = False) -> History:
+    """The user's history file, or one in memory: where a file is `forbidden`, or cannot be written."""
+    if forbidden:
         return InMemoryHistory()
     folder = paths.state_dir()
     if not paths.make_or_warn(folder, warn):
