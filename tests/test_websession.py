@@ -27,7 +27,7 @@ from rangeserver import RangeHandler, RangeSite, serving_ranges
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.download.ranges import RemoteFile
-from kvcli.runtime.download.websession import Session
+from kvcli.runtime.download.websession import Limits, Session
 from kvcli.runtime.download.wire import Origin, split_url
 
 # --- slow servers ---
@@ -55,16 +55,16 @@ def _drip(site: RangeSite, first: bytes, drop: bytes, every_s: float) -> Callabl
 def test_a_byte_now_and_then_ends_at_the_deadline(first: bytes, drop: bytes, site: RangeSite) -> None:
     act(site, _drip(site, first, drop, 0.05))
     start = time.monotonic()
-    assert "did not answer in time" in failure(remote(site)).message
-    assert time.monotonic() - start >= QUICK.total_s - 0.1
+    assert "did not answer in time" in failure(remote(site, limits=Limits(answer_s=60, total_s=1.5))).message
+    assert time.monotonic() - start >= 1.4
 
 
 @pytest.mark.parametrize("first", [b"", b"HTTP/1.1 206 OK\r\n", RANGE_HEAD])
 def test_silence_ends_sooner(first: bytes, site: RangeSite) -> None:
-    act(site, _drip(site, first, b"", 60))
+    act(site, _drip(site, first, b"", 600))
     start = time.monotonic()
-    assert "did not answer in time" in failure(remote(site)).message
-    assert time.monotonic() - start < QUICK.answer_s + 0.5
+    assert "did not answer in time" in failure(remote(site, limits=Limits(answer_s=0.5, total_s=120))).message
+    assert time.monotonic() - start < 60
 
 
 def test_a_server_that_never_accepts() -> None:
@@ -239,7 +239,7 @@ def test_tls(certificate: Path, other: RangeSite, monkeypatch: pytest.MonkeyPatc
         assert file.prefix(1000) == CONTENT[:1000] and file.prefix(2000) == CONTENT[:2000]
         assert [request.headers["authorization"] for request in site.log] == [f"Bearer {TOKEN}"] * 2
         act(site, _drip(site, RANGE_HEAD, b"z", 0.05))
-        assert "did not answer in time" in failure(remote(site)).message
+        assert "did not answer in time" in failure(remote(site, limits=QUICK)).message
         act(site, _to(f"{other.url}/f"))
         assert "redirects to 127.0.0.1 without https" in failure(remote(site)).message
         assert not other.log
