@@ -18,7 +18,7 @@ from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.host.memory import CPU, process_bytes
 from kvcli.runtime.planning import footprint, overheads
 from kvcli.runtime.planning.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
-from kvcli.runtime.planning.overheads import ASSUMED_BYTES
+from kvcli.runtime.planning.overheads import assumed_bytes
 
 DEFAULT_MARGIN = 512 << 20
 CPU_STEP = 512  # rows of a prefill step where none are asked for
@@ -203,7 +203,7 @@ class Setting:
         if self.kind == CPU:
             rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
         measured = self.runtime_bytes is not None
-        runtime = ASSUMED_BYTES[self.kind] if self.runtime_bytes is None else self.runtime_bytes
+        runtime = assumed_bytes(self.kind) if self.runtime_bytes is None else self.runtime_bytes
         name = "runtime and libraries" if self.kind == CPU else "CUDA context + libraries"
         rows.append(Row(name, runtime, self.runtime_source if measured else ASSUMED))
         return rows

@@ -51,7 +51,9 @@ def test_it_measures_this_machine(kv: Kv, kv_env: dict[str, str], tmp_path: Path
     assert stored == Path(kv_env["XDG_STATE_HOME"]) / "kv/overheads.json"
     assert stored.stat().st_mode & 0o777 == 0o600
     kept = json.loads(stored.read_text())["devices"]["cpu"]
-    assert kept == {"runtime_bytes": found["program"]["runtime_bytes"], "bandwidth": found["memory"]["read_gb_s"]}
+    program, memory = found["program"], found["memory"]
+    assert (kept["runtime_bytes"], kept["bandwidth"]) == (program["runtime_bytes"], memory["read_gb_s"])
+    assert kept["torch"] == found["packages"]["torch"]
     left = [path for path in Path(kv_env["XDG_CACHE_HOME"]).rglob("*") if path.is_file()]
     assert left == []
 

@@ -253,3 +253,39 @@ def test_a_damaged_file_is_told_and_replaced(state: Path, text: str) -> None:
     assert found == Overheads() and "kv doctor" in warning
     overheads.store("cpu", Overheads(runtime_bytes=5, bandwidth=1.0))
     assert overheads.load("cpu") == (Overheads(5, 1.0), "")
+
+
+def test_another_torch_takes_another_amount(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = ["2.13.0+cpu"]
+    monkeypatch.setattr(overheads, "_torch", lambda: installed[0])
+    overheads.store("cpu", Overheads(123, 20.5))
+    assert overheads.load("cpu") == (Overheads(123, 20.5), "")
+    installed[0] = "2.14.1"
+    assert overheads.load("cpu") == (Overheads(None, 20.5), "")
+    overheads.store("cpu", Overheads(bandwidth=30.0))
+    assert overheads.load("cpu") == (Overheads(None, 30.0), "")
+    overheads.store("cpu", Overheads(runtime_bytes=456))
+    assert overheads.load("cpu") == (Overheads(456, 30.0), "")
+
+
+@pytest.mark.parametrize(
+    ("files", "mib"),
+    [((), 230), (("libtorch_cpu.so",), 230), (("libtorch_cuda.so",), 522), (("libtorch_hip.so",), 522)],
+)
+def test_what_is_assumed_depends_on_the_build_of_torch(
+    files: tuple[str, ...], mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('torch was imported')")
+    for name in files:
+        (folder / "lib" / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert overheads.assumed_bytes("cpu") == mib * MIB
+    assert overheads.assumed_bytes("cuda") == 450 * MIB
+
+
+def test_without_torch_the_smaller_build_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overheads.importlib.util, "find_spec", lambda name: None)
+    assert overheads.assumed_bytes("cpu") == 230 * MIB

@@ -1,23 +1,28 @@
 """What was measured on this machine: memory of the runtime and its libraries, memory bandwidth.
 
-One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "bandwidth":
-...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, defaults stand
-in.
+One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "torch": ...,
+"bandwidth": ...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, and where
+another torch was installed since ("torch" is its version), defaults stand in.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcli import paths
-from kvcli.runtime.host.memory import CPU, CUDA
+from kvcli.runtime.host.memory import CUDA
 
 SCHEMA = 1
-# The interpreter, torch and its libraries; on a GPU the CUDA context with the libraries' modules.
-ASSUMED_BYTES = {CPU: 230 << 20, CUDA: 450 << 20}
+# The interpreter, torch and its libraries: of a build for CPUs alone; of one for GPUs, whose libraries come with it.
+_CPU_BUILD_BYTES, _GPU_BUILD_BYTES = 230 << 20, 522 << 20
+_CONTEXT_BYTES = 450 << 20  # on a GPU: the CUDA context with the libraries' modules
+_GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,20 @@ class Overheads:
 
     runtime_bytes: int | None = None
     bandwidth: float | None = None
+
+
+def assumed_bytes(kind: str) -> int:
+    """The `runtime_bytes` of a device that was not measured. Looks at which build of torch is installed."""
+    if kind == CUDA:
+        return _CONTEXT_BYTES
+    return _GPU_BUILD_BYTES if _built_for_gpus() else _CPU_BUILD_BYTES
+
+
+def _built_for_gpus() -> bool:
+    """Told by the files of torch: its version need not say so. It is not imported."""
+    found = importlib.util.find_spec("torch")
+    folders = list(found.submodule_search_locations or ()) if found else []
+    return any(Path(folder, "lib", name).exists() for folder in folders for name in _GPU_LIBRARIES)
 
 
 def state_file() -> Path:
@@ -38,6 +57,8 @@ def load(device: str) -> tuple[Overheads, str]:
     try:
         entry = _devices(path).get(device, {})
         runtime = _positive(entry, "runtime_bytes")
+        if entry.get("torch", _torch()) != _torch():
+            runtime = None
         return Overheads(None if runtime is None else int(runtime), _positive(entry, "bandwidth")), ""
     except FileNotFoundError:
         return Overheads(), ""
@@ -54,6 +75,8 @@ def store(device: str, measured: Overheads) -> Path:
         devices = {}
     entry = devices.setdefault(device, {})
     entry.update({key: value for key, value in vars(measured).items() if value is not None})
+    if measured.runtime_bytes is not None:
+        entry["torch"] = _torch()
     paths.make_private(path.parent)
     part = path.with_suffix(f".tmp-{os.getpid()}")
     part.write_text(json.dumps({"kv_schema": SCHEMA, "devices": devices}, indent=1) + "\n", encoding="utf-8")
@@ -62,7 +85,15 @@ def store(device: str, measured: Overheads) -> Path:
     return path
 
 
-def _devices(path: Path) -> dict[str, dict[str, float]]:
+def _torch() -> str:
+    """Which torch is installed; one for GPUs may have another version than one for CPUs, such as 2.13.0+cpu."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _devices(path: Path) -> dict[str, dict[str, Any]]:
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("kv_schema") != SCHEMA or not isinstance(data.get("devices"), dict):
         raise ValueError("it has another form")
@@ -71,7 +102,7 @@ def _devices(path: Path) -> dict[str, dict[str, float]]:
     return data["devices"]
 
 
-def _positive(entry: dict[str, float], key: str) -> float | None:
+def _positive(entry: dict[str, Any], key: str) -> float | None:
     value = entry.get(key)
     if value is None:
         return None
