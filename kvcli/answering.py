@@ -77,6 +77,8 @@ def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
     pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones
     nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
     type_k, type_v = engine.cache_types
-    counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size, sequence.evicted
-    whole = layout.contiguous_bytes(engine.ctx_size)
-    return CacheFacts(type_k, type_v, *counts, engine.retention, sequence.page_utilization, whole)
+    counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size
+    options, whole = engine.terms.options, layout.contiguous_bytes(engine.ctx_size)
+    pinned = options.tail, options.sinks, options.evict.policy
+    forgotten = sequence.evicted, engine.retention
+    return CacheFacts(type_k, type_v, *counts, *pinned, *forgotten, sequence.page_utilization, whole)

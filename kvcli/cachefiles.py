@@ -19,6 +19,7 @@ from kvcli.runtime.promptcaches.settings import cache_options, pair, types_of
 
 ID_LENGTH = 10
 _OF_MODEL = ("weights", "tokenizer", "template", "model_config", "positions", "byte_order")
+_NAMES = {name: f"{name}_hash" for name in ("weights", "tokenizer", "template")}  # in JSON
 
 
 def id_of(path: Path) -> str:
@@ -138,7 +139,7 @@ class Described:
             "page_size": o.page_size if o else None,
             "kv_sink": o.sinks if o else None,
             "kv_tail": o.tail if o else None,
-            "evict": {"keep": o.evict.keep, "window": o.evict.window} if o and o.evict.args else None,
+            "evict": {"policy": o.evict.policy, "keep": o.evict.keep, "window": o.evict.window or None} if o else None,
             "lossless": lossless == "yes" if c else None,
             "losses": losses.split("; ") if losses else [],
             "source": about.get("source"),
@@ -155,7 +156,7 @@ class Described:
 
     def model_json(self) -> dict[str, Any]:
         """What files of one model have in common."""
-        found: dict[str, Any] = {name: self.identity.get(name) for name in _OF_MODEL}
+        found: dict[str, Any] = {_NAMES.get(name, name): self.identity.get(name) for name in _OF_MODEL}
         with suppress(CacheFileError):  # else it stays a string
             found["model_config"] = load_object(found["model_config"].encode(), str(self.path), CacheFileError)
         return {"model": self.model or None, **found}

@@ -56,7 +56,7 @@ kv chat
 kv help run
 """
 
-_VERSION, _VERBOSE = {"--version", "-V"}, {"-v", "-vv", "--verbose"}
+_VERSION, _VERBOSE, _JSON = {"--version", "-V"}, {"-v", "-vv", "--verbose"}, {"--json"}
 
 # A write to stdout that fails with one of these is the output's fault, not a bug.
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -85,8 +85,12 @@ def run_command(args: list[str]) -> int:
         if sys.stdout is None:
             raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
         args = _meant(args)
-        if _VERSION.intersection(args) and (_VERSION | _VERBOSE).issuperset(args):  # at once: even Typer takes a while
-            return _flushed(_print_version(not _VERBOSE.isdisjoint(args)))
+        if _VERSION.intersection(args) and (_VERSION | _VERBOSE | _JSON).issuperset(
+            args
+        ):  # at once: Typer takes a while
+            return _flushed(_print_version(not _VERBOSE.isdisjoint(args), not _JSON.isdisjoint(args)))
+        if args == ["--json-schema", "--help"]:
+            return _flushed(_print_schema())
         from kvcli.invocation import Invocation
         from kvcli.settings import Settings
 
@@ -99,7 +103,7 @@ def run_command(args: list[str]) -> int:
 
 
 def _meant(args: list[str]) -> list[str]:
-    """The words with `kv help COMMAND` and `kv version` as the options that they are."""
+    """The words with `kv help COMMAND` and `kv version` as the options that they are; so `kv help --json-schema`."""
     if args[:1] == ["help"]:
         return [*args[1:], "--help"]
     if args[:1] == ["version"]:
@@ -107,10 +111,22 @@ def _meant(args: list[str]) -> list[str]:
     return args
 
 
-def _print_version(verbose: bool) -> int:
+def _print_version(verbose: bool, as_json: bool) -> int:
     from kvcli import versions
 
-    sys.stdout.write("\n".join(versions.lines() if verbose else [versions.short()]) + "\n")
+    if as_json:
+        from kvcli import jsonobjects
+
+        sys.stdout.write(jsonobjects.line("version", versions.as_object()))
+    else:
+        sys.stdout.write("\n".join(versions.lines() if verbose else [versions.short()]) + "\n")
+    return 0
+
+
+def _print_schema() -> int:
+    from kvcli import jsonobjects
+
+    sys.stdout.write(jsonobjects.schema())
     return 0
 
 
@@ -228,7 +244,7 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         _discard_stdout()
     elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
         try:
-            render.print_json({"error": known.as_object()})
+            render.print_json("failure", {"error": known.as_object()})
         except BrokenPipeError:
             return EXIT_BROKEN_PIPE
         except OSError as failure:

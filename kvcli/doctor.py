@@ -18,12 +18,10 @@ from kvcli.runtime.host.memory import CPU, main_memory
 from kvcli.runtime.planning import overheads
 from kvcli.runtime.planning.overheads import Overheads
 
-SCHEMA = 1
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One section: `facts` in words for people, `values` for programs. Failed: one fact, {"error": reason}."""
+    """One section: `facts` in words for people, `values` for programs. Failed: one fact, {"problem": reason}."""
 
     name: str
     facts: tuple[str, ...]
@@ -45,16 +43,16 @@ def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
     yield _probe("packages", versions.libraries, _packages)
     memory = _probe("memory", _memory, _speeds_of_memory)
     yield memory
-    if "error" not in program.values:
+    if "problem" not in program.values:
         size = f"{_size(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
         program = Finding("program", (size,), program.values)
     yield program
-    measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("read_gb_s"))]
+    measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
     for finding in _graphics():
         yield finding
         if finding.values.get("name"):
             values = finding.values
-            measured.append((values["name"], values.get("runtime_bytes"), values.get("read_gb_s")))
+            measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
     yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
     yield _probe("stored", lambda: _store(measured), _stored)
     yield _probe("models", _models, _names)
@@ -73,11 +71,15 @@ def _built(values: dict[str, Any]) -> tuple[str, ...]:
 def _models() -> dict[str, Any]:
     """Those that are here."""
     here = [entry for entry in inventory.entries() if entry.path]
-    return {"here": [{"name": entry.name, "bytes": entry.size or None, "path": str(entry.path)} for entry in here]}
+    return {
+        "here": [{"model": entry.name, "file_bytes": entry.size or None, "path": str(entry.path)} for entry in here]
+    }
 
 
 def _names(values: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{each['name']} {_size(each['bytes'] or 0)}" for each in values["here"]) or ("none is downloaded",)
+    return tuple(f"{each['model']} {_size(each['file_bytes'] or 0)}" for each in values["here"]) or (
+        "none is downloaded",
+    )
 
 
 def _kept(prompts: Path) -> dict[str, Any]:
@@ -94,12 +96,12 @@ def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str
     try:
         values = ask()
     except (ProbeFailed, KVError, OSError) as error:
-        return Finding(name, (f"not known: {error}",), {"error": str(error)})
+        return Finding(name, (f"not known: {error}",), {"problem": str(error)})
     return Finding(name, say(values), values)
 
 
 def _system(values: dict[str, Any]) -> tuple[str, ...]:
-    return values["system"], values["machine"], f"Python {values['python']}"
+    return values["os"], values["machine"], f"Python {values['python']}"
 
 
 def _processor(values: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
@@ -111,7 +113,7 @@ def _processor(values: dict[str, Any], program: dict[str, Any]) -> tuple[str, ..
 def _kernels(program: Finding) -> Finding:
     """The compiled kernels' instruction set, or why there are none."""
     values = program.values
-    if "error" in values:
+    if "problem" in values:
         return Finding("kernels", program.facts, values)
     if values["isa"] is None:
         return Finding("kernels", (values["reason"],), {"native": False, "reason": values["reason"]})
@@ -144,7 +146,7 @@ def _speeds_of_memory(values: dict[str, Any]) -> tuple[str, ...]:
 def _speeds(values: dict[str, Any]) -> tuple[str, ...]:
     if "not_measured" in values:
         return (f"speed not measured: {values['not_measured']}",)
-    return f"read {values['read_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s"
+    return f"read {values['bandwidth_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s"
 
 
 def _graphics() -> Iterator[Finding]:
@@ -154,7 +156,7 @@ def _graphics() -> Iterator[Finding]:
         yield Finding("GPU", ("no NVIDIA GPU found: runs on the CPU",), {})
     reasons = _reasons(len(cards))
     for card in cards:
-        values = card | _measured("cuda", str(card["index"])) | {"unusable": reasons[card["index"]]}
+        values = card | _measured("cuda", str(card["index"])) | {"unusable": reasons[card["index"]] or None}
         yield Finding("GPU" if len(cards) == 1 else f"GPU {card['index']}", _card(values), values)
 
 
@@ -209,7 +211,7 @@ def as_json(found: Iterable[Finding]) -> dict[str, Any]:
     found = list(found)
     gpus = [finding.values for finding in found if finding.name.startswith("GPU") and finding.values]
     others = {finding.name.lower(): finding.values for finding in found if not finding.name.startswith("GPU")}
-    return {"kv_schema": SCHEMA, **others, "gpus": gpus}
+    return {**others, "gpus": gpus}
 
 
 def _size(size: int) -> str:

@@ -13,9 +13,9 @@ class KVError(Exception):
         self.message = message
         self.hint = hint
 
-    def as_object(self) -> dict[str, int | str]:
+    def as_object(self) -> dict[str, int | str | None]:
         """What --json says of it, as "error"."""
-        return {"code": self.exit_code, "message": self.message, "hint": self.hint}
+        return {"code": self.exit_code, "message": self.message, "hint": self.hint or None}
 
 
 class UsageError(KVError):

@@ -19,7 +19,6 @@ from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.planning.plannedmodel import PlannedModel
 
 _BYTES = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
-SCHEMA = 1
 _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT: "recurrent"}
 
 
@@ -238,30 +237,30 @@ def as_csv(report: Report) -> str:
     """One line for each context and pair; all sizes in bytes."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = ("ctx", "type_k", "type_v", "bytes_per_token", "kv_bytes", "total_bytes", "left_bytes", "fits",
-             "max_ctx", "tps_ceiling")  # fmt: skip
+    names = ("ctx_size", "type_k", "type_v", "bytes_per_token", "kv_bytes", "predicted_bytes", "left_bytes", "fits",
+             "max_ctx_size", "limit_tps")  # fmt: skip
     writer.writerow(names)
     for outcomes in report.outcomes:
         for o in outcomes:
             entry = _type_object(o)
-            writer.writerow([entry[n] for n in ("ctx", "k", "v", *names[3:])])
+            writer.writerow([entry[n] for n in names])
     return out.getvalue()
 
 
 def _type_object(o: Outcome) -> dict[str, Any]:
     return {
-        "k": o.pair[0],
-        "v": o.pair[1],
+        "type_k": o.pair[0],
+        "type_v": o.pair[1],
         "bytes_per_token": o.layout.token_bytes(),
-        "ctx": o.plan.tokens,
+        "ctx_size": o.plan.tokens,
         "pages": o.pages,
         "kv_bytes": o.plan.kv_bytes,
-        "total_bytes": o.plan.total,
+        "predicted_bytes": o.plan.total,
         "left_bytes": o.left,
         "fits": o.fits,
-        "max_ctx": o.max_context,
-        "max_ctx_memory": o.memory_context,
-        "tps_ceiling": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
+        "max_ctx_size": o.max_context,
+        "memory_ctx_size": o.memory_context,
+        "limit_tps": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
         "prompt_cache_bytes": o.file_bytes,
         "ubatch_size": o.step,
     }
@@ -272,21 +271,24 @@ def as_json(report: Report) -> dict[str, Any]:
     model, config, memory = report.model, report.config, report.target.memory
     plan = _shown(report).plan
     varying = ("KV pool", "tables and token ids", "per-sequence state")
-    fixed = [{"name": r.name, "bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying]
+    fixed = [
+        {"name": r.name, "predicted_bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying
+    ]
     return {
-        "kv_schema": SCHEMA,
-        "model": {
-            "name": model.name, "arch": config.arch, "origin": model.origin, "params": model.params,
+        "model": model.name if model.origin != "flags" else None,
+        "model_info": {
+            "arch": config.arch, "origin": model.origin, "parameters": model.params,
             "weight_type": model.quantization or None, "context_length": config.context_length or None,
             "runs": model.runs == "yes", "problem": model.problem or None, "run_as": model.run_as or None,
             "layers": config.n_layers, "file_bytes": model.file_bytes or None, "bytes_read": model.bytes_read,
-            "alternatives": [{"name": name, "bytes": nbytes} for name, nbytes in model.alternatives],
+            "alternatives": [{"model": name, "file_bytes": nbytes} for name, nbytes in model.alternatives],
         },
         "attention": {"kind": model.config.attention_kind.lower(), "groups": _group_objects(config),
                       "state_bytes": sum(layer.state_bytes for layer in config.layers)},
-        "device": {"kind": memory.kind, "name": memory.name, "total": memory.total, "free": memory.free,
-                   "source": memory.source, "bandwidth": report.target.bandwidth,
-                   "bandwidth_source": report.target.bandwidth_source or None},
+        "device": memory.kind,
+        "device_info": {"name": memory.name, "total_bytes": memory.total, "free_bytes": memory.free,
+                        "source": memory.source, "bandwidth_gb_s": report.target.bandwidth,
+                        "bandwidth_source": report.target.bandwidth_source or None},
         "page_size": report.wish.page_size,
         "kv_tail": report.wish.tail,
         "kv_sink": report.wish.sinks,
@@ -294,7 +296,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "batch_size": report.wish.sequences,
         "shared_prefix": report.wish.shared,
         "tp": report.wish.ranks,
-        "fixed": [*fixed, {"name": "margin", "bytes": report.target.margin, "source": "chosen"}],
+        "fixed": [*fixed, {"name": "margin", "predicted_bytes": report.target.margin, "source": "chosen"}],
         "types": [_type_object(o) for outcomes in report.outcomes for o in outcomes],
         "recommend": _recommend_object(report.best[0]),
         "warnings": [*model.notices, *report.warnings],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from kvcli import jsonobjects
 from kvcli.errors import EXIT_INTERRUPTED
 
 LEAVE = "leave"  # exit at once: imports, loading, prefill; there is nothing to save
@@ -70,8 +70,8 @@ def last_words(code: int, as_json: bool = False, remark: str = "") -> None:
     """For `on_leave`: an error object where JSON is expected; a terminal gets its line and cursor back."""
     if as_json:
         message = "interrupted" if code == EXIT_INTERRUPTED else "terminated"
-        error = {"code": code, "message": message, "hint": ""}
-        os.write(1, (json.dumps({"error": error}) + "\n").encode())
+        error = {"code": code, "message": message, "hint": None}
+        os.write(1, jsonobjects.line(jsonobjects.FAILURE, {"error": error}).encode())
     if sys.stderr is not None and sys.stderr.isatty():
         with suppress(OSError):  # it may be gone
             os.write(sys.stderr.fileno(), b"\r\x1b[K\x1b[?25h")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli import opening, render
+from kvcli import opening, render, report
 from kvcli.cacheflags import PageSize, Sinks, Tail, Types, check_pages, type_pairs
 from kvcli.flags import ModelFlags
 from kvcli.helptext import KV_CACHE
@@ -74,8 +74,7 @@ def open_for(
 
 def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
     """What was forgotten, for JSON."""
-    kept = engine.retention
-    return {"policy": asked.policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
+    return report.evict_object(asked.policy, engine.retention)
 
 
 def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: Invocation) -> None:

@@ -6,16 +6,16 @@ write cursor movements into files.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
+from kvcli import jsonobjects
 from kvcli.invocation import Bars, Invocation, When
 from kvcli.streams import is_terminal, marked, wrapped, write_err
 from kvcli.telling import Tell
@@ -83,9 +83,17 @@ def write_out(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_json(value: Any) -> None:
-    """One JSON value and one newline on stdout."""
-    write_out(json.dumps(value, ensure_ascii=False) + "\n")
+def print_json(kind: str, value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout; `kind`: see `jsonobjects.finished`."""
+    write_out(jsonobjects.line(kind, value))
+
+
+def print_path(kind: str, value: Mapping[str, Any], json: bool) -> None:
+    """An object that is all about a `path`: as JSON, or the path alone."""
+    if json:
+        print_json(kind, value)
+    else:
+        write_out(f"{value['path']}\n")
 
 
 def print_table(

@@ -18,13 +18,13 @@ from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.verification import Verification, as_json
 from kvcli.wrapping import columns
 
-SCHEMA = 1
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
 
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens.
+    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens. `tail`, `sinks`:
+    pages that stay in 16 bits. `policy`: of eviction.
 
     `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
     `page_utilization`: the share of the pages that is rows of use; None = there are none. `contiguous_bytes`: what a
@@ -38,6 +38,9 @@ class CacheFacts:
     nbytes: int
     tokens: int
     limit: int
+    tail: int
+    sinks: int
+    policy: str
     evicted: int = 0
     retention: Retention | None = None
     page_utilization: float | None = None
@@ -212,18 +215,19 @@ def result_object(result: Result) -> dict[str, Any]:
     """The object that --json prints; all sizes in bytes, all times in seconds."""
     usage, timings, cache = result.end.usage, result.end.timings, result.cache
     return {
-        "kv_schema": SCHEMA,
         "model": result.model,
         "text": result.text,
         "finish_reason": result.end.finish_reason,
         "stop": result.end.stop,
-        "repetition": {**dataclasses.asdict(loop), "times": loop.times} if (loop := result.end.loop) else None,
+        "repetition": {"tokens": loop.tokens, "period_tokens": loop.period, "times": loop.times}
+        if (loop := result.end.loop)
+        else None,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cache_read_tokens": usage.cache_read_tokens,
             "cache_disk_tokens": usage.disk_tokens,
             "cache_write_tokens": usage.cache_write_tokens,
-            "cache_miss": usage.cache_miss,
+            "cache_miss": usage.cache_miss or None,
             "completion_tokens": usage.completion_tokens,
         },
         "timings": {
@@ -240,33 +244,50 @@ def result_object(result: Result) -> dict[str, Any]:
             "page_size": cache.page_size,
             "pages": cache.pages,
             "tokens": cache.tokens,
-            "limit": cache.limit,
-            "bytes": cache.nbytes,
+            "ctx_size": cache.limit,
+            "kv_tail": cache.tail,
+            "kv_sink": cache.sinks,
+            "kv_bytes": cache.nbytes,
             "page_utilization": None if cache.page_utilization is None else round(cache.page_utilization, 6),
             "contiguous_bytes": cache.contiguous_bytes,
             "evicted_tokens": cache.evicted,
-            "keep": cache.retention.keep if cache.retention else None,
-            "window": cache.retention.window if cache.retention else None,
             "lossless": not result.end.losses,
             "losses": list(result.end.losses),
         },
+        "evict": evict_object(cache.policy, cache.retention),
         "prompt_evicted_tokens": result.end.prompt_evicted,
-        "prompt_cut": dataclasses.asdict(result.cut) if result.cut else None,
+        "prompt_cut": _cut_object(result.cut) if result.cut else None,
         "memory": {
             "predicted_bytes": result.memory.predicted,
             "peak_bytes": peak_bytes(),
             "full_context_bytes": result.memory.full_context,
             **({"verification": as_json(result.verification)} if result.verification else {}),
         },
-        "params": params_object(result.params),
+        "sampling": sampling_object(result.params),
         "warnings": result.warnings,
     }
 
 
-def params_object(params: SampleOptions) -> dict[str, Any]:
+def sampling_object(params: SampleOptions) -> dict[str, Any]:
     """The sampling options; JSON has no infinity, so an infinite bias is written as a string."""
     values = dataclasses.asdict(params)
     values["logit_bias"] = {
         str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()
     }
+    values["stops"] = values.pop("stop")
     return values
+
+
+def evict_object(policy: str, kept: Retention | None) -> dict[str, Any]:
+    """What is forgotten of a context that is full."""
+    return {"policy": policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
+
+
+def _cut_object(cut: Cut) -> dict[str, Any]:
+    return {
+        "policy": cut.policy,
+        "prompt_tokens": cut.prompt_tokens,
+        "ctx_size": cut.context,
+        "first_token": cut.start,
+        "end_token": cut.end,
+    }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvcli import jsonobjects
 from kvcli.errors import OutputError
 from kvcli.invocation import Invocation
 from kvcli.render import Progress
-from kvcli.report import SCHEMA, Result, params_object, result_object
+from kvcli.report import Result, result_object, sampling_object
 from kvcli.runtime.events import Prefill, Token
 from kvcli.streams import OutputFile, TextOut
 
@@ -119,13 +119,13 @@ class JsonSink:
         """The object at the end says it all."""
 
     def end(self, result: Result, held: str) -> None:
-        self._line(result_object(result))
+        self._line("run", result_object(result))
 
     def broken(self) -> None:
         """The error is an object of its own."""
 
-    def _line(self, value: dict[str, Any]) -> None:
-        self.out.write(json.dumps(value, ensure_ascii=False) + "\n")
+    def _line(self, kind: str, value: dict[str, Any]) -> None:
+        self.out.write(jsonobjects.line(kind, value))
         self.out.flush()
 
 
@@ -133,21 +133,24 @@ class JsonlSink(JsonSink):
     """One event a line, each flushed. Text that was held back to the end comes as a token without an id."""
 
     def start(self, model: str, params: Any) -> None:
-        self._line({"event": "start", "kv_schema": SCHEMA, "model": model, "params": params_object(params)})
+        self._event("start", {"model": model, "sampling": sampling_object(params)})
 
     def prefill(self, event: Prefill) -> None:
-        counts = {"done": event.done, "total": event.total, "reused": event.reused}
-        self._line({"event": "progress", "stage": "prefill", **counts})
+        counts = {"done_tokens": event.done, "total_tokens": event.total, "cache_read_tokens": event.reused}
+        self._event("progress", {"stage": "prefill", **counts})
 
     def token(self, event: Token) -> None:
-        self._line({"event": "token", "id": event.id, "text": event.text})
+        self._event("token", {"token_id": event.id, "text": event.text})
 
     def end(self, result: Result, held: str) -> None:
         if held:
-            self._line({"event": "token", "id": None, "text": held})
+            self._event("token", {"token_id": None, "text": held})
         for message in result.warnings:
-            self._line({"event": "warning", "message": message})
-        self._line({"event": "end", **result_object(result)})
+            self._event("warning", {"message": message})
+        self._event("end", result_object(result))
+
+    def _event(self, name: str, value: dict[str, Any]) -> None:
+        self._line("run --jsonl", {"event": name, **value})
 
 
 class WhileRead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcli.runtime.host.memory import CUDA, peak_on_card
@@ -91,6 +91,14 @@ def as_json(found: Verification) -> dict[str, Any]:
         "passed": found.passed,
         "tokens": found.tokens,
         "predicted_bytes": found.predicted,
-        "measured_bytes": found.measured,
-        "rows": [asdict(row) for row in found.rows],
+        "peak_bytes": found.measured,
+        "rows": [
+            {
+                "name": row.name,
+                "predicted_bytes": row.predicted,
+                "measured_bytes": row.measured,
+                "source": row.source or None,
+            }
+            for row in found.rows
+        ],
     }

@@ -6,6 +6,10 @@ from pathlib import Path
 
 from kvcli import __version__
 
+TYPE_CHECKING = False  # as in cli.py
+if TYPE_CHECKING:
+    from typing import Any
+
 COMMIT_FILE = "_commit"  # in the package, written by setup.py
 LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "gguf", "safetensors", "typer")
 _PACKAGE = Path(__file__).resolve().parent
@@ -26,6 +30,20 @@ def lines() -> list[str]:
         ", ".join(found),
         str(_PACKAGE),
     ]
+
+
+def as_object() -> dict[str, Any]:
+    """The same for programs."""
+    import platform
+
+    system = f"{platform.system()} {platform.release()}"
+    return {
+        "version": __version__,
+        "commit": commit(),
+        "path": str(_PACKAGE),
+        "system": {"os": system, "machine": platform.machine(), "python": platform.python_version()},
+        "packages": libraries(),
+    }
 
 
 def libraries() -> dict[str, str | None]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from kvcli.errors import ContextOverflow, ModelError
 from kvcli.estimate import Plan, Row
-from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime import eviction
 from kvcli.runtime.events import End, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.promptcaches.prefixpages import common_length
@@ -144,6 +144,7 @@ class FakeEngine:
         self.layout = SimpleNamespace(
             page_size=64, groups=[group], arenas=[group], contiguous_bytes=lambda tokens: tokens << 14
         )
+        self.terms = SimpleNamespace(options=CacheOptions())
         self.changes: list[EvictOptions] = []
         self.stored: list[int] = []
         self.calls: list[tuple[list[int], SampleOptions]] = []
@@ -178,6 +179,7 @@ class FakeEngine:
     def change(self, ctx_size: int, evict: EvictOptions, sequence: FakeSequence) -> None:
         """Rows stay where they are the same under both policies, as far as a fake can tell."""
         retention = eviction.retention(evict, ctx_size or self.ctx_size, self.layout.page_size)
+        self.terms = SimpleNamespace(options=CacheOptions(evict=evict))
         self.ctx_size, self.retention, self.changes = ctx_size or self.ctx_size, retention, [*self.changes, evict]
         sequence.rewind(retention.whole if retention else sequence.length)
 

@@ -70,8 +70,8 @@ def test_tables_and_json_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     engine, types = open_tiny("llama", "auto"), {"f16": ("f16", "f16"), "int8": ("int8", "int4")}
     weights, row_bytes = engine.bytes_per_token(0), {t: layout_of(engine, types[t]).token_bytes() for t in types}
     for row, result in zip(speeds[1:], value["results"], strict=True):
-        assert len(result["samples"]) == 3 and min(result["samples"]) > 0
-        assert result["tokens_per_s"] == statistics.median(result["samples"])
+        assert len(result["tps_samples"]) == 3 and min(result["tps_samples"]) > 0
+        assert result["tps"] == statistics.median(result["tps_samples"])
         assert row[2] == f"{result['tokens_per_s']:,.2f}" and row[3] == f"{statistics.stdev(result['samples']):,.2f}"
         if result["test"] == "pp":
             assert row[4:] == ["-"] * 3 and result["share_of_limit"] is result["token_s_p50"] is None
@@ -79,13 +79,13 @@ def test_tables_and_json_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
         assert 0 < result["token_s_p50"] <= result["token_s_p95"]
         assert row[4:6] == [f"{result[key] * 1e3:,.3f}" for key in ("token_s_p50", "token_s_p95")]
         read = result["read_bytes_per_token"]
-        assert read == weights + (result["depth"] + 3) * row_bytes[result["type_k"]]
-        assert result["limit_tokens_per_s"] == 10e9 / read
+        assert read == weights + (result["depth_tokens"] + 3) * row_bytes[result["type_k"]]
+        assert result["limit_tps"] == 10e9 / read
         assert row[6] == f"{100 * result['tokens_per_s'] * read / 10e9:.1f}"
     for row, found in zip(memory[1:], value["memory"], strict=True):
         assert found["tokens"] == 40 + 30 + 1 and row[1] == "71"
         assert row[2:] == [f"{found[k] / MIB:,.1f}" for k in ("kv_bytes", "predicted_bytes", "measured_bytes")]
-        assert found["predicted_bytes"] > 100 * MIB < found["measured_bytes"]
+        assert found["predicted_bytes"] > 100 * MIB < found["peak_bytes"]
 
 
 def test_json_alone(bench: Bench) -> None:
@@ -205,7 +205,7 @@ def test_figures_of_a_test() -> None:
 def test_the_speed_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     gpu, said = Device(CUDA, 1, "a card"), []
-    monkeypatch.setattr(benching, "measure", lambda *words: {"read_gb_s": float(len(words))})
+    monkeypatch.setattr(benching, "measure", lambda *words: {"bandwidth_gb_s": float(len(words))})
     assert benching.bandwidth(Device("cpu"), said.append) == (1, "measured")
     assert benching.bandwidth(gpu, said.append) == (2, "measured") and len(said) == 2
     overheads.store("a card", Overheads(bandwidth=3000.0))

@@ -223,7 +223,7 @@ def test_several_answers_from_one_prefill(kv_here: KvHere, model: tuple[str, ...
     common = ("run", *model, "--raw", "--no-stdin", "-t", "1", "--temp", "3", "-s", "5", "-n", "6", "--ignore-eos")
     code, out, _ = kv_here(*common, "--jsonl", "--n-samples", "4", TEXT)
     ends = [event for event in map(json.loads, out.splitlines()) if event["event"] == "end"]
-    assert code == 0 and [end["params"]["sequence"] for end in ends] == [0, 1, 2, 3]
+    assert code == 0 and [end["sampling"]["sequence"] for end in ends] == [0, 1, 2, 3]
     prompt = ends[0]["usage"]["prompt_tokens"]
     assert [end["usage"]["cache_read_tokens"] for end in ends] == [0, *[prompt - 1] * 3]
     assert len({end["text"] for end in ends}) > 2

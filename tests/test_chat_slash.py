@@ -306,7 +306,7 @@ def test_export_writes_new_files_only(kv, talk, tmp_path):
         "# Chat with smollm2\n\n## System\n\nbe kind\n\n## User\n\nfirst\n\n## Assistant\n\none\n"
     )
     value = json.loads(Path("a.json").read_text())
-    assert value["kv_schema"] == 1 and value["model"] == "smollm2" and value["session"] is None
+    assert value["kv_schema"] == 2 and value["model"] == "smollm2" and value["session"] is None
     assert [m["role"] for m in value["messages"]] == ["system", "user", "assistant"]
     assert Path("there.md").read_text() == "mine"
     for part in (

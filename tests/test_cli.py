@@ -17,6 +17,7 @@ from kvcli import cli, errors
 # A command that fails as its argument says. It takes the place of the real ones.
 FAULTY = """
 import errno, sys, time
+import json as jsonlib
 import typer
 from kvcli import errors, render
 from kvcli.invocation import Invocation, JsonFlag
@@ -29,7 +30,7 @@ def fail(ctx: typer.Context, how: str, json: JsonFlag = False) -> None:
     if how == "show":
         inv = ctx.obj
         told = [inv.verbose, inv.quiet, inv.color.value, inv.progress.value]
-        render.print_json([*told, inv.offline, inv.json])
+        render.write_out(jsonlib.dumps([*told, inv.offline, inv.json]))
     elif how == "wait":
         try:
             print("ready", flush=True)
@@ -131,7 +132,10 @@ def test_errors_as_a_line_and_as_json(
     raw_hint = "and\na hint" if how == "model" else hint
     got, out, err = kv_here("fail", how, "--json")
     assert (got, err) == (code, "")
-    assert json.loads(out) == {"error": {"code": code, "message": raw_message, "hint": raw_hint}}
+    assert json.loads(out) == {
+        "kv_schema": 2,
+        "error": {"code": code, "message": raw_message, "hint": raw_hint or None},
+    }
 
 
 def test_traceback_with_vv(faulty: list[str], kv_here: KvHere) -> None:
@@ -293,7 +297,7 @@ def test_full_disk_under_an_error_as_json(arguments: tuple[str, ...], faulty: li
         (("fail", "warn"), 0, "text\n"),
         (("fail", "model"), 3, ""),
         (("-vv", "fail", "model"), 3, ""),
-        (("fail", "model", "--json"), 3, '{"error": '),
+        (("fail", "model", "--json"), 3, '{"kv_schema": 2, "error": '),
         ((), 2, ""),
     ],
 )

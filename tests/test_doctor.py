@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Kv, KvHere
+from jsonchecks import check
 
 from kvcli import doctor
 from kvcli.runtime.download import store
@@ -24,7 +25,7 @@ from kvcli.runtime.planning.overheads import Overheads
 
 MIB, GIB = 1 << 20, 1 << 30
 PROGRAM = {"threads": 2, "isa": "avx2", "reason": "", "runtime_bytes": 230 * MIB}
-SPEEDS = {"read_gb_s": 11.04, "copy_gb_s": 9.5}
+SPEEDS = {"bandwidth_gb_s": 11.04, "copy_gb_s": 9.5}
 CARDS = [
     Memory(CUDA, "NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "nvml"),
     Memory(CUDA, "Tesla T4", 15 * GIB, 14 * GIB, "nvml"),
@@ -38,21 +39,21 @@ def test_it_measures_this_machine(kv: Kv, kv_env: dict[str, str], tmp_path: Path
     done = kv("doctor", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert {name for name, values in found.items() if isinstance(values, dict) and "error" in values} <= {
+    assert {name for name, values in found.items() if isinstance(values, dict) and "problem" in values} <= {
         "compiler",
         "disk",
     }
     assert found["cpu"]["name"] and found["cpu"]["usable_cpus"] >= found["program"]["threads"] >= 1
     assert found["kernels"]["native"] is (found["program"]["isa"] is not None)
     assert 80 * MIB < found["program"]["runtime_bytes"] < 4 * GIB
-    assert 0.1 < found["memory"]["read_gb_s"] < 2000 and 0.1 < found["memory"]["copy_gb_s"] < 2000
+    assert 0.1 < found["memory"]["bandwidth_gb_s"] < 2000 and 0.1 < found["memory"]["copy_gb_s"] < 2000
     assert found["packages"]["torch"]
     stored = Path(found["stored"]["path"])
     assert stored == Path(kv_env["XDG_STATE_HOME"]) / "kv/overheads.json"
     assert stored.stat().st_mode & 0o777 == 0o600
     kept = json.loads(stored.read_text())["devices"]["cpu"]
     program, memory = found["program"], found["memory"]
-    assert (kept["runtime_bytes"], kept["bandwidth"]) == (program["runtime_bytes"], memory["read_gb_s"])
+    assert (kept["runtime_bytes"], kept["bandwidth"]) == (program["runtime_bytes"], memory["bandwidth_gb_s"])
     assert kept["torch"] == found["packages"]["torch"]
     left = [path for path in Path(kv_env["XDG_CACHE_HOME"]).rglob("*") if path.is_file()]
     assert left == []
@@ -65,7 +66,7 @@ def test_it_measures_this_machine(kv: Kv, kv_env: dict[str, str], tmp_path: Path
 def imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Quick answers instead of measurements; a test changes them. A ProbeFailed as an answer is raised."""
     answers: dict[str, Any] = {"program": PROGRAM, "memory": SPEEDS, "cards": [], "facts": FACTS}
-    answers["cuda 0"] = {"runtime_bytes": 512 * MIB, "read_gb_s": 2900.0, "copy_gb_s": 2800.0}
+    answers["cuda 0"] = {"runtime_bytes": 512 * MIB, "bandwidth_gb_s": 2900.0, "copy_gb_s": 2800.0}
     answers["device"] = {"reasons": ["", "compute capability 7.5 is below 8.0"]}
     answers["cuda 1"] = ProbeFailed("torch 2.13.0 is built without CUDA")
 
@@ -119,9 +120,11 @@ def test_with_gpus(imitated: dict[str, Any], kv_here: KvHere) -> None:
     assert found["GPU 1"].endswith("kv cannot use it: compute capability 7.5 is below 8.0")
     assert overheads.load("NVIDIA H100 80GB HBM3")[0] == Overheads(512 * MIB, 2900.0)
     assert overheads.load("Tesla T4")[0] == Overheads()
-    gpus = json.loads(kv_here("doctor", "--json")[1])["gpus"]
+    values = json.loads(kv_here("doctor", "--json")[1])
+    check("doctor", values)
+    gpus = values["gpus"]
     assert [(gpu["compute_capability"], gpu["fp8"]) for gpu in gpus] == [("9.0", True), ("7.5", False)]
-    assert [gpu["unusable"] for gpu in gpus] == ["", "compute capability 7.5 is below 8.0"]
+    assert [gpu["unusable"] for gpu in gpus] == [None, "compute capability 7.5 is below 8.0"]
 
 
 def test_one_gpu_that_no_tool_knows_more_of(imitated: dict[str, Any], kv_here: KvHere) -> None:
@@ -162,6 +165,7 @@ def test_what_a_report_needs(imitated: dict[str, Any], kv_here: KvHere, monkeypa
         " KV_THREAD is not read: did you mean KV_THREADS?"
     ).replace(") cache", ") · cache")
     values = json.loads(kv_here("doctor", "--json")[1])
+    check("doctor", values)
     assert values["settings"]["set"]["threads"] == {"value": "2", "origin": "environment"}
     kept = {each["kind"]: each["size_bytes"] for each in values["storage"]["kinds"]}
     assert (kept["models"], kept["hub"]) == (MIB, 0)
@@ -171,7 +175,7 @@ def test_what_a_report_needs(imitated: dict[str, Any], kv_here: KvHere, monkeypa
 
 def test_a_speed_that_changes_is_said(imitated: dict[str, Any], kv_here: KvHere) -> None:
     assert "in place of" not in sections(kv_here("doctor")[1])["stored"]
-    imitated["memory"] = SPEEDS | {"read_gb_s": 43.8}
+    imitated["memory"] = SPEEDS | {"bandwidth_gb_s": 43.8}
     assert sections(kv_here("doctor")[1])["stored"].endswith("in place of 11.0 GB/s of cpu")
     assert json.loads(kv_here("doctor", "--json")[1])["stored"]["before_gb_s"] == {}
 
@@ -214,7 +218,8 @@ def test_everything_fails(
     assert found["disk"].startswith("not known:") and found["stored"].startswith("not known:")
     assert "cannot be written: Not a directory" in found["stored"]
     values = json.loads(kv_here("doctor", "--json")[1])
-    assert values["program"] == {"error": "ImportError: no torch"} and values["memory"]["total_bytes"] > 0
+    check("doctor", values)
+    assert values["program"]["problem"] == "ImportError: no torch" and values["memory"]["total_bytes"] > 0
 
 
 # --- the parts ---

@@ -76,7 +76,7 @@ def test_check(kv_here: KvHere) -> None:
 
 def test_largest_context_is_offered_and_true(kv_here: KvHere) -> None:
     row = json.loads(ok(kv_here("estimate", *CARD, "--json", "-ct", "int8")))["types"][0]
-    largest = row["max_ctx"]
+    largest = row["max_ctx_size"]
     assert 65536 < largest < 131072 and largest % 64 == 0
     assert kv_here("estimate", *CARD[:1], "-c", str(largest), *CARD[3:], "-ct", "int8", "--check")[0] == 0
     assert kv_here("estimate", *CARD[:1], "-c", str(largest + 64), *CARD[3:], "-ct", "int8", "--check")[0] == 4
@@ -109,7 +109,7 @@ def test_names_that_kv_does_not_run(kv_here: KvHere) -> None:
     assert f"runs       no: {reason}\n" in out and "a plan only: kv does not run this model" in out
     code, out, err = kv_here("estimate", "qwen3-8b", *card, "--print-args")
     assert (code, out) == (3, "") and reason in err and "kv models ls" in err
-    model = json.loads(ok(kv_here("estimate", "qwen3-8b", *card, "--json")))["model"]
+    model = json.loads(ok(kv_here("estimate", "qwen3-8b", *card, "--json")))["model_info"]
     assert (model["runs"], model["problem"], model["run_as"]) == (False, reason, None)
     out = ok(kv_here("estimate", "llama3.1:8b", *card))
     assert "runs       as bartowski/Meta-Llama-3.1-8B-Instruct-GGUF (from the hub)" in out and "plan only" not in out
@@ -117,7 +117,7 @@ def test_names_that_kv_does_not_run(kv_here: KvHere) -> None:
     assert code == 0 and out.startswith(_META + " --cache") and "is taken from the hub" in err
     code, out, err = kv_here("estimate", "llama-3.1-405b", "--vram", "900G", "--print-args")
     assert (code, out) == (3, "") and "org/repo:Q4_K_M" in err
-    model = json.loads(ok(kv_here("estimate", "smollm2", *card, "--json")))["model"]
+    model = json.loads(ok(kv_here("estimate", "smollm2", *card, "--json")))["model_info"]
     assert (model["runs"], model["problem"], model["run_as"]) == (True, None, "smollm2")
 
 

@@ -98,7 +98,7 @@ def test_table_and_json_agree(ask: Recall):
     assert all(len(cell["answers"]) == cell["trials"] == 2 and cell["nll"] > 0 for cell in results)
     keys = [[a["key"] for a in cell["answers"]] for cell in results]
     assert keys[:6] == keys[6:] and len({k for pair in keys for k in pair}) == 12  # every type gets the same questions
-    first = [cell for cell in results if (cell["type_k"], cell["ctx"]) == ("f16", 300)]
+    first = [cell for cell in results if (cell["type_k"], cell["ctx_size"]) == ("f16", 300)]
     assert lines[1][2:8] == [x for c in first for x in (f"{c['exact']}/2", f"{c['nll']:.3f}")]
     assert float(lines[1][-1]) == pytest.approx(sum(c["nll"] for c in first) / 3, abs=1e-4)
     assert results[0]["nll"] != results[6]["nll"]  # int4 is another cache

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import servers
 from conftest import KvHere
+from jsonchecks import check
 from toyworld import CONTENT, FIRST_WHEEL, HALVES, LAST_WHEEL, Start, pieces, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
@@ -285,8 +286,12 @@ def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
     code, out, err = kv_here("pull", "toy", "--json")
     path = store.stored_path(recipes.load_recipes()["toy"])
     assert path is not None and code == 0, err
-    assert json.loads(out) == {"model": "toy", "path": str(path), "bytes": len(CONTENT)}
+    check("pull", json.loads(out))
+    told = {"kv_schema": 2, "model": "toy", "path": str(path), "file_bytes": len(CONTENT)}
+    assert json.loads(out) == told | {"bytes": len(CONTENT)}
     assert kv_here("models", "path", "toy") == (0, f"{path}\n", "")
+    for command in ("path", "verify"):
+        check(f"models {command}", json.loads(kv_here("models", command, "toy", "--json")[1]))
     code, out, _ = kv_here("models", "ls")
     assert code == 0 and "shape" not in out
     assert out.splitlines()[1].split() == ["toy*", "-", "-", "-", "293.0", "KiB", "yes", "yes", "mit"]
@@ -296,6 +301,6 @@ def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
     code, out, err = kv_here("models", "verify", "toy")
     assert code == 8 and out == "" and "is damaged" in err and "kv pull --force toy" in err
     path.write_bytes(b"")
-    assert json.loads(kv_here("models", "ls", "--json")[1])[0]["present"] is False
+    assert json.loads(kv_here("models", "ls", "--json")[1])["models"][0]["present"] is False
     assert kv_here("models", "rm", "toy")[0] == 2 and path.exists(), "not without being asked"
     assert kv_here("models", "rm", "-y", "toy") == (0, "", "") and not path.parent.exists()

@@ -232,7 +232,7 @@ def test_kill_and_go_on(site: servers.Site, start: Start, kv_here: KvHere) -> No
     have = piece.stat().st_size
     assert 2 << 16 <= have <= TOTAL // 2 and rests() == [f"{checksum(CONTENT)[:4]}.{NAME}.incomplete"]
     code, out, err = kv_here("models", "ls", "--json")
-    assert [(e["name"], e["present"], e["unfinished_bytes"]) for e in json.loads(out)[1:]] == [
+    assert [(e["model"], e["present"], e["unfinished_bytes"]) for e in json.loads(out)["models"][1:]] == [
         (f"{REPO}:Q4_K_M", False, have)
     ]
     assert f"partial: {have / 1024:.1f} KiB" in kv_here("models", "ls")[1]
@@ -433,7 +433,7 @@ def test_rests_are_listed_and_removed(site: servers.Site, world: dict[str, str],
     foreign.write_bytes(bytes(2000))
     lone = whole.parent / "big-Q2_K-00001-of-00002.gguf"
     lone.write_bytes(bytes(3000))
-    listed = {e["name"]: e["unfinished_bytes"] for e in json.loads(kv_here("models", "ls", "--json")[1])[1:]}
+    listed = {e["model"]: e["unfinished_bytes"] for e in json.loads(kv_here("models", "ls", "--json")[1])["models"][1:]}
     assert listed == {f"{REPO}:Q8_0": 0, f"{REPO}:Q4_K_M": 1000, f"{REPO}:Q2_K": 3000, f"{REPO}:abababababab": 2000}
     code, _, err = kv_here("models", "rm", f"{REPO}:abababababab")
     assert code == 2 and f"not removing {REPO}:abababababab (unfinished) (" in err

@@ -24,8 +24,8 @@ def whole(name: str) -> str:
 # kvcli.runtime.
 LAYERS = """
 kvcli
-kvcli.errors kvcli.options kvcli.paths kvcli.telling kvcli.versions
-kvcli.kernels
+kvcli.errors kvcli.oldnames kvcli.options kvcli.paths kvcli.telling kvcli.versions
+kvcli.jsonobjects kvcli.kernels
 kvcli.runtime .cache .download .host .planning .promptcaches .text .events .sampling
 .cache.cachetypes .eviction .download.growth .ggufkeys .repeats
 .config .dry

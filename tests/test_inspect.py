@@ -48,16 +48,16 @@ def test_smollm2(kv_here: KvHere, smollm2_path: Path) -> None:
     facts = json.loads(out)
     assert facts["arch"] == "llama" and facts["parameters"] == 134_515_008 and facts["runs"] is True
     assert facts["file_bytes"] == 98_362_432 and facts["context_length"] == 8192
-    group = {"kind": "full", "layers": 30, "kv_heads": 3, "dim_k": 64, "dim_v": 64, "window": 0}
+    group = {"kind": "full", "layers": 30, "kv_heads": 3, "dim_k": 64, "dim_v": 64, "window": None}
     group["row_bytes"] = 3 * (64 + 64) * 2
-    assert facts["attention"] == {"kind": "GQA", "groups": [group]}
+    assert facts["attention"] == {"kind": "gqa", "groups": [group]}
     # 30 layers x 3 heads x (64 + 64) x 2 bytes
-    assert facts["kv_bytes_per_token_f16"] == facts["kv_bytes_per_token_f16_windows_full"] == 23_040
+    assert facts["bytes_per_token"] == facts["windows_full_bytes_per_token"] == 23_040
     mix = {share["type"]: share["tensors"] for share in facts["quantization"]}
     assert mix == {"Q4_1": 210, "Q8_0": 1, "F32": 61} and len(facts["tensors"]) == 272
-    assert sum(share["nbytes"] for share in facts["quantization"]) == facts["weight_bytes"]
+    assert sum(share["size_bytes"] for share in facts["quantization"]) == facts["weight_bytes"]
     assert sum(share["weights"] for share in facts["quantization"]) == facts["parameters"]
-    assert facts["tokenizer"]["pre"] == "smollm" and facts["tokenizer"]["bos"] == [1, "<|im_start|>"]
+    assert facts["tokenizer"]["pre_tokenizer"] == "smollm" and facts["tokenizer"]["bos"] == [1, "<|im_start|>"]
     assert facts["template"]["source"] == "file" and "<|im_start|>" in facts["template"]["text"]
     assert facts["kind"] == "instruct"
     text = kv_here("info", str(smollm2_path))[1]
@@ -74,9 +74,9 @@ def test_gemma3(kv_here: KvHere, gemma3_path: Path) -> None:
     groups = {group["kind"]: group for group in facts["attention"]["groups"]}
     assert groups["sliding"]["layers"] == 15 and groups["sliding"]["window"] == 512
     assert groups["full"]["layers"] == 3 and groups["full"]["dim_k"] == 256
-    assert facts["attention"]["kind"] == "MQA"
-    assert facts["kv_bytes_per_token_f16"] == 18 * 512 * 2
-    assert facts["kv_bytes_per_token_f16_windows_full"] == 3 * 512 * 2
+    assert facts["attention"]["kind"] == "mqa"
+    assert facts["bytes_per_token"] == 18 * 512 * 2
+    assert facts["windows_full_bytes_per_token"] == 3 * 512 * 2
     assert (facts["kind"], facts["template"]["source"]) == ("base", "none")
     text = kv_here("inspect", str(gemma3_path))[1]
     assert "15 sliding (window 512) · 1 KV head · dim 256" in text

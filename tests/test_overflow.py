@@ -73,8 +73,9 @@ def test_a_cut_leaves_the_template_and_says_what_went(kv, policy, left, first):
     assert asked(kv) == f"user:{left}assistant:" and len(kv.engine.calls[-1][0]) == 50
     said = f"the prompt of 89 tokens is longer than the context of 60: its tokens {first} to {first + 38} (39) were cut"
     assert said in outcome.err and policy in outcome.err
-    cut = {"policy": policy, "prompt_tokens": 89, "context": 60, "start": first, "end": first + 39}
-    assert json.loads(outcome.out)["prompt_cut"] == cut
+    cut = {"policy": policy, "prompt_tokens": 89, "ctx_size": 60, "first_token": first}
+    cut["end_token"] = first + 39
+    assert json.loads(outcome.out)["prompt_cut"].items() >= cut.items()
 
 
 def test_a_prompt_that_fits_is_not_touched(kv):
@@ -150,7 +151,7 @@ def test_a_run_beyond_the_context(kv_here: KvHere):
     code, value, err = run(kv_here, "abc", "-c", "64", "--evict", "sink", "-n", "120", "-ct", "int8", "--stats")
     assert (code, value["finish_reason"], value["usage"]["completion_tokens"]) == (0, "length", 120)
     kv = value["kv"]
-    assert (kv["keep"], kv["window"], kv["limit"]) == (4, 32, 64)
+    assert (kv["keep"], kv["window"], kv["ctx_size"]) == (4, 32, 64)
     assert kv["tokens"] <= 64 and kv["tokens"] + kv["evicted_tokens"] == value["usage"]["prompt_tokens"] + 119
     assert not kv["lossless"] and kv["losses"][0].startswith("evicted: ") and kv["losses"][1].startswith("quantized: ")
     assert any("old tokens are forgotten: the first 4 and the last 32" in x for x in value["warnings"])

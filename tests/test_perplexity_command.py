@@ -156,17 +156,20 @@ def test_json_is_one_object_with_every_figure(ppl: Ppl, tmp_path: Path):
     code, out, _ = ppl("-ct", "int4,q4_0", "--chunks", "1", "--json", files=(str(tmp_path / "text.txt"), str(other)))
     value = json.loads(out)
     assert code == 0 and value["failures"] == []
-    assert value["protocol"] == {"chunk": 128, "chunks": 1, "first_scored": 64}
+    assert value["protocol"] == {"ctx_size": 128, "chunks": 1, "first_scored_token": 64} | {
+        "chunk": 128,
+        "first_scored": 64,
+    }
     assert [(t["chunks"], t["tokens"] > 128) for t in value["texts"]] == [(1, True), (1, True)]
-    assert [(t["type_k"], t["type_v"], t["tokens"]) for t in value["types"]] == [
+    assert [(t["type_k"], t["type_v"], t["scored_tokens"]) for t in value["types"]] == [
         ("f16", "f16", 126),
         ("int4", "int4", 126),
     ]
     row = value["types"][1]
-    assert len(row["by_text"]) == 2 and all(each["tokens"] == 63 for each in row["by_text"])
+    assert len(row["by_text"]) == 2 and all(each["scored_tokens"] == 63 for each in row["by_text"])
     both = math.exp(sum(math.log(each["ppl"]) for each in row["by_text"]) / 2)
     assert row["ppl"] == pytest.approx(both) and 0 < row["kld"] <= row["kld_max"]
-    assert row["bits"] > row["sealed_bits"] > 4 and row["bytes_per_token"] > 0
+    assert row["bits_per_element"] > row["sealed_bits_per_element"] > 4 and row["bytes_per_token"] > 0
 
 
 def test_tail_and_sinks_change_what_is_read_and_what_it_costs(ppl: Ppl):
@@ -202,7 +205,7 @@ def test_gates_are_exit_8_after_the_table(ppl: Ppl):
 
 def test_the_gate_of_ppl_is_on_the_way_up_only(ppl: Ppl):
     _, out, _ = ppl("-ct", "int4,int8", "--chunks", "1", "--json")
-    deltas = {t["type_k"]: t["ppl_delta"] for t in json.loads(out)["types"]}
+    deltas = {t["type_k"]: t["ppl_delta_percent"] for t in json.loads(out)["types"]}
     for name in ("int4", "int8"):
         code, _, err = ppl("-ct", name, "--chunks", "1", "--max-ppl-delta", "0")
         assert (code == 8) == (deltas[name] > 0), (name, err)

@@ -152,5 +152,5 @@ def test_table(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_is_utf8_whatever_the_text(capfd: pytest.CaptureFixture[str]) -> None:
-    render.print_json({"text": "é\udcff"})
+    render.print_json("tokenize", {"text": "é\udcff"})
     assert capfd.readouterr().out == '{"text": "é?"}\n'

@@ -71,20 +71,20 @@ def test_json_is_one_object(kv):
         "cache_read_tokens": 0,
         "cache_disk_tokens": 0,
         "cache_write_tokens": 0,
-        "cache_miss": "",
+        "cache_miss": None,
         "completion_tokens": 2,
     }
     assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64
     assert value["kv"]["tokens"] == prompt + 2
     assert value["kv"]["page_utilization"] == round((prompt + 2) / 64, 6)
     assert value["kv"]["contiguous_bytes"] == 4096 << 14
-    assert value["params"]["seed"] == 7
-    assert value["params"]["temperature"] == 0.8
-    assert value["params"]["logit_bias"] == {"40": "-inf"}
+    assert value["sampling"]["seed"] == 7
+    assert value["sampling"]["temperature"] == 0.8
+    assert value["sampling"]["logit_bias"] == {"40": "-inf"}
     assert value["memory"]["peak_bytes"] > 1 << 20
     assert set(value) == {
         *("kv_schema", "model", "text", "finish_reason", "stop", "repetition", "usage"),
-        *("timings", "kv", "memory", "params", "warnings", "prompt_cut", "prompt_evicted_tokens"),
+        *("timings", "kv", "evict", "memory", "sampling", "params", "warnings", "prompt_cut", "prompt_evicted_tokens"),
     }
 
 
@@ -349,8 +349,8 @@ def test_an_answer_that_repeats_itself_is_stopped_and_said(kv):
     assert (outcome.code, outcome.out[:7], len(outcome.out)) == (0, "no!no!n", 513)
     assert outcome.err == LOOP + "--no-loop-stop goes on\n"
     value = json.loads(kv("run", "hello", "--json").out)
-    assert value["finish_reason"] == "repetition" and value["params"]["loop_stop"]
-    assert value["repetition"] == {"tokens": 512, "period": 3, "times": 170}
+    assert value["finish_reason"] == "repetition" and value["sampling"]["loop_stop"]
+    assert value["repetition"] == {"tokens": 512, "period_tokens": 3, "times": 170, "period": 3}
     assert [f"kv: {warning}\n" for warning in value["warnings"]] == [outcome.err]
     assert "| seed 3 | repetition\n" in kv("run", "hello", "--stats", "-s", "3").err
     for option in ("--no-loop-stop", "--ignore-eos"):
@@ -367,7 +367,9 @@ def test_an_answer_that_nobody_sees_has_a_limit(kv, monkeypatch):
         "kv: stop: 4,096 tokens, the limit where stdout is no terminal; -n sets another, -n -1 none\n"
     )
     value = json.loads(kv("run", "hello", "--json").out)
-    assert (value["finish_reason"], value["params"]["max_tokens"]) == ("length", 4096) and value["params"]["unattended"]
+    assert (value["finish_reason"], value["sampling"]["max_tokens"]) == ("length", 4096) and value["sampling"][
+        "unattended"
+    ]
     assert [f"kv: {warning}\n" for warning in value["warnings"]] == [outcome.err]
     assert kv("run", "hello", "-n", "4096").err == ""  # as asked
     assert "| length (-n 7)\n" in kv("run", "hello", "-n", "7", "--stats").err
@@ -380,7 +382,7 @@ def test_the_default_limit_takes_no_room_from_a_prompt_that_is_cut(kv):
     """A quarter of the context is left to the answer, as without a limit."""
     kv.engine.ctx_size = 400
     outcome = kv("run", "x" * 1000, "--on-overflow", "truncate-start", "--json")
-    assert len(kv.engine.calls[-1][0]) == 300 and json.loads(outcome.out)["prompt_cut"]["context"] == 400
+    assert len(kv.engine.calls[-1][0]) == 300 and json.loads(outcome.out)["prompt_cut"]["ctx_size"] == 400
 
 
 def test_sampling_is_told_with_v(kv):

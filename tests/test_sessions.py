@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from calling import Caller
 from fakes import FakeEngine
+from jsonchecks import check
 
 from kvcli.errors import UsageError
 from kvcli.runtime.promptcaches import sessions
@@ -217,16 +218,18 @@ def test_ls_has_the_last_used_first_and_damaged_ones_too(kv, two):
     assert ann.split() == ["ann", "2", "2", *saved_at.split(), "smollm2", "first", "words"]
     assert old.startswith("old") and "is not valid JSON" in old
     value = json.loads(kv("chat", "ls", "--json").out)
-    assert value["kv_schema"] == 1 and [s["name"] for s in value["sessions"]] == ["bob", "ann", "old"]
+    check("chat ls", value)
+    assert value["kv_schema"] == 2 and [s["session"] for s in value["sessions"]] == ["bob", "ann", "old"]
     assert value["sessions"][1] == {
-        "name": "ann", "model": "smollm2", "turns": 2, "branch": "b", "branches": ["b", "main"],
-        "saved_at": "2001-09-09T01:46:40+00:00", "begins": "first words", "error": None,
+        "session": "ann", "model": "smollm2", "turns": 2, "branch": "b", "branches": ["b", "main"],
+        "saved_at": "2001-09-09T01:46:40+00:00", "begins": "first words", "problem": None,
+        "name": "ann", "error": None,
     }  # fmt: skip
 
 
 def test_ls_of_nothing(kv):
     assert kv("chat", "ls").err == "kv: no chat is saved; kv chat --session NAME saves one\n"
-    assert json.loads(kv("chat", "ls", "--json").out) == {"kv_schema": 1, "sessions": []}
+    assert json.loads(kv("chat", "ls", "--json").out) == {"kv_schema": 2, "sessions": []}
 
 
 def test_show_and_export(kv, two, tmp_path):
@@ -237,6 +240,7 @@ def test_show_and_export(kv, two, tmp_path):
     assert exported.startswith("# ann\n\n## System\n\nbe kind\n\n## User\n\nfirst words\n")
     value = json.loads(kv("chat", "export", "ann", "--json").out)
     assert value == json.loads(kv("chat", "show", "ann", "--json").out)
+    check("chat show", value)
     assert (value["session"], value["branch"], len(value["messages"])) == ("ann", "b", 5)
     assert value["messages"][0] == {"role": "system", "content": "be kind"}
     assert kv("chat", "export", "ann", "-o", str(tmp_path / "a.md")).out == ""

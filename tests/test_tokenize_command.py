@@ -58,7 +58,7 @@ def test_json(kv, model):
     ids = [0, *ids_of("the pages")]
     value = json.loads(done.stdout)
     assert value.pop("pieces")[0] == "<|endoftext|>"
-    assert value == {"kv_schema": 1, "model": model, "count": len(ids), "ids": ids}
+    assert value == {"kv_schema": 2, "model": model, "tokens": len(ids), "ids": ids, "count": len(ids)}
     assert done.stdout.count(b"\n") == 1 and done.stderr == b""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
     from kvcli.runtime.host.device import Device
 
-SCHEMA, MIB = 1, 1 << 20
+MIB = 1 << 20
 SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit")
 MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
 
@@ -168,7 +168,7 @@ def bench(
             benching.release()
     assert setting is not None
     if json:
-        render.print_json(_object(tables, setting, what, types, failures))
+        render.print_json("bench", _object(tables, setting, what, types, failures))
     else:
         _show(tables, setting, invocation)
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
@@ -253,7 +253,6 @@ def _object(
 ) -> dict[str, Any]:
     """Everything measured; sizes in bytes, times in seconds."""
     return {
-        "kv_schema": SCHEMA,
         "model": setting.model,
         "file_bytes": setting.file_bytes,
         "backend": setting.backend,
@@ -276,7 +275,7 @@ def _object(
                 "tokens": table.tokens,
                 "kv_bytes": table.kv_bytes,
                 "predicted_bytes": table.predicted,
-                "measured_bytes": table.measured,
+                "peak_bytes": table.measured,
             }
             for table in tables
         ],
@@ -291,14 +290,14 @@ def _result(types: Types, speed: Speed, bandwidth: float | None) -> dict[str, An
         "type_v": types[1],
         "test": speed.case.kind,
         "tokens": speed.case.tokens,
-        "depth": speed.case.depth,
-        "tokens_per_s": speed.median,
-        "deviation": speed.deviation,
-        "samples": list(speed.rates),
-        "token_s_p50": speed.gap(0.5),
-        "token_s_p95": speed.gap(0.95),
+        "depth_tokens": speed.case.depth,
+        "tps": speed.median,
+        "tps_deviation": speed.deviation,
+        "tps_samples": list(speed.rates),
+        "token_p50_s": speed.gap(0.5),
+        "token_p95_s": speed.gap(0.95),
         "read_bytes_per_token": speed.read_bytes or None,
-        "limit_tokens_per_s": limit,
+        "limit_tps": limit,
         "share_of_limit": None if limit is None else speed.median / limit,
     }
 

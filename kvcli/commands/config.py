@@ -23,7 +23,6 @@ from kvcli.settings import DEFAULT, FILE, TYPED, Setting, Settings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA = 1
 EXAMPLES = """
 kv config show
 kv config show bench
@@ -60,12 +59,12 @@ def config(ctx: typer.Context) -> None:
     require_command(ctx)
 
 
-def path() -> None:
+def path(json: JsonFlag = False) -> None:
     """Print the path of the config file, whether or not it is there."""
     found = settings.file_path()
     if found is None:
         raise UsageError("there is no config file: KV_CONFIG is 'none'")
-    render.write_out(f"{found}\n")
+    render.print_path("config path", {"path": str(found)}, json)
 
 
 def show(
@@ -86,8 +85,8 @@ def show(
             {"name": name, "value": each.value, "origin": each.origin, "source": each.called or None}
             for name, each in found.items()
         ]
-        head = {"kv_schema": SCHEMA, "file": str(file) if file else None}
-        render.print_json({**head, "settings": entries, "unread": unread(invocation)})
+        place = str(file) if file else None
+        render.print_json("config show", {"path": place, "settings": entries, "unread": unread(invocation)})
         return
     rows = [[name, shown(each.value), source(each)] for name, each in found.items()]
     render.print_table(["setting", "value", "from"], rows, invocation)

@@ -38,7 +38,7 @@ def doctor(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = Fals
     render.notice("measuring, which takes up to 20 seconds", invocation)
     found = examine(_settings(ctx), store_folder(cache_dir))
     if json:
-        render.print_json(as_json(found))
+        render.print_json("doctor", as_json(found))
         return
     for finding in found:
         render.write_out(_lines(finding.name, finding.facts))
@@ -54,11 +54,11 @@ def _settings(ctx: typer.Context) -> Finding:
         found = {name: each for name, each in config.in_force(ctx) if each.origin != DEFAULT}
         unread = config.unread(ctx.obj)
     except UsageError as error:
-        return Finding("settings", (error.message,), {"file": there, "error": error.message})
+        return Finding("settings", (error.message,), {"path": there, "problem": error.message})
     facts = [f"{name} = {config.shown(each.value)} ({config.source(each)})" for name, each in found.items()]
     values = {name: {"value": each.value, "origin": each.origin} for name, each in found.items()}
     facts = [there or "no config file", *facts, *unread]
-    return Finding("settings", tuple(facts), {"file": there, "set": values, "unread": unread})
+    return Finding("settings", tuple(facts), {"path": there, "set": values, "unread": unread})
 
 
 def _lines(name: str, facts: tuple[str, ...]) -> str:

@@ -110,7 +110,7 @@ def _show(report: Report, output: OutputFlags) -> None:
     from kvcli import estimateview
 
     if output.json:
-        render.print_json(estimateview.as_json(report))
+        render.print_json("estimate", estimateview.as_json(report))
     elif output.csv:
         render.write_out(estimateview.as_csv(report))
     elif output.explain:

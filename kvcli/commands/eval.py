@@ -122,8 +122,10 @@ def recall(
             cells = _ask(engine, asked, chosen, progress)
     if json:
         entries = [_entry(cell) for cell in cells]
-        head = {"kv_schema": 1, "model": model.model, "seed": questions.seed}
-        render.print_json({**head, "evict": measuring.evict_object(engine, evicting), "results": entries})
+        head = {"model": model.model, "seed": questions.seed}
+        render.print_json(
+            "eval recall", {**head, "evict": measuring.evict_object(engine, evicting), "results": entries}
+        )
         return
     _print(cells, depths, invocation)
 
@@ -179,10 +181,10 @@ def _entry(cell: _Cell) -> dict[str, Any]:
     return {
         "type_k": cell.types[0],
         "type_v": cell.types[1],
-        "ctx": cell.ctx,
-        "depth": cell.depth,
+        "ctx_size": cell.ctx,
+        "depth_percent": cell.depth,
         "trials": len(cell.answers),
-        "exact": cell.exact,
+        "exact_trials": cell.exact,
         "nll": cell.nll,
         "answers": [
             {"key": key, "exact": answer.exact, "nll": answer.nll}

@@ -14,7 +14,7 @@ from kvcli.locate import locate_model
 
 if TYPE_CHECKING:
     from kvcli.runtime.formats.gguf import TensorInfo
-    from kvcli.runtime.planning.facts import LayerGroup, ModelFacts, TokenizerFacts
+    from kvcli.runtime.planning.facts import LayerGroup, ModelFacts, QuantShare, TokenizerFacts
 
 
 EXAMPLES = """
@@ -51,7 +51,7 @@ def inspect(
             raise ModelError(f"{model} has no chat template", facts.template_note)
         render.write_out(facts.template.source.strip("\n") + "\n")
     elif json:
-        render.print_json(_as_json(facts, listed if tensors else None))
+        render.print_json("inspect", _as_json(model, facts, listed if tensors else None))
     else:
         render.write_out("".join(f"{label:<11}{text}\n" for label, text in _lines(facts)))
         if tensors:
@@ -122,14 +122,14 @@ def _template_line(facts: ModelFacts) -> str:
     return f"{where} ({len(facts.template.source):,} characters: --template)" if facts.template else where
 
 
-def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, Any]:
+def _as_json(model: str, facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, Any]:
     config = facts.config
     value: dict[str, Any] = {
-        "kv_schema": 1,
+        "model": model,
         "path": str(facts.path),
         "parts": facts.parts,
         "file_bytes": facts.file_bytes,
-        "name": facts.name,
+        "model_title": facts.name or None,
         "kind": None if facts.tokenizer is None else "instruct" if facts.template else "base",
         "arch": facts.arch,
         "license": facts.license or None,
@@ -137,8 +137,8 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
         "weight_bytes": facts.weight_bytes,
         "runs": not facts.problem,
         "problem": facts.problem or None,
-        "quantization": [dataclasses.asdict(share) for share in facts.quants],
-        "tokenizer": dataclasses.asdict(facts.tokenizer) if facts.tokenizer else None,
+        "quantization": [_share_object(share) for share in facts.quants],
+        "tokenizer": _tokenizer_object(facts.tokenizer) if facts.tokenizer else None,
         "template": {
             "source": facts.template.origin if facts.template else "none",
             "text": facts.template.source if facts.template else None,
@@ -154,12 +154,44 @@ def _as_json(facts: ModelFacts, tensors: list[TensorInfo] | None) -> dict[str, A
             "vocab_size": config.vocab_size,
             "heads": config.n_heads,
             "attention": {
-                "kind": config.attention_kind,
-                "groups": [dataclasses.asdict(group) for group in facts.groups],
+                "kind": config.attention_kind.lower(),
+                "groups": [{**dataclasses.asdict(group), "window": group.window or None} for group in facts.groups],
             },
-            "kv_bytes_per_token_f16": facts.token_bytes,
-            "kv_bytes_per_token_f16_windows_full": facts.late_token_bytes,
+            "bytes_per_token": facts.token_bytes,
+            "windows_full_bytes_per_token": facts.late_token_bytes,
         }
     if tensors is not None:
-        value["tensors"] = [dataclasses.asdict(tensor) for tensor in tensors]
+        value["tensors"] = [_tensor_object(tensor) for tensor in tensors]
     return value
+
+
+def _share_object(share: QuantShare) -> dict[str, Any]:
+    return {
+        "type": share.type,
+        "tensors": share.tensors,
+        "weights": share.weights,
+        "size_bytes": share.nbytes,
+        "bits_per_weight": share.bits,
+    }
+
+
+def _tokenizer_object(tokenizer: TokenizerFacts) -> dict[str, Any]:
+    return {
+        "kind": tokenizer.model,
+        "pre_tokenizer": tokenizer.pre or None,
+        "vocab_size": tokenizer.tokens,
+        "bos": tokenizer.bos,
+        "eos": tokenizer.eos,
+        "adds_bos": tokenizer.adds_bos,
+    }
+
+
+def _tensor_object(tensor: TensorInfo) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "shape": tensor.shape,
+        "type": tensor.type,
+        "offset": tensor.offset,
+        "size_bytes": tensor.nbytes,
+        "part": tensor.part,
+    }

@@ -60,7 +60,7 @@ def ls(
 
     found = inventory.entries(shapes=all)
     if json:
-        render.print_json([_as_json(entry) for entry in found])
+        render.print_json("models ls", {"models": [_as_json(entry) for entry in found]})
         return
     rows = [
         [
@@ -90,13 +90,13 @@ def _here(entry: Entry) -> str:
 
 def _as_json(entry: Entry) -> dict[str, object]:
     return {
-        "name": entry.name,
-        "title": entry.title,
+        "model": entry.name,
+        "model_title": entry.title,
         "kind": entry.kind or None,
         "arch": entry.arch or None,
         "parameters": entry.parameters or None,
         "context_length": entry.context_length or None,
-        "bytes": entry.size or None,
+        "file_bytes": entry.size or None,
         "license": entry.license or None,
         "default": entry.default,
         "present": entry.path is not None and not entry.damaged,
@@ -108,35 +108,47 @@ def _as_json(entry: Entry) -> dict[str, object]:
     }
 
 
-def path(name: Name) -> None:
+def path(name: Name, json: JsonFlag = False) -> None:
     """Print the path of a downloaded model's file."""
     from kvcli.runtime.download import inventory
 
-    render.write_out(f"{inventory.downloaded(name).path}\n")
+    found = inventory.downloaded(name)
+    render.print_path("models path", {"model": found.name, "path": str(found.path)}, json)
 
 
 def verify(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; by default all.")] = "",
+    json: JsonFlag = False,
 ) -> None:
     """Check downloaded models against their checksums; exit code 8 if one is damaged."""
     from kvcli.runtime.download import inventory
 
     present = [entry for entry in inventory.entries() if entry.path]
-    damaged: list[CheckFailed] = []
+    rows: list[dict[str, object]] = []
+    damaged = False
     for entry in [inventory.downloaded(name)] if name else present:
+        row: dict[str, object] = {"model": entry.name, "path": str(entry.path), "ok": True, "problem": None}
+        rows.append(row)
         try:
             with render.Progress(ctx.obj) as progress:
                 inventory.verify(entry, progress)
         except CheckFailed as error:
-            damaged.append(error)
-            render.print_error(error.message, error.hint, ctx.obj.color)
+            damaged = True
+            row |= {"ok": False, "problem": error.message}
+            if not json:
+                render.print_error(error.message, error.hint, ctx.obj.color)
         except ModelError as error:
             if name:
                 raise
-            render.warn(error.message, ctx.obj)
+            row |= {"ok": None, "problem": error.message}
+            if not json:
+                render.warn(error.message, ctx.obj)
         else:
-            render.write_out(f"{entry.name}: ok\n")
+            if not json:
+                render.write_out(f"{entry.name}: ok\n")
+    if json:
+        render.print_json("models verify", {"models": rows})
     if damaged:
         raise typer.Exit(CheckFailed.exit_code)
 
@@ -146,6 +158,7 @@ def rm(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="A name from kv models ls.")] = "",
     all: Annotated[bool, typer.Option("--all", help="Every model that is on this disk.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Delete the files of a downloaded model, and what an interrupted download left of it."""
     from kvcli.runtime.download import inventory
@@ -155,15 +168,24 @@ def rm(
     found = [entry for entry in inventory.entries() if entry.files] if all else inventory.removable(name)
     if not found:
         render.notice("there is no model on this disk", ctx.obj)
-        return
-    _ask(found, yes)
+    else:
+        _ask(found, yes, json)
+    sizes = {entry.name: _bytes(entry) for entry in found}
     for entry in found:
         inventory.remove(entry)
         render.notice(f"removed {entry.name}", ctx.obj)
+    if json:
+        rows = [{"model": name, "size_bytes": size} for name, size in sizes.items()]
+        render.print_json("models rm", {"removed": rows, "size_bytes": sum(sizes.values())})
 
 
-def _ask(found: Sequence[Entry], yes: bool) -> None:
+def _bytes(entry: Entry) -> int:
+    """What it takes on this disk, downloads that were interrupted included."""
+    return sum(path.stat().st_size for path in entry.files)
+
+
+def _ask(found: Sequence[Entry], yes: bool, json: bool) -> None:
     """See `confirm_removal`."""
     names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
-    size = render.human_bytes(sum(path.stat().st_size for entry in found for path in entry.files))
-    confirm_removal(f"{names} ({size})", yes)
+    size = render.human_bytes(sum(map(_bytes, found)))
+    confirm_removal(f"{names} ({size})", yes, json)

@@ -176,11 +176,11 @@ def perplexity(
         names = [name for name, _ in texts]
         parts = {t: [quality.summarize([s], [b]) for s, b in zip(scores[t], base, strict=True)] for t in rows}
         entries = [_entry(t, rows[t], costs[t], dict(zip(names, parts[t], strict=True))) for t in rows]
-        head = {"kv_schema": 1, "model": model.model, "protocol": _protocol_object(protocol)}
+        head = {"model": model.model, "protocol": _protocol_object(protocol)}
         head["evict"] = measuring.evict_object(engine, asked)
         held = [{"name": name, "tokens": n, "chunks": k} for name, (n, k) in zip(names, counts, strict=True)]
         told = {"failures": failures} | ({"error": failed.as_object()} if failed else {})
-        render.print_json({**head, "texts": held, "types": entries, **told})
+        render.print_json("perplexity", {**head, "texts": held, "types": entries, **told})
         raise typer.Exit(failed.exit_code if failed else 0)
     _print(rows, costs, invocation)
     if failed:
@@ -240,16 +240,18 @@ def _entry(types: Types, row: Summary, cost: Cost, by_text: dict[str, Summary]) 
         "type_v": types[1],
         **_numbers(row),
         "bytes_per_token": cost.bytes_per_token,
-        "bits": cost.bits,
-        "sealed_bits": cost.sealed_bits,
+        "bits_per_element": cost.bits,
+        "sealed_bits_per_element": cost.sealed_bits,
         "by_text": [{"name": name, **_numbers(each)} for name, each in by_text.items()],
     }
 
 
 def _numbers(row: Summary) -> dict[str, float | None]:
     """JSON has no NaN: such a figure is null."""
-    return {name: x if math.isfinite(x) else None for name, x in dataclasses.asdict(row).items()}
+    names = {"tokens": "scored_tokens", "ppl_delta": "ppl_delta_percent", "top1": "top1_percent"}
+    figures = dataclasses.asdict(row).items()
+    return {names.get(name, name): x if math.isfinite(x) else None for name, x in figures}
 
 
 def _protocol_object(protocol: Protocol) -> dict[str, int]:
-    return {"chunk": protocol.chunk, "chunks": protocol.chunks, "first_scored": protocol.first}
+    return {"ctx_size": protocol.chunk, "chunks": protocol.chunks, "first_scored_token": protocol.first}

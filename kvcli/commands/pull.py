@@ -42,6 +42,6 @@ def pull(
         path = hub.pull(model, force, invocation.offline, progress, notice)
     if json:
         size = sum(part.stat().st_size for part in part_paths(path))
-        render.print_json({"model": model, "path": str(path), "bytes": size})
+        render.print_json("pull", {"model": model, "path": str(path), "file_bytes": size})
     else:
         render.write_out(f"{path}\n")

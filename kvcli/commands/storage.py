@@ -47,7 +47,7 @@ def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -
     total = sum(kind.size_bytes for kind in found)
     if json:
         rows = [kind.as_object() for kind in found]
-        render.print_json({"kv_schema": 1, "storage": rows, "total_bytes": total})
+        render.print_json("storage ls", {"storage": rows, "total_bytes": total})
         return
     table = [
         [k.name, str(len(k.files)), render.human_bytes(k.size_bytes), k.title, paths.shown(k.place)] for k in found
@@ -62,6 +62,7 @@ def rm(
     all: Annotated[bool, typer.Option("--all", help="Every kind, including saved chats.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     cache_dir: CacheDir = None,
+    json: JsonFlag = False,
 ) -> None:
     """Remove everything of one or more kinds.
 
@@ -78,11 +79,14 @@ def rm(
     found = [kind for kind in known if kind.files and (all or kind.name in (names or []))]
     if not found:
         render.notice("there is nothing to remove", ctx.obj)
-        return
-    confirm_removal(", ".join(map(_amount, found)), yes)
+    else:
+        confirm_removal(", ".join(map(_amount, found)), yes, json)
+    rows, size = [kind.as_object() for kind in found], sum(kind.size_bytes for kind in found)
     for kind in found:
         clear(kind)
         render.notice(f"removed {_amount(kind)}", ctx.obj)
+    if json:
+        render.print_json("storage rm", {"removed": rows, "size_bytes": size})
 
 
 def _amount(kind: Kind) -> str:

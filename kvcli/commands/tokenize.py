@@ -80,7 +80,7 @@ def tokenize(
         if ids:
             render.write_out(" ".join(map(str, found)) + "\n")
         elif json or null:
-            render.print_json(_as_json(tokenizer, model, found))
+            render.print_json("tokenize", _as_json(tokenizer, model, found))
         else:
             render.write_out(_as_lines(tokenizer, found))
 
@@ -105,7 +105,7 @@ def _texts(text: str | None, file: str | None, null: bool, tell: Tell) -> list[s
 
 def _as_json(tokenizer: Tokenizer, model: str, ids: list[int]) -> dict[str, Any]:
     pieces = [tokenizer.piece(token) for token in ids]
-    return {"kv_schema": 1, "model": model, "count": len(ids), "ids": ids, "pieces": pieces}
+    return {"model": model, "tokens": len(ids), "ids": ids, "pieces": pieces}
 
 
 def _as_lines(tokenizer: Tokenizer, ids: list[int]) -> str:

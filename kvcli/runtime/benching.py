@@ -152,7 +152,7 @@ def bandwidth(device: Device, tell: Callable[[str], None]) -> tuple[float | None
     tell("measuring how fast memory is read; kv doctor would keep the result")
     try:
         words = ("memory",) if device.kind == CPU else ("cuda", str(device.index))
-        return measure(*words)["read_gb_s"], "measured"
+        return measure(*words)["bandwidth_gb_s"], "measured"
     except ProbeFailed as error:
         return None, str(error)
 

@@ -67,7 +67,7 @@ def build(
             )
     if json:
         size = file.stat().st_size
-        render.print_json({**report.result_object(result), "path": str(file), "size_bytes": size})
+        render.print_json("cache build", {**report.result_object(result), "path": str(file), "size_bytes": size})
     else:
         render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)
         render.write_out(f"{out}\n")

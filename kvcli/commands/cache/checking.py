@@ -17,7 +17,6 @@ from kvcli.flags import ModelFlags, SystemFlags, grouped
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CacheDir, store_folder
-from kvcli.report import SCHEMA
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def explain(
         engine = _engine_for(contents.identity, model, invocation, interrupts)
         found = comparing.agreement(contents, question.of(engine, invocation).ids(engine), engine)
     if json:
-        render.print_json({"kv_schema": SCHEMA, **_named(file.path, root), **found.as_json()})
+        render.print_json("cache explain", {**_named(file.path, root), **found.as_json()})
     else:
         render.write_out(str(found))
 
@@ -104,7 +103,7 @@ def verify(
                 render.write_out(f"{told}\n")
         entries.append({**_named(file, root), "ok": entry["problem"] is None, **entry})
     if json:
-        render.print_json({"kv_schema": SCHEMA, "entries": entries})
+        render.print_json("cache verify", {"entries": entries})
     raise typer.Exit(code)
 
 

@@ -13,7 +13,6 @@ from kvcli.commands.cache.arguments import Name, stored_files
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CACHE_TTL, CacheDir, parse_time, store_folder
-from kvcli.report import SCHEMA
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 
 HEADERS = ("id", "model", "tokens", "cache", "size", "used", "expires", "prompt")
@@ -21,9 +20,9 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _HASHES = ("weights", "tokenizer", "template")
 
 
-def path(cache_dir: CacheDir = None) -> None:
+def path(cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
     """Print the folder in which long prompts are stored."""
-    render.write_out(f"{store_folder(cache_dir)}\n")
+    render.print_path("cache path", {"path": str(store_folder(cache_dir))}, json)
 
 
 def ls(
@@ -40,13 +39,13 @@ def ls(
     found = [cachefiles.describe(file) for file in stored_files(cache_dir, ctx.obj)]
     if json:
         render.print_json(
+            "cache ls",
             {
-                "kv_schema": SCHEMA,
                 "cache_dir": str(store_folder(cache_dir)),
                 "size_bytes": sum(each.size for each in found),
                 "models": {each.model_id: each.model_json() for each in found if each.model_id},
                 "entries": [each.as_json(ttl_s) for each in found],
-            }
+            },
         )
     elif found:
         rows = [_row(each, ttl_s) for each in found]
@@ -91,7 +90,7 @@ def show(
         render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
     elif json:
         of_model = found.model_json()
-        render.print_json({"kv_schema": SCHEMA, **of_model, **found.as_json(parse_time(CACHE_TTL, "--cache-ttl"))})
+        render.print_json("cache show", {**of_model, **found.as_json(parse_time(CACHE_TTL, "--cache-ttl"))})
     else:
         lines = _lines(found, cachefiles.label(file, store_folder(cache_dir)))
         render.write_out("".join(f"{line}\n" for line in lines))

@@ -13,7 +13,6 @@ from kvcli.commands.cache.arguments import stored_files
 from kvcli.errors import OutputError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder
-from kvcli.report import SCHEMA
 from kvcli.runtime.host.memory import parse_size
 
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
@@ -84,7 +83,7 @@ def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation:
             raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None
     if json:
         removed = [{"id": cachefiles.id_of(f.path), "path": str(f.path), "size_bytes": f.size} for f in found]
-        render.print_json({"kv_schema": SCHEMA, "dry_run": dry_run, "size_bytes": size, "removed": removed})
+        render.print_json("cache rm", {"dry_run": dry_run, "size_bytes": size, "removed": removed})
         return
     for file in files:
         render.write_out(f"{cachefiles.id_of(file)}\n")

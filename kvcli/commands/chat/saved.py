@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json as jsons
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvcli import cachefiles, render
+from kvcli import cachefiles, jsonobjects, render
 from kvcli.asking import confirm_removal
 from kvcli.commands.chat import transcript
 from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CacheDir, store_folder
-from kvcli.report import SCHEMA
 from kvcli.runtime.promptcaches import sessions
 from kvcli.runtime.promptcaches.chatfiles import OWNER
 from kvcli.streams import OutputFile
@@ -30,7 +28,7 @@ def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
     """List the saved chats, the last used first."""
     found = [_described(name) for name in sessions.names()]
     if json:
-        render.print_json({"kv_schema": SCHEMA, "sessions": found})
+        render.print_json("chat ls", {"sessions": found})
         return
     if not found:
         render.announce("no chat is saved; kv chat --session NAME saves one", ctx.obj)
@@ -40,31 +38,31 @@ def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
 
 
 def _row(chat: dict[str, Any]) -> list[str]:
-    if chat["error"]:
-        return [chat["name"], "-", "-", "-", "-", chat["error"]]
+    if chat["problem"]:
+        return [chat["session"], "-", "-", "-", "-", chat["problem"]]
     counts = [str(chat["turns"]), str(len(chat["branches"]))]
     when = datetime.fromisoformat(chat["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
-    return [chat["name"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
+    return [chat["session"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
 
 
 def _described(name: str) -> dict[str, Any]:
     """What is listed of a chat; of a damaged one, why it cannot be used."""
-    values: dict[str, Any] = {"name": name, "model": None, "turns": None, "branch": None, "branches": []}
+    values: dict[str, Any] = {"session": name, "model": None, "turns": None, "branch": None, "branches": []}
     try:
         found = sessions.read(name)
     except KVError as error:
-        return {**values, "saved_at": None, "begins": None, "error": error.message}
+        return {**values, "saved_at": None, "begins": None, "problem": error.message}
     messages = found.messages()
     first = next((m["content"] for m in messages if m["role"] == "user"), "")
     return {
-        "name": name,
+        "session": name,
         "model": found.model,
         "turns": transcript.turns(messages),
         "branch": found.branch,
         "branches": sorted(found.states),
         "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(timespec="seconds"),
         "begins": transcript.first_words(first, 40),
-        "error": None,
+        "problem": None,
     }
 
 
@@ -73,7 +71,7 @@ def show(name: Name, branch: Branch = "", json: JsonFlag = False) -> None:
     found = sessions.read(name)
     messages = found.messages(branch)
     if json:
-        render.print_json(transcript.as_object(messages, found.model, name, branch or found.branch))
+        render.print_json("chat show", transcript.as_object(messages, found.model, name, branch or found.branch))
     else:
         render.write_out(transcript.shown(messages))
 
@@ -92,7 +90,7 @@ def export(
     messages = found.messages(branch)
     if json:
         value = transcript.as_object(messages, found.model, name, branch or found.branch)
-        text = jsons.dumps(value, ensure_ascii=False) + "\n"
+        text = jsonobjects.line("chat export", value)
     else:
         text = transcript.as_markdown(messages, name)
     if output is None:
@@ -109,6 +107,7 @@ def rm(
     all: Annotated[bool, typer.Option("--all", help="Every saved chat.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     cache_dir: CacheDir = None,
+    json: JsonFlag = False,
 ) -> None:
     """Delete saved chats, and the rows on disk that no other prompt shares with them."""
     invocation: Invocation = ctx.obj
@@ -119,14 +118,17 @@ def rm(
     for name in wanted:
         if sessions.check_name(name) not in there:
             raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
-    if not wanted:
+    if wanted:
+        confirm_removal(", ".join(wanted), yes, json)
+    else:
         render.notice("no chat is saved", invocation)
-        return
-    confirm_removal(", ".join(wanted), yes)
     for name in wanted:
         sessions.remove(name)
-    freed = _remove_rows(wanted, store_folder(cache_dir))
-    render.notice(f"deleted {', '.join(wanted)}, and {render.human_bytes(freed)} of rows", invocation)
+    freed = _remove_rows(wanted, store_folder(cache_dir)) if wanted else 0
+    if wanted:
+        render.notice(f"deleted {', '.join(wanted)}, and {render.human_bytes(freed)} of rows", invocation)
+    if json:
+        render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "size_bytes": freed})
 
 
 def _remove_rows(names: list[str], root: Path) -> int:

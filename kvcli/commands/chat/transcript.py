@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvcli import jsonobjects
 from kvcli.errors import OutputError, UsageError
-from kvcli.report import SCHEMA
 from kvcli.streams import neutralise
 
 Messages = list[dict[str, str]]  # role and content; a system message, if any, in front
@@ -66,7 +66,6 @@ def as_markdown(messages: Messages, title: str) -> str:
 def as_object(messages: Messages, model: str, session: str = "", branch: str = "") -> dict[str, Any]:
     """For JSON: messages as chat templates and other programs take them."""
     return {
-        "kv_schema": SCHEMA,
         "session": session or None,
         "branch": branch or None,
         "model": model,
@@ -82,7 +81,8 @@ def export(name: str, messages: Messages, model: str, session: str = "", branch:
     if path.suffix == ".md":
         text = as_markdown(messages, session or f"Chat with {model_name(model)}")
     else:
-        text = json.dumps(as_object(messages, model, session, branch), ensure_ascii=False, indent=2) + "\n"
+        value = jsonobjects.finished("chat export", as_object(messages, model, session, branch))
+        text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)

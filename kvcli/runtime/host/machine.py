@@ -29,7 +29,7 @@ class ProbeFailed(Exception):
 def system() -> dict[str, Any]:
     """Operating system, machine type and Python."""
     name = f"{platform.system()} {platform.release()}"
-    return {"system": name, "machine": platform.machine(), "python": platform.python_version()}
+    return {"os": name, "machine": platform.machine(), "python": platform.python_version()}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:

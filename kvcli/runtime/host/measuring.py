@@ -89,7 +89,7 @@ def memory_speed() -> dict[str, Any]:
     source = torch.ones(BUFFER_BYTES // 4)
     target = torch.zeros_like(source)
     read, copy = _seconds(lambda: source.sum()), _seconds(lambda: target.copy_(source))
-    return {"read_gb_s": BUFFER_BYTES / read / 1e9, "copy_gb_s": 2 * BUFFER_BYTES / copy / 1e9}
+    return {"bandwidth_gb_s": BUFFER_BYTES / read / 1e9, "copy_gb_s": 2 * BUFFER_BYTES / copy / 1e9}
 
 
 def cuda(index: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def cuda(index: str) -> dict[str, Any]:
 
     read = _seconds(lambda: finished(source.sum))
     copy = _seconds(lambda: finished(lambda: target.copy_(source)))
-    answer = {"read_gb_s": size / read / 1e9, "copy_gb_s": 2 * size / copy / 1e9}
+    answer = {"bandwidth_gb_s": size / read / 1e9, "copy_gb_s": 2 * size / copy / 1e9}
     return answer | {"runtime_bytes": taken if taken > 0 else None}  # None: others freed memory meanwhile
 
 
