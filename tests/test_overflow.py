@@ -155,7 +155,7 @@ def test_a_run_beyond_the_context(kv_here: KvHere):
     assert kv["tokens"] <= 64 and kv["tokens"] + kv["evicted_tokens"] == value["usage"]["prompt_tokens"] + 119
     assert not kv["lossless"] and kv["losses"][0].startswith("evicted: ") and kv["losses"][1].startswith("quantized: ")
     assert any("old tokens are forgotten: the first 4 and the last 32" in x for x in value["warnings"])
-    assert f"tok ({kv['evicted_tokens']} evicted, " in err and "until more are)" in err
+    assert f"tok ({kv['evicted_tokens']} evicted, " in err and "until the next eviction)" in err
     total = value["usage"]["prompt_tokens"] + 119
     gone = f"evicted during the answer: tokens 4 to {3 + kv['evicted_tokens']} of {total}"
     assert f"kv: warning: {gone}\n" in err and value["warnings"][-1] == gone
