@@ -1,5 +1,29 @@
-"""`python -m kvcli` is `kv`."""
+"""Where `kv` and `python -m kvcli` begin and end: Ctrl-C is silent while anything is imported and while Python would
+shut down."""
 
-from kvcli.cli import main
+import _signal  # the part of `signal` that is there already: importing the other takes milliseconds
+import os
 
-main()
+
+def main() -> None:
+    """`kvcli.cli.main`, which takes the signals over. After one there is nothing left for Python to tidy up."""
+    from kvcli import cli, interrupt
+
+    try:
+        cli.main()
+    except SystemExit as end:
+        if end.code in interrupt.CODES:
+            interrupt.leave(end.code)
+        raise
+
+
+def _leave(number: int, frame: object) -> None:
+    if os.isatty(2):
+        os.write(2, b"\n")  # the shell's prompt would follow the ^C on its line
+    os._exit(128 + number)
+
+
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else we were started to ignore it
+    _signal.signal(_signal.SIGINT, _leave)
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The entry point: the list of commands, and how every failure becomes one line and an exit code.
 
-Only what costs nothing is imported with this module, so that Ctrl-C is caught from the first moment and
+Only what costs nothing is imported with this module, so that signals are caught from the first moment and
 `kv --version` answers at once. Typer comes in `run_command`, torch inside the commands that compute.
 """
 
@@ -23,6 +23,7 @@ TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+    from kvcli.interrupt import Interrupts
     from kvcli.invocation import Invocation
 
 # Modules of kvcli.commands, in the order of the help page.
@@ -64,22 +65,23 @@ _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 def main() -> NoReturn:
     """Run `kv` with the arguments of the process and exit."""
-    try:
-        _prepare_process()
-        code = run_command(sys.argv[1:])
-    except KeyboardInterrupt:  # while something was being imported
-        code = EXIT_INTERRUPTED
+    from kvcli.interrupt import LEAVE, Interrupts, end_line
+
+    interrupts = Interrupts(end_line)
+    interrupts.install()  # for good: a signal while Python shuts down is silent, too
+    _prepare_process()
+    code = run_command(sys.argv[1:], interrupts)
+    interrupts.stage = LEAVE
     if code == EXIT_BROKEN_PIPE:
         _die_of_broken_pipe()
-    if code == EXIT_INTERRUPTED:
-        # Python remembers a KeyboardInterrupt that passed through an exec(), such as those of dataclasses,
-        # and would in the end kill itself by SIGINT whatever was made of it. One more exec() makes it forget.
-        exec("")
     sys.exit(code)
 
 
-def run_command(args: list[str]) -> int:
-    """The exit code of `kv` with these arguments, after everything that went wrong has been told."""
+def run_command(args: list[str], interrupts: Interrupts | None = None) -> int:
+    """The exit code of `kv` with these arguments, after everything that went wrong has been told.
+
+    `interrupts` of the process leave at once until the command begins, which may have to tidy up.
+    """
     invocation: Invocation | None = None
     try:
         if sys.stdout is None:
@@ -97,7 +99,7 @@ def run_command(args: list[str]) -> int:
         invocation = Invocation(settings=Settings(COMMANDS, _shared_names), tree=_tree)
         if "_KV_COMPLETE" in os.environ:
             return _flushed(_complete(invocation))
-        return _flushed(_call(args, invocation))
+        return _flushed(_call(args, invocation, interrupts))
     except BaseException as error:
         return _report(error, args, invocation)
 
@@ -130,12 +132,16 @@ def _print_schema() -> int:
     return 0
 
 
-def _call(args: list[str], invocation: Invocation) -> int:
+def _call(args: list[str], invocation: Invocation, interrupts: Interrupts | None) -> int:
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
+    from kvcli.interrupt import UNWIND
+
     command = _command(args)
     try:
+        if interrupts:
+            interrupts.stage = UNWIND
         # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
         with command.make_context("kv", args, obj=invocation) as context:
             command.invoke(context)
@@ -186,12 +192,7 @@ def _shared_names() -> set[str]:
 
 
 def _prepare_process() -> None:
-    """Signals, missing standard streams, and the environment that libraries read when they are imported."""
-    import signal
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup's ignoring of SIGHUP stays
-            signal.signal(number, _exit_on_signal)
+    """Missing standard streams, and the environment that libraries read when they are imported."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives
     if sys.stderr is None:
@@ -211,10 +212,6 @@ def _prepare_process() -> None:
             os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
-def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)  # as an exception, so that `finally` and `with` clean up
-
-
 def _flushed(code: int) -> int:
     """The code, once stdout took everything: a full disk shows up here, not at interpreter exit."""
     sys.stdout.flush()
@@ -223,12 +220,13 @@ def _flushed(code: int) -> int:
 
 def _report(error: BaseException, args: list[str], invocation: Invocation | None) -> int:
     """Tell what went wrong, on stderr or as JSON on stdout, and return the exit code."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, KeyboardInterrupt):
-        if sys.stderr.isatty():
-            sys.stderr.write("\n")  # the shell's prompt would follow the ^C on its line
-        return EXIT_INTERRUPTED
+    from kvcli.interrupt import end_line
+
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
+        if code == EXIT_INTERRUPTED:
+            end_line(code)
+        return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
     from kvcli import commandline, render, streams

@@ -36,6 +36,8 @@ def fail(ctx: typer.Context, how: str, json: JsonFlag = False) -> None:
             print("ready", flush=True)
             time.sleep(60)
         finally:
+            print("tidying up", flush=True)
+            sys.stdin.readline()
             print("cleaned", flush=True)
     elif how == "flood":
         try:
@@ -219,20 +221,25 @@ def test_every_error_has_its_exit_code() -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, faulty: list[str]) -> None:
+    """A second one at once does not disturb what the first one began."""
     ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup; kv would leave it so
     if ignored:
         signal.signal(number, signal.SIG_DFL)
-    with subprocess.Popen([*faulty, "fail", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*faulty, "fail", "wait"], stdin=pipe, stdout=pipe, stderr=pipe) as process:
         if ignored:
             signal.signal(number, signal.SIG_IGN)
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
+        assert process.stdout.readline() == b"tidying up\n"
+        process.send_signal(number)
+        process.stdin.close()
         assert process.wait(20) == code
         assert process.stdout.read() == b"cleaned\n" and process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("module", ["typer", "kvcli.invocation", "kvcli.commands.models"])
+@pytest.mark.parametrize("module", ["kvcli.cli", "kvcli.interrupt", "typer", "kvcli.commands.models"])
 def test_interrupt_while_importing(module: str) -> None:
     """Ctrl-C while `kv` imports its parts: no traceback, 130."""
     code = f"""
@@ -243,12 +250,34 @@ class Finder:
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-from kvcli.cli import main
+from kvcli.__main__ import main
 sys.argv = ["kv", "models", "ls"]
 main()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_interrupts_while_python_shuts_down() -> None:
+    """After a signal Python does not shut down at all; after anything else an interrupt is silent."""
+    code = f"""
+import atexit, os, signal, sys
+sys.path.insert(0, {str(PACKAGE_ROOT)!r})
+from kvcli import cli
+from kvcli.__main__ import main
+atexit.register(lambda: (print("shutting down", flush=True), os.kill(os.getpid(), signal.SIGINT)))
+def call(args, invocation, interrupts):
+    interrupts.stage = "unwind"
+    sys.stdout.write("done ")
+    if args == ["interrupted"]:
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+cli._call = call
+main()
+"""
+    for word, told in (("interrupted", "done "), ("whole", "done shutting down\n")):
+        result = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True)
+        assert (result.returncode, result.stdout, result.stderr) == (130, told, "")
 
 
 def test_reader_that_goes_away(faulty: list[str]) -> None:

@@ -24,6 +24,7 @@ def leaving(code: int) -> None:
         (LEAVE, [signal.SIGINT], Left(130)),
         (LEAVE, [signal.SIGTERM], Left(143)),
         (UNWIND, [signal.SIGTERM], SystemExit(143)),
+        (UNWIND, [signal.SIGINT], SystemExit(130)),
         (UNWIND, [signal.SIGHUP], SystemExit(129)),
         (FINISH, [signal.SIGINT], 130),
         (FINISH, [signal.SIGHUP], 129),
@@ -46,6 +47,22 @@ def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
                 os.kill(os.getpid(), number)
         assert raised.value.args == outcome.args
         assert told == ([] if stage == UNWIND else [outcome.args[0]])
+
+
+def test_a_second_signal_does_not_disturb_what_the_first_one_began(monkeypatch):
+    with Interrupts() as interrupts:
+        interrupts.stage = UNWIND
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr("kvcli.interrupt.INSIST_S", 0)  # after a while it is one of its own
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        interrupts.stage, interrupts.insist = FINISH, False
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupts.stage = UNWIND  # the answer at a terminal ended meanwhile
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_an_ignored_signal_stays_ignored():
