@@ -153,4 +153,4 @@ def test_table(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_json_is_utf8_whatever_the_text(capfd: pytest.CaptureFixture[str]) -> None:
     render.print_json("tokenize", {"text": "é\udcff"})
-    assert capfd.readouterr().out == '{"text": "é?"}\n'
+    assert capfd.readouterr().out == '{"kv_schema": 2, "text": "é?"}\n'

@@ -77,7 +77,7 @@ def test_estimate_shows_both_sizes(tmp_path: Path, kv_here: KvHere, monkeypatch:
     in_file = next(each["predicted_bytes"] for each in on_cpu["fixed"] if each["name"] == "weights")
     resident = int(row.split()[1])
     assert row.split("exact: ")[1] == f"repacked; {in_file / MIB:,.0f} MiB in the file" and resident > in_file / MIB
-    assert f" {8 * in_file / on_cpu['model']['params']:.2f} bits/weight" in out  # those of the file
+    assert f" {8 * in_file / on_cpu['model_info']['parameters']:.2f} bits/weight" in out  # those of the file
 
 
 @pytest.mark.parametrize(
