@@ -20,7 +20,7 @@ def confirm_removal(what: str, yes: bool, json: bool = False) -> None:
         return
     if json or not render.is_terminal(sys.stdin):
         why = "--json does not ask" if json else "there is no terminal to ask on"
-        raise UsageError(f"not removing {what} unasked", f"{why}: add -y")
+        raise UsageError(f"removing {what} needs confirmation", f"{why}: add -y")
     if not typer.confirm(f"Remove {what}?", err=True):
         say("nothing was removed")
         raise typer.Exit(KVError.exit_code)

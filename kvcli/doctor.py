@@ -70,7 +70,7 @@ def _built(values: dict[str, Any]) -> tuple[str, ...]:
 
 def _models() -> dict[str, Any]:
     """Those that are here."""
-    here = [entry for entry in inventory.entries() if entry.path]
+    here = [entry for entry in inventory.here() if entry.path]
     return {
         "here": [{"model": entry.name, "file_bytes": entry.size or None, "path": str(entry.path)} for entry in here]
     }

@@ -62,7 +62,7 @@ class CacheFileError(KVError):
 
 
 class DownloadError(KVError):
-    """Network, authorisation, checksum, or offline (exit 7)."""
+    """Network, authorization, checksum, or offline (exit 7)."""
 
     exit_code = 7
 

@@ -1,4 +1,4 @@
-"""What was said about the whole call of `kv`: verbosity, colour, progress bars, network, form of errors.
+"""What was said about the whole call of `kv`: verbosity, color, progress bars, network, form of errors.
 
 `cli.main` makes one `Invocation`, every command finds it as `ctx.obj` (`ctx: typer.Context`). It is the only
 object that flags change: the global options fill it in, wherever on the line they stand.

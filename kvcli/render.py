@@ -27,7 +27,7 @@ _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
 
 
 def use_color(stream: TextIO, when: When = When.auto) -> bool:
-    """Whether colour codes may be written to this stream; stdout and stderr are judged apart."""
+    """Whether color codes may be written to this stream; stdout and stderr are judged apart."""
     if when is not When.auto:
         return when is When.always
     if os.environ.get("NO_COLOR"):

@@ -43,7 +43,7 @@ class Kind:
 
 def kinds(prompts: Path) -> list[Kind]:
     """Every kind; `prompts` is the folder of the store of prompt caches."""
-    entries = [entry for entry in inventory.entries() if entry.files]
+    entries = inventory.here()
     own = [entry for entry in entries if "/" not in entry.name]
     hub = [entry for entry in entries if "/" in entry.name]
     cache, state = paths.cache_dir(), paths.state_dir()

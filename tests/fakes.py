@@ -126,7 +126,7 @@ class FakeEngine:
 
     def __init__(self, answers: list[str], ctx_size: int = 4096) -> None:
         self.answers = list(answers)
-        self.ctx_size = ctx_size
+        self.ctx_size, self.title = ctx_size, "Fake 1K"
         self.template: FakeTemplate | None = FakeTemplate()
         self.spare_template: FakeTemplate | None = None
         self.tokenizer = FakeTokenizer()

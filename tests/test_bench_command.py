@@ -101,7 +101,7 @@ def test_types_tail_and_sinks_are_those_of_kv_run(bench: Bench) -> None:
     found = []
     for sinks in ("1", "20"):
         code, out, err = bench(*flags, sinks, "-ctk", "f16", "--json")
-        assert code == 0 and "q8_0 is int8 here" in err
+        assert code == 0 and "q8_0 means int8 here" in err
         value = json.loads(out.splitlines()[-1])
         assert [(r["type_k"], r["type_v"]) for r in value["results"]] == [("f16", "int8")]
         assert (value["kv_tail"], value["kv_sink"]) == (1, int(sinks)) and value["results"][0]["deviation"] is None

@@ -102,7 +102,7 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     assert "the prompt goes on from what the cache holds" in out or "they part at token" in out
     code, out, _ = kv_here("cache", "explain", file, *model, "--raw", "--no-stdin", "It was the best of wines")
     assert code == 0 and "they part at token" in out and "wines" in out
-    assert "of no use with this model: it was made with the weights of another" in kv_here(
+    assert "not usable with this model: it was made with the weights of another" in kv_here(
         "cache", "explain", file, "-m", str(tiny.make("llama").path), "--raw", "--no-stdin", "x")[1]  # fmt: skip
     code, out, err = kv_here("cache", "verify", file, "--recompute", "3", "-t", "1", *model)
     assert code == 0 and "max error 0, KL divergence of the next token 0" in out, err

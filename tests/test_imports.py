@@ -36,7 +36,7 @@ kvcli.runtime .cache .download .host .planning .promptcaches .text .events .samp
 .text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
 .text.vocabulary .download.hubnames .download.websession
 .planning.anygguf .text.bytebpe .cache.pages .download.ranges .sampler
-.text.sentencepiece .download.hublisting .download.store .text.template .weights
+.text.sentencepiece .download.hublisting .download.store .text.template .planning.titles .weights
 .planning.facts .planning.hfconfig .download.fetching .download.hubcache .cache.pagelist
 .download.hubdownload .cache.sequence
 .promptcaches.fingerprint .guard .promptcaches.prefixpages .promptcaches.settings .cache.sealing .text.tokenizer
@@ -201,3 +201,15 @@ def test_torch_is_not_imported_by(arguments: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded, count = result.stderr.splitlines()[-1].split()
     assert loaded == "False" and int(count) > 20
+
+
+@pytest.mark.parametrize("arguments", ["--help", "chat ls", "config show", "storage ls"])
+def test_numpy_is_not_imported_by(arguments: str, kv_env: dict[str, str]) -> None:
+    code = (
+        f"import atexit, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
+        "atexit.register(lambda: print('numpy' in sys.modules, file=sys.stderr))\n"
+        f"sys.argv = ['kv', *{arguments.split()!r}]\n"
+        "from kvcli.cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=kv_env)
+    assert result.returncode == 0 and result.stderr.splitlines()[-1] == "False", result.stderr

@@ -240,7 +240,7 @@ def test_nonsense_is_one_clear_line(ppl: Ppl, args: tuple[str, ...], message: st
 def test_a_foreign_name_is_told_and_stdin_is_read(kv, tmp_path: Path):
     result = kv("ppl", "-m", str(tiny.make("llama").path), "-c", "64", "-ct", "q8_0", input=TEXT)
     assert result.returncode == 0, result.stderr
-    assert "q8_0 is int8 here: the same size, another format" in result.stderr
+    assert "q8_0 means int8 here: about the same size, a different format" in result.stderr
     assert [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()] == ["type", "f16", "int8"]
 
 

@@ -127,7 +127,7 @@ def test_with_another_tokenizer_the_text_is_read_again(kv, tmp_path):
     file.write_text(json.dumps(state), encoding="utf-8")
     kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
     outcome = chat(kv, "more\n", "--resume", "ann")
-    assert "held with another model, smollm2, " in outcome.err
+    assert "it was last used with smollm2 " in outcome.err
     assert asked(kv) == "user:abassistant:ababuser:moreassistant:"
 
 
@@ -332,5 +332,5 @@ def test_what_is_not_as_it_was_is_said(kv, two):
     kv.engine.ctx_size = 4096
     kv.engine.tokenizer_hashes = lambda: {"tokenizer": "another"}
     outcome = chat(kv, "", "--resume", "ann", "-m", "other")
-    assert "it was held with another model, smollm2, and goes on with other" in outcome.err
+    assert "it was last used with smollm2 and continues with other" in outcome.err
     assert "tokens of the conversation are read again with the next message" in outcome.err

@@ -13,6 +13,7 @@ from toyworld import CONTENT, REPO
 from kvcli import paths
 from kvcli.runtime.download import hub, hubcache, store
 from kvcli.runtime.download.recipes import load_recipes
+from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.planning import overheads
 from kvcli.runtime.promptcaches import sessions
 
@@ -75,7 +76,7 @@ def test_everything_is_listed_and_cleared(full: Path, kv_here: KvHere) -> None:
     assert lines[1].split()[:4] == ["models", "1", "293.0", "KiB"] and str(store.models_dir()) in lines[1]
     assert lines[-1].split()[:2] == ["total", "11"]
     code, _, err = kv_here("storage", "rm", "kernels", "history")
-    assert code == 2 and "not removing kernels (1 file, 40 B), history (1 file, 50 B) unasked" in err
+    assert code == 2 and "removing kernels (1 file, 40 B), history (1 file, 50 B) needs confirmation" in err
     assert kv_here("storage", "rm", "-y", "kernels", "history")[0] == 0
     left = listed(kv_here)
     assert left["kernels"] == left["history"] == (0, 0) and left["sessions"] == (1, 20)
@@ -83,6 +84,11 @@ def test_everything_is_listed_and_cleared(full: Path, kv_here: KvHere) -> None:
     assert set(listed(kv_here).values()) == {(0, 0)} and not hubcache.repo_folder(REPO).exists()
     assert [path.name for path in full.rglob("*") if path.is_file()] == ["thesis.txt"], "what is not of the store stays"
     assert kv_here("storage", "rm", "-y", "--all") == (0, "", "")
+
+
+def test_sizes_are_told_without_opening_a_model(full: Path, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GGUFFile, "open", None)
+    assert listed(kv_here)["hub"] == (1, len(CONTENT))
 
 
 def test_what_is_in_use_is_not_cleared(full: Path, kv_here: KvHere) -> None:

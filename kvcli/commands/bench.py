@@ -117,6 +117,7 @@ class _Setting:
     10^9 bytes/s, None = not known."""
 
     model: str
+    title: str
     file_bytes: int
     backend: str
     device: Device
@@ -186,7 +187,7 @@ def _setting(
     size, threads = engine.path.stat().st_size, load.threads or physical_cores()
     forgotten = measuring.evict_object(engine, evict)
     computes = engine.backend, engine.device, threads, engine.ubatch
-    return _Setting(load.model, size, *computes, bandwidth, source, forgotten)
+    return _Setting(load.model, engine.title, size, *computes, bandwidth, source, forgotten)
 
 
 def _measure(
@@ -213,7 +214,7 @@ def _measure(
 def _show(tables: list[_Table], setting: _Setting, invocation: Invocation) -> None:
     rate = "speed of memory not known" if setting.bandwidth is None else f"memory {setting.bandwidth:,.1f} GB/s"
     computes = setting.backend if setting.device.kind != "cpu" else f"{setting.backend}, {setting.threads} threads"
-    facts = (setting.model, render.human_bytes(setting.file_bytes), setting.device.name, computes, rate)
+    facts = (setting.title, render.human_bytes(setting.file_bytes), setting.device.name, computes, rate)
     head = " · ".join(map(render.one_line, facts))
     render.write_out((fill(head, columns(sys.stdout)) if render.is_terminal(sys.stdout) else head) + "\n\n")
     rows = [_speed_row(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds]

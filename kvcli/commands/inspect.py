@@ -64,7 +64,7 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """Label and text of each line that people read."""
     size = render.human_bytes(facts.file_bytes)
     lines = [("file", f"{facts.path} ({size})" if facts.parts == 1 else f"{facts.path} ({facts.parts} parts, {size})")]
-    named = [facts.name, facts.arch, f"license {facts.license}" if facts.license else ""]
+    named = [facts.title, facts.arch, f"license {facts.license}" if facts.license else ""]
     if facts.parameters:
         named.append(f"{render.human_count(facts.parameters)} parameters")
     lines.append(("model", " · ".join(render.one_line(part) for part in named if part)))
@@ -129,7 +129,7 @@ def _as_json(model: str, facts: ModelFacts, tensors: list[TensorInfo] | None) ->
         "path": str(facts.path),
         "parts": facts.parts,
         "file_bytes": facts.file_bytes,
-        "model_title": facts.name or None,
+        "model_title": facts.title,
         "kind": None if facts.tokenizer is None else "instruct" if facts.template else "base",
         "arch": facts.arch,
         "license": facts.license or None,

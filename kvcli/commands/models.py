@@ -124,7 +124,7 @@ def verify(
     """Check downloaded models against their checksums; exit code 8 if one is damaged."""
     from kvcli.runtime.download import inventory
 
-    present = [entry for entry in inventory.entries() if entry.path]
+    present = [entry for entry in inventory.here() if entry.path]
     rows: list[dict[str, object]] = []
     damaged = False
     for entry in [inventory.downloaded(name)] if name else present:
@@ -165,7 +165,7 @@ def rm(
 
     if bool(name) == all:
         raise UsageError("name a model or give --all", "kv models ls lists what is here")
-    found = [entry for entry in inventory.entries() if entry.files] if all else inventory.removable(name)
+    found = inventory.here() if all else inventory.removable(name)
     if not found:
         render.notice("there is no model on this disk", ctx.obj)
     else:

@@ -30,6 +30,7 @@ from kvcli.runtime.host.device import AUTO, Device, choose
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, process_bytes
 from kvcli.runtime.planning import repacked
 from kvcli.runtime.planning.footprint import weights_of_tensors
+from kvcli.runtime.planning.titles import title_of
 from kvcli.runtime.promptcaches import fingerprint
 from kvcli.runtime.promptcaches.caches import Caches, LiveRows, keep_rows
 from kvcli.runtime.promptcaches.reuse import PromptCaches
@@ -102,6 +103,7 @@ class Engine:
         self.graph = None if self.keeps_prompt else self._token_graph()
         file.check()
         self.path, self.load_s, self.bytes_before_open = file.path, 0.0, 0
+        self.title = title_of(file.path, file.size, file.metadata)
         self.cards_before_open: list[Memory] = []
 
     def chat_anyway(self) -> None:

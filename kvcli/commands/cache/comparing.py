@@ -50,7 +50,7 @@ class Place:
 class Agreement:
     """How far a cache of tokens [first_token, end_token) agrees with a prompt.
 
-    `made_with`: why it is of no use with this model. `reused_tokens`: None = that depends on the files that it goes on
+    `made_with`: why this model cannot use it. `reused_tokens`: None = that depends on the files that it goes on
     from. `cache` and `prompt`: the place where they part.
     """
 
@@ -69,7 +69,7 @@ class Agreement:
 
     def __str__(self) -> str:
         if self.made_with:
-            return f"of no use with this model: it was made with {self.made_with}\n"
+            return f"not usable with this model: it was made with {self.made_with}\n"
         size, common = self.page_size, self.common_tokens
         lines = [
             f"cache    tokens {self.first_token:,} to {self.end_token:,}",

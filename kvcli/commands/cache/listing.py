@@ -119,6 +119,8 @@ def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocatio
 
     metadata = GGUFFile.open(locate.locate_model(model, invocation)).metadata
     if fingerprint.tokenizer_hash(metadata) != tokenizer_hash:
-        raise CacheFileError(f"the tokens are not those of {model}: its tokenizer is another", "name the cache's model")
+        raise CacheFileError(
+            f"the tokens are not those of {model}: it has a different tokenizer", "name the cache's model"
+        )
     tokenizer = Tokenizer.from_gguf(metadata)
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size]) + "\n"

@@ -173,8 +173,8 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     tell = partial(render.announce, invocation=invocation)
     conversation, engine = session.conversation, session.engine
     if not session.options.script:
-        name = transcript.model_name(session.options.model)
-        render.notice(f"{name}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
+        title = render.one_line(engine.title)
+        render.notice(f"{title}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
     if not conversation.messages:
         return
     branches, turns = session.branches, counted(conversation.turns, "turn")
@@ -183,7 +183,7 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     branch = "" if branches.branch == sessions.MAIN else f", branch {branches.branch}"
     tell(f"session {branches.saved_as}{branch}: {turns} so far" + ("; /history shows them" if turns else ""))
     if held_with := getattr(branches, "held_with", ""):
-        tell(f"it was held with another model, {held_with}, and goes on with {session.options.model}")
+        tell(f"it was last used with {held_with} and continues with {session.options.model}")
     if told:
         tell(told)
     n_tokens = len(conversation.tokens)

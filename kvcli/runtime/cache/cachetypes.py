@@ -47,7 +47,7 @@ CODEC_SPECS: dict[str, CodecSpec] = {
         CodecSpec("int4", 4, scale_bytes=2, packing=4, centred=True),
     )
 }
-ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings of the same size class
+ALIASES = {"fp8_e4m3": "fp8", "q8_0": "int8", "q4_0": "int4"}  # other spellings, and formats of about the same size
 OTHERS_NAMES = ("q8_0", "q4_0")  # of these, formats of other programs
 
 
@@ -68,4 +68,4 @@ def alias_note(name: str) -> str:
     """What to tell of a name that other programs use for another format; "" for our own names."""
     if name not in OTHERS_NAMES:
         return ""
-    return f"{name} is {ALIASES[name]} here: the same size, another format"
+    return f"{name} means {ALIASES[name]} here: about the same size, a different format"

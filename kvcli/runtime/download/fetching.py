@@ -62,7 +62,7 @@ def fetch(session: Session, wanted: Wanted, piece: Path, progress: Progress, not
             notice(f"what was here of {wanted.label} does not belong to it: downloading all of it")
             _complete(session, wanted, piece, progress)
     except _Damaged:
-        what = f"{wanted.label} arrived damaged (its checksum is another) and was removed"
+        what = f"{wanted.label} arrived damaged (its checksum does not match) and was removed"
         raise DownloadError(what, "try again; if that happens again the file on the server is wrong") from None
     except DownloadError as error:
         if have := held(piece):

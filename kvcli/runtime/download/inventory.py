@@ -49,6 +49,12 @@ def entries(shapes: bool = False) -> list[Entry]:
     return recipes + [_of_cached(model) for model in _cached()]
 
 
+def here() -> list[Entry]:
+    """What of them is on this disk, finished or not. Opens no file: of the hub's models it says less than `entries`."""
+    found = [_of_recipe(recipe) for recipe in _recipes(False)] + [_unopened(model) for model in _cached()]
+    return [entry for entry in found if entry.files]
+
+
 def names(shapes: bool = False) -> list[str]:
     """The names of the same models. Opens no file of them."""
     return [recipe.name for recipe in _recipes(shapes)] + [model.name for model in _cached()]
@@ -95,7 +101,7 @@ def _of_recipe(recipe: Recipe) -> Entry:
     )
 
 
-def _of_cached(model: hubcache.CachedModel) -> Entry:
+def _unopened(model: hubcache.CachedModel) -> Entry:
     path = model.paths[0]
     entry = Entry(
         name=model.name,
@@ -111,11 +117,18 @@ def _of_cached(model: hubcache.CachedModel) -> Entry:
         runs="yes",
         files=model.paths,
     )
-    if not model.finished:
-        entry = replace(entry, title="", size=0, path=None, unfinished=model.size)
-        return replace(entry, runs="-", problem="it is not whole")
+    if model.finished:
+        return entry
+    entry = replace(entry, title="", size=0, path=None, unfinished=model.size)
+    return replace(entry, runs="-", problem="it is not whole")
+
+
+def _of_cached(model: hubcache.CachedModel) -> Entry:
+    entry = _unopened(model)
+    if entry.path is None:
+        return entry
     try:
-        with GGUFFile.open(path) as opened:
+        with GGUFFile.open(entry.path) as opened:
             config, problem = judge(opened.metadata, opened.tensors)
             entry = replace(
                 entry,

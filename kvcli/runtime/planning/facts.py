@@ -11,6 +11,7 @@ from typing import Any
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.gguf import GGML_TYPES, GGUFFile
 from kvcli.runtime.planning.runnable import judge
+from kvcli.runtime.planning.titles import title_of
 from kvcli.runtime.text.template import ChatTemplate, template_note
 
 _F16_BYTES = 2
@@ -59,7 +60,7 @@ class ModelFacts:
     path: Path
     parts: int  # files that the model lies in, of which `path` is the first
     file_bytes: int
-    name: str
+    title: str
     arch: str
     license: str
     parameters: int
@@ -95,7 +96,7 @@ def read_facts(file: GGUFFile) -> ModelFacts:
         path=file.path,
         parts=len(file.paths),
         file_bytes=file.size,
-        name=str(metadata.get("general.name", "")),
+        title=title_of(file.path, file.size, metadata),
         arch=str(metadata.get("general.architecture", "")),
         license=str(metadata.get("general.license", "")),
         parameters=sum(prod(tensor.shape) for tensor in file.tensors.values()),

@@ -34,6 +34,7 @@ class Opened(Protocol):
     model: Decoder
     model_weights: Weights
     plan: Plan
+    title: str
     pool: PagePool
     tokenizer: Tokenizer
 
@@ -45,7 +46,7 @@ def setting(engine: Opened) -> Setting:
         pool_bytes=engine.plan.kv_bytes,
         identity=lambda: fingerprint.identity(engine.model_weights.file, engine.config, engine.layout),
         computed_on=computed_on(engine),
-        model=engine.config.name,
+        model=engine.title,
         text_of=engine.tokenizer.decode,
         convert=lambda file, agrees: _convert(engine, file, agrees),
     )

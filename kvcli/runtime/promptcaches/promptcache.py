@@ -21,15 +21,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import CacheFileError, ModelError
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.formats.gguf_values import NeedMoreBytes
 from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
 from kvcli.runtime.promptcaches.settings import differences, sentence
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FORMAT, VERSION = "kv-prompt-cache", "1"
 ALIGN = 4096
@@ -148,6 +149,8 @@ class PromptCacheFile:
         return Contents(identity, tokens, pages, page_bytes, basis, about, start, metadata["parent"])
 
     def _values(self, info: TensorInfo, dtype: str, kind: str) -> np.ndarray:
+        import numpy as np
+
         if info.dtype != dtype or info.nbytes > 4 * MAX_TOKENS:
             raise ValueError(info.name)
         return np.frombuffer(self._pread(info.nbytes, info.offset), kind).reshape(info.shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -19,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvcli import paths
 from kvcli.errors import CacheFileError
 from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
 from kvcli.runtime.promptcaches.promptwriting import Checkpoint, nothing, remove_parts, write
 
@@ -85,7 +85,7 @@ class PromptStore:
 
     def chain(self, tokens: list[int]) -> list[str]:
         """Hashes at the start and behind every whole block of `tokens`."""
-        data, step = np.array(tokens, "<i4").tobytes(), 4 * self.page_size
+        data, step = _packed(tokens), 4 * self.page_size
         hashes = [self.seed]
         for at in range(0, len(data) - step + 1, step):
             hashes.append(hashlib.sha256(bytes.fromhex(hashes[-1]) + data[at : at + step]).hexdigest())
@@ -118,9 +118,7 @@ class PromptStore:
         block = contents.start // self.page_size
         if contents.start % self.page_size or block >= len(hashes) or contents.parent != hashes[block]:
             return
-        held, asked = np.array(contents.tokens), np.array(tokens[contents.start : contents.end])
-        differing = np.nonzero(held[: len(asked)] != asked)[0]
-        agrees = contents.start + (int(differing[0]) if len(differing) else len(asked))
+        agrees = contents.start + common_length(contents.tokens, tokens[contents.start : contents.end])
         found.add(file, agrees)
         if agrees > found.closest:
             found.closest = agrees
@@ -170,10 +168,14 @@ class PromptStore:
         tokens, size = contents.tokens, self.page_size
         digests = [contents.parent]
         for at in range(0, max(1, len(tokens)), size):
-            block = np.array(tokens[at : at + size], "<i4").tobytes()
-            digests.append(hashlib.sha256(bytes.fromhex(digests[-1]) + block).hexdigest())
+            block = bytes.fromhex(digests[-1]) + _packed(tokens[at : at + size])
+            digests.append(hashlib.sha256(block).hexdigest())
         last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
         return self.folder / ("-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX)
+
+
+def _packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import struct
 import tempfile
@@ -18,8 +19,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvcli.runtime.promptcaches.promptcache import ALIGN, FORMAT, VERSION, Contents
 
@@ -81,15 +80,16 @@ def _write_to(file: Any, contents: Contents, blocks: Iterable[Any], checkpoint: 
         file.write(view)
         checkpoint("page")
     file.write(bytes(-file.tell() % ALIGN))
-    values = {"crc32": np.array(sums, "<u4"), **_small(contents)}
-    tail = b"".join(values[name].tobytes() for name, *_ in plan)
+    values = {"crc32": struct.pack(f"<{len(sums)}I", *sums), **_small(contents)}
+    tail = b"".join(values[name] for name, *_ in plan)
     file.write(tail)
     file.write(hashlib.sha256(header + tail).digest())
 
 
-def _small(contents: Contents) -> dict[str, np.ndarray]:
+def _small(contents: Contents) -> dict[str, bytes]:
     """The tensors that are no pages, but for the sums of the pages."""
-    return {"tokens": np.array(contents.tokens, "<i4"), **{k: v.astype("<f4") for k, v in contents.basis.items()}}
+    tokens = struct.pack(f"<{len(contents.tokens)}i", *contents.tokens)
+    return {"tokens": tokens, **{name: value.astype("<f4").tobytes() for name, value in contents.basis.items()}}
 
 
 def _header(contents: Contents) -> tuple[bytes, list[tuple[str, str, list[int]]]]:
@@ -122,7 +122,7 @@ def _header(contents: Contents) -> tuple[bytes, list[tuple[str, str, list[int]]]
     tail = [("crc32", "U32", [len(contents.pages)]), ("tokens", "I32", [len(contents.tokens)])]
     tail += [(name, "F32", list(value.shape)) for name, value in contents.basis.items()]
     for name, dtype, shape in tail:
-        place(name, dtype, shape, 4 * int(np.prod(shape)))
+        place(name, dtype, shape, 4 * math.prod(shape))
     place("digest", "U8", [32], 32)
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)

@@ -86,7 +86,7 @@ class Conversation:
     def regen(self) -> list[int]:
         """Take the last answer back; the prompt's ids again. Raises UsageError if there is none."""
         if not self.turns:
-            raise UsageError("there is no answer to generate again")
+            raise UsageError("there is no answer to regenerate")
         return self._prompt(self.messages[:-1])
 
     def undo(self) -> str:

@@ -3,7 +3,7 @@
 The wrong rule raises no error, it only makes answers worse, so an unknown name is refused. The expressions
 are those of the models' own tokenizer.json, as transformers and llama.cpp document them for each name. Left
 out: rules that are more than expressions (kimi-k2, afmoe, gemma4, chameleon), deepseek-llm, and embedding
-models. No Unicode normalisation is applied: text comes back as it was given.
+models. No Unicode normalization is applied: text comes back as it was given.
 """
 
 from __future__ import annotations

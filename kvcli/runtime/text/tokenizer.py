@@ -1,8 +1,8 @@
 """Text <-> token ids for the tokenizers found in GGUF files, and streaming UTF-8 decoding. No torch.
 
-Special tokens: control tokens (<|im_end|>, BOS...; see vocabulary.py) are recognised in trusted text only, so that
+Special tokens: control tokens (<|im_end|>, BOS...; see vocabulary.py) are recognized in trusted text only, so that
 nothing a user types becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id
-of their own and are recognised everywhere, before all else, as llama.cpp and SentencePiece do. Where several
+of their own and are recognized everywhere, before all else, as llama.cpp and SentencePiece do. Where several
 could start, the leftmost wins, then the longest. `add_eos_token` is not obeyed: after a prompt with EOS
 nothing would follow.
 """
