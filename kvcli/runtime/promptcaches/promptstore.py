@@ -150,7 +150,8 @@ class PromptStore:
             write(path, contents, blocks, checkpoint)
         for old in replaced:
             if old != path:
-                old.unlink(missing_ok=True)
+                with suppress(OSError):  # it is of no use, and does no harm
+                    old.unlink()
                 checkpoint("removed")
         prune(self.root, self.limits)
         return path
