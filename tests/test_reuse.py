@@ -249,6 +249,43 @@ def test_what_a_chat_goes_on_from_is_as_new_as_its_last_turn(tmp_path: Path, mon
     assert path.stat().st_mtime > long_ago + 80000
 
 
+@pytest.mark.parametrize(
+    ("variant", "k", "evict"),
+    [("llama", "f16", ""), ("gemma3", "f16", ""), ("gemma3", "int4", ""), ("llama", "int8", "sink")],
+)
+def test_what_was_prefilled_for_long_is_stored_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, k: str, evict: str
+) -> None:
+    """In parts, each of which can be gone on from; the whole prompt is that of a run that was not stopped."""
+    options = EvictOptions(evict, window=64) if evict else EvictOptions()
+    engine = open_tiny(variant, "native", CacheOptions(320, k, k, 16, ubatch=32, evict=options))
+    cold, forward, left = ask(engine, PROMPT, NOWHERE), engine.forward, iter(range(3))
+    monkeypatch.setattr(keeping, "PART_S", 0.0)
+    monkeypatch.setattr(keeping, "PART_SHARE", 0.0)
+
+    def stopped(*args: object) -> object:
+        if next(left, None) is None:
+            raise SystemExit(130)
+        return forward(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forward", stopped)
+        with closing(engine.use_caches(store_in(tmp_path), Told())):
+            seq = engine.new_sequence()
+            with pytest.raises(SystemExit):
+                run(engine, seq, PROMPT, FOUR)
+            seq.close()
+    engine.pool.check([])
+    assert len(files_in(tmp_path)) == 3
+    end = ask(engine, PROMPT, store_in(tmp_path, awaited=True))
+    assert end.ids == cold.ids and end.usage.disk_tokens == 96
+    assert 44 <= end.usage.cache_write_tokens < 64 and end.unwritten == ()
+    again = ask(engine, [*PROMPT, 5], store_in(tmp_path))
+    assert again.usage.disk_tokens >= 128 and again.ids == ask(engine, [*PROMPT, 5], NOWHERE).ids
+    whole = ask(engine, [9, *PROMPT], store_in(tmp_path, awaited=True))
+    assert whole.usage.cache_write_tokens == 141 and len(files_in(tmp_path)) == 6, "parts are one file in the end"
+
+
 def test_what_is_written_is_what_came_of_it(tmp_path: Path) -> None:
     """The answer ends when the file is there, where that is asked for; a file that is not written counts nothing."""
     engine, file = engine_of("llama"), tmp_path / "none" / "x"

@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pages import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import SLIDING
@@ -21,10 +21,12 @@ from kvcli.runtime.promptcaches.cachewriter import CacheWriter, Job
 from kvcli.runtime.promptcaches.chatfiles import OWNER, Plan, State, relied_on
 from kvcli.runtime.promptcaches.held import Held, Trail
 from kvcli.runtime.promptcaches.pagefiles import basis_arrays
+from kvcli.runtime.promptcaches.prefixpages import needed
 from kvcli.runtime.promptcaches.promptcache import Contents
 from kvcli.runtime.promptcaches.promptstore import Kept, Limits, PromptStore
 from kvcli.telling import Tell
 
+PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
 STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
 WORDS = 64  # tokens of a file's text that it tells in words
 
@@ -53,7 +55,10 @@ class Keeper:
         self.base = 0  # rows of the prompt that were there
         self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
         self._owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
-        self._jobs: list[tuple[Job, int]] = []  # the prompt's files, and the tokens whose rows they get
+        self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
+        self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
+        self._named: tuple[Job, int] | None = None  # the user's own, and its tokens
+        self._began = self._last_part = 0.0
         self.exact = True  # all rows are those that this machine computes
         self.trail = Trail(setting.pool.layout, 0)
         self._store: PromptStore | None = None
@@ -70,11 +75,13 @@ class Keeper:
     def begin(self, n_tokens: int) -> None:
         """A prompt of `n_tokens` comes."""
         self.trail = Trail(self.setting.pool.layout, n_tokens)
-        self.base, self.kept, self._jobs = 0, [], []
+        self.base, self.kept, self._stored, self._parts, self._named = 0, [], [], set(), None
+        self._began = self._last_part = time.monotonic()
 
     def found(self, kept: list[Kept]) -> None:
-        """What the store has of the prompt."""
-        self.kept = list(kept)
+        """What the store has of the prompt, beside what is on its way there."""
+        paths = {file.path for file in kept}
+        self.kept = [*kept, *(file for job, file, _ in self._stored if not job.problem and file.path not in paths)]
         if self.owner:
             mine = (file for file in kept if file.contents.about.get(OWNER) == self.owner)
             self._owned.update((file.path, file.contents) for file in mine)
@@ -84,26 +91,47 @@ class Keeper:
         return self.options.store is not None and n_tokens >= self.options.stored_from and self.exact
 
     def follow(self, seq: Sequence) -> None:
-        """A step of the prompt was computed."""
+        """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
         if self.stores(self.trail.end) or (self.file is not None and not self.options.read_only):
             self.trail.follow(seq)
+        now = time.monotonic()
+        due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE)
+        if due and seq.length < self.trail.end and self.stores(seq.length):
+            self._last_part = now
+            held = seq.numbered()
+            state = State(self._layout, seq.length, 0, held, self.kept, self.owner)
+            plan = Plan(sorted(state.new & set(needed(self._layout, seq.length))))
+            self._parts |= self._write(seq, state, plan, now - self._began)
+
+    @property
+    def _layout(self) -> KVLayout:
+        return self.setting.pool.layout
 
     def to_store(self, seq: Sequence, seconds: float, elsewhere: Iterable[list[int]] = ()) -> None:
-        """Write the pages that the store does not have yet. `elsewhere`: the tokens of a chat's other branches, whose
-        files stay."""
-        store, layout = self.store, self.setting.pool.layout
+        """Write the pages that the store does not have yet, but for parts of this prompt, in one file.
+
+        `elsewhere`: the tokens of a chat's other branches, whose files stay.
+        """
+        store = self.store
         assert store is not None
         if seconds > STALE_S:
             with closing(store.find(seq.tokens)) as found:
                 self.found(found.kept)
         store.touch(file for file in self.kept if file.agrees == file.contents.end)  # none of a prompt's goes alone
         held = {**self.trail.copies, **seq.numbered()}
-        state = State(layout, seq.length, self.base, held, self.kept, self.owner)
+        kept = [file for file in self.kept if file.path not in self._parts]
+        state = State(self._layout, seq.length, self.base, held, kept, self.owner)
         plan = Plan(sorted(state.new))
         if self.owner and plan.pages:
-            plan = chatfiles.plan(state, self._owned, relied_on(store, layout, elsewhere))
-        if not plan.pages:
-            return
+            plan = chatfiles.plan(state, self._owned, relied_on(store, self._layout, elsewhere))
+        self._write(seq, state, replace(plan, replaced=(*plan.replaced, *self._parts)), seconds)
+        self._parts.clear()
+
+    def _write(self, seq: Sequence, state: State, plan: Plan, seconds: float) -> set[Path]:
+        """Write a file of the store, if there is anything to write."""
+        store, layout = self.store, self._layout
+        if store is None or not plan.pages:
+            return set()
         whole = [number for arena, number in plan.pages if layout.arenas[arena].kind != SLIDING]
         first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
         parent = store.chain(seq.tokens)[first]
@@ -113,8 +141,11 @@ class Keeper:
         held_pages = Held(seq, self.trail.copies, plan.pages)
         write = partial(store.add, replaced=plan.replaced)
         job = self.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
-        self._jobs.append((job, state.rows(plan.pages)))
-        self._replace(Kept(store.path_of(contents), contents, seq.length), plan)
+        file = Kept(store.path_of(contents), contents, seq.length)
+        stored = (each for each in self._stored if each[1].path not in plan.replaced)
+        self._stored = [*stored, (job, file, state.rows(plan.pages))]
+        self._replace(file, plan)
+        return {file.path}
 
     def _announce(self, store: PromptStore) -> None:
         """Say what the store is, where this is its first file."""
@@ -142,13 +173,15 @@ class Keeper:
         keys = sorted({**self.trail.copies, **seq.numbered()})
         contents = self._contents(seq, keys, seconds, self.setting.identity(), {})
         held_pages = Held(seq, self.trail.copies, keys)
-        job = self.writer.start(contents, held_pages, self.file.write, str(self.file.path))
-        self._jobs.append((job, seq.length))
+        self._named = self.writer.start(contents, held_pages, self.file.write, str(self.file.path)), seq.length
 
     def written(self) -> Written:
         """What has become of the prompt's files; those that are not done are taken for written."""
-        failures = [job.failure for job, _ in self._jobs if job.problem]
-        return Written(max((n for job, n in self._jobs if not job.problem), default=0), tuple(failures))
+        stored = [(job, n) for job, _, n in self._stored]
+        named = [] if self._named is None else [self._named]
+        failures = [job.failure for job, _ in (*stored, *named) if job.problem]
+        written = (sum(n for job, n in jobs if not job.problem) for jobs in (stored, named))
+        return Written(max(written), tuple(failures))
 
     def _contents(
         self,

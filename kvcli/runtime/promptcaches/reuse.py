@@ -206,6 +206,7 @@ class PromptCaches:
 
     def follow(self, seq: Sequence) -> None:
         self.keeper.follow(seq)
+        self.pump()
 
     def prefilled(self, seq: Sequence, seconds: float) -> None:
         if self.options.memory:
