@@ -6,7 +6,6 @@ one option: it is never taken apart into letters, and where there is no such opt
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from kvcli import foreign
 from kvcli.errors import UsageError
+from kvcli.words import meant, near
 
 _SHOWN = 3  # of the words that are too many
 _TEXTS = ("prompt", "text")  # what arguments that are a user's text are called
@@ -94,8 +94,8 @@ class Reader:
         if spelled in foreign.NOTES:
             return UsageError(f"{name} {foreign.NOTES[spelled]}", hint)
         alike = 0.7 if word.startswith("--") else 0.85
-        if near := difflib.get_close_matches(f"--{spelled.lstrip('-')}", self.options, 2, alike):
-            hint = f"did you mean {' or '.join(near)}?"
+        if offered := near(f"--{spelled.lstrip('-')}", self.options, 2, alike):
+            hint = meant(offered)
         elif (option := self.options.get(word[:2])) and _takes_value(option):
             hint = f"did you mean {word[:2]} {word[2:]}?"
         elif not word.startswith("--") and _takes_text(self.params):
@@ -117,8 +117,8 @@ def no_command(word: str, path: str, commands: Iterable[str]) -> UsageError:
     help_page = f"see {path} --help"
     if path == "kv" and word in foreign.COMMANDS:
         help_page = foreign.COMMANDS[word]
-    elif near := difflib.get_close_matches(word, list(commands), 2):
-        help_page = f"did you mean {' or '.join(f'{path} {name}' for name in near)}?"
+    elif offered := near(word, commands, 2):
+        help_page = meant(f"{path} {name}" for name in offered)
     return UsageError(f"no such command: {path} {word}", help_page)
 
 

@@ -17,6 +17,7 @@ from kvcli.runtime.host.measuring import measure
 from kvcli.runtime.host.memory import CPU, main_memory
 from kvcli.runtime.planning import overheads
 from kvcli.runtime.planning.overheads import Overheads
+from kvcli.words import human_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
     memory = _probe("memory", _memory, _speeds_of_memory)
     yield memory
     if "problem" not in program.values:
-        size = f"{_size(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
+        size = f"{human_bytes(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
         program = Finding("program", (size,), program.values)
     yield program
     measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
@@ -77,7 +78,7 @@ def _models() -> dict[str, Any]:
 
 
 def _names(values: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{each['model']} {_size(each['file_bytes'] or 0)}" for each in values["here"]) or (
+    return tuple(f"{each['model']} {human_bytes(each['file_bytes'] or 0)}" for each in values["here"]) or (
         "none is downloaded",
     )
 
@@ -88,7 +89,7 @@ def _kept(prompts: Path) -> dict[str, Any]:
 
 def _sizes(values: dict[str, Any]) -> tuple[str, ...]:
     there = [each for each in values["kinds"] if each["files"]]
-    return tuple(f"{each['kind']} {_size(each['size_bytes'])}: {each['path']}" for each in there) or ("nothing",)
+    return tuple(f"{each['kind']} {human_bytes(each['size_bytes'])}: {each['path']}" for each in there) or ("nothing",)
 
 
 def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str, Any]], tuple[str, ...]]) -> Finding:
@@ -139,7 +140,7 @@ def _measured(what: str, *arguments: str) -> dict[str, Any]:
 
 
 def _speeds_of_memory(values: dict[str, Any]) -> tuple[str, ...]:
-    free = f"{_size(values['free_bytes'])} free of {_size(values['total_bytes'])} ({values['source']})"
+    free = f"{human_bytes(values['free_bytes'])} free of {human_bytes(values['total_bytes'])} ({values['source']})"
     return free, *_speeds(values)
 
 
@@ -169,20 +170,20 @@ def _reasons(count: int) -> list[str]:
 
 
 def _card(values: dict[str, Any]) -> tuple[str, ...]:
-    facts = [values["name"], f"{_size(values['free_bytes'])} free of {_size(values['total_bytes'])}"]
+    facts = [values["name"], f"{human_bytes(values['free_bytes'])} free of {human_bytes(values['total_bytes'])}"]
     facts.append(f"driver {values['driver'] or 'not known'}")
     if values["compute_capability"] is None:
         facts.append("compute capability not known")
     else:
         facts += [f"compute capability {values['compute_capability']}", "fp8" if values["fp8"] else "no fp8"]
     if values.get("runtime_bytes"):
-        facts.append(f"CUDA context and libraries {_size(values['runtime_bytes'])}")
+        facts.append(f"CUDA context and libraries {human_bytes(values['runtime_bytes'])}")
     verdict = f"kv cannot use it: {values['unusable']}" if values["unusable"] else "kv can use it"
     return (*facts, *_speeds(values), verdict)
 
 
 def _disk(values: dict[str, Any]) -> tuple[str, ...]:
-    free = f"{_size(values['free_bytes'])} free in {values['folder']}"
+    free = f"{human_bytes(values['free_bytes'])} free in {values['folder']}"
     return f"read {values['read_gb_s']:,.1f} GB/s", free
 
 
@@ -212,10 +213,3 @@ def as_json(found: Iterable[Finding]) -> dict[str, Any]:
     gpus = [finding.values for finding in found if finding.name.startswith("GPU") and finding.values]
     others = {finding.name.lower(): finding.values for finding in found if not finding.name.startswith("GPU")}
     return {**others, "gpus": gpus}
-
-
-def _size(size: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if size >= 1 << shift:
-            return f"{size / (1 << shift):,.{int(shift == 30)}f} {unit}"
-    return f"{size / 1024:,.0f} KiB"

@@ -11,12 +11,13 @@ from typing import Any
 
 from kvcli.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.estimate import per_rank
-from kvcli.render import human_count, one_line
+from kvcli.render import one_line
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.planning.plannedmodel import PlannedModel
+from kvcli.words import counted, human_count
 
 _BYTES = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 _KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT: "recurrent"}
@@ -127,7 +128,7 @@ def _attention(config: ModelConfig) -> str:
     heads = {g.kv_heads for g in groups if g.kind != LATENT}
     if len(heads) == 1:
         n = heads.pop()
-        parts.append(f"{n} KV head{'s' if n > 1 else ''} ({config.n_heads // n}:1)")
+        parts.append(f"{counted(n, 'KV head')} ({config.n_heads // n}:1)")
     return " · ".join(parts)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvcli.errors import InputBytesError, UsageError
 from kvcli.telling import Tell
+from kvcli.words import counted
 
 STDIN_PATIENCE_S = 3.0
 STDIN = "standard input"  # its name above its text
@@ -67,7 +68,7 @@ def _unasked_stdin(tell: Tell) -> str:
     data = stdin_bytes(tell, " (use --no-stdin)")
     if data:
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
-        told = f"read {lines:,} line{'s' if lines > 1 else ''} ({len(data):,} bytes) from stdin into the prompt"
+        told = f"read {counted(lines, 'line')} ({len(data):,} bytes) from stdin into the prompt"
         if _inherited():
             tell.announce(f"{told}; --no-stdin leaves them to the calling program")
         else:

@@ -19,6 +19,7 @@ from kvcli import jsonobjects
 from kvcli.invocation import Bars, Invocation, When
 from kvcli.streams import is_terminal, marked, wrapped, write_err
 from kvcli.telling import Tell
+from kvcli.words import human_bytes
 from kvcli.wrapping import cells, columns
 
 _RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -35,29 +36,6 @@ def use_color(stream: TextIO, when: When = When.auto) -> bool:
     if any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
         return True
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'. Powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def human_count(count: float) -> str:
-    """134515008 -> '134.5 M'. Powers of 1000."""
-    for unit in ("", " K", " M", " B"):
-        if abs(count) < 999.95 or unit == " B":
-            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def counted(number: int, noun: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_line(text: str) -> str:

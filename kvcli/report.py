@@ -11,11 +11,12 @@ from typing import Any
 from kvcli.invocation import Invocation
 from kvcli.options import SampleOptions
 from kvcli.overflow import Cut
-from kvcli.render import counted, human_bytes, is_terminal
+from kvcli.render import is_terminal
 from kvcli.runtime.events import End
 from kvcli.runtime.eviction import Retention
 from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.verification import Verification, as_json
+from kvcli.words import counted, human_bytes
 from kvcli.wrapping import columns
 
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less

@@ -7,7 +7,6 @@ of the file set the options that commands share: all of `kv run` and `kv chat`, 
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from kvcli import foreign, paths
 from kvcli.errors import UsageError
 from kvcli.helptext import FULL, GENERATION, GLOBAL, KV_CACHE, MODEL, PROMPT, PROMPT_CACHE, section
+from kvcli.words import meant, near
 
 # Where a value is from.
 TYPED, VARIABLE, FILE, OTHER, DEFAULT = "command_line", "environment", "config_file", "other_program", "default"
@@ -186,8 +186,7 @@ class Settings:
         return found
 
     def _unknown(self, words: list[str], names: Iterable[str]) -> UsageError:
-        near = difflib.get_close_matches(".".join(words).replace("_", "-"), list(names), 1)
-        hint = f"did you mean {near[0]}?" if near else "kv config show lists what can be set"
+        hint = meant(near(".".join(words).replace("_", "-"), names)) or "kv config show lists what can be set"
         return UsageError(f"{'.'.join(words)} in {self.path} is not a setting", hint)
 
     def _in_environment(self, options: list[Any]) -> dict[str, Setting]:
@@ -212,8 +211,8 @@ class Settings:
         ours = {variable(name) for name in (*known, "config", "cpu-isa", "no-history")}
         for name in sorted(self.environment):
             if name.startswith("KV_") and name not in ours:
-                if near := difflib.get_close_matches(name, ours, 1, 0.8):
-                    yield f"{name} is not read: did you mean {near[0]}?"
+                if hint := meant(near(name, ours, alike=0.8)):
+                    yield f"{name} is not read: {hint}"
             elif why := foreign.unread(name):
                 yield f"{name} is not read: {why}"
 

@@ -24,7 +24,7 @@ def whole(name: str) -> str:
 # kvcli.runtime.
 LAYERS = """
 kvcli
-kvcli.errors kvcli.oldnames kvcli.options kvcli.paths kvcli.telling kvcli.versions
+kvcli.errors kvcli.oldnames kvcli.options kvcli.paths kvcli.telling kvcli.versions kvcli.words
 kvcli.jsonobjects kvcli.kernels
 kvcli.runtime .cache .download .host .planning .promptcaches .text .events .sampling
 .cache.cachetypes .eviction .download.growth .ggufkeys .repeats

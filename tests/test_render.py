@@ -11,6 +11,7 @@ import pytest
 
 from kvcli import render
 from kvcli.invocation import Bars, Invocation, When
+from kvcli.words import human_bytes, human_count
 
 
 class Terminal(io.StringIO):
@@ -134,10 +135,10 @@ def test_who_is_told_what(
 
 
 def test_amounts() -> None:
-    assert [render.human_bytes(n) for n in (0, 1023, 1536, 98_362_432, 5 << 40)] == [
+    assert [human_bytes(n) for n in (0, 1023, 1536, 98_362_432, 5 << 40)] == [
         *("0 B", "1023 B", "1.5 KiB", "93.8 MiB", "5.0 TiB")
     ]
-    assert [render.human_count(n) for n in (0, 999, 1500, 134_515_008, 8_030_261_248, 2e12)] == [
+    assert [human_count(n) for n in (0, 999, 1500, 134_515_008, 8_030_261_248, 2e12)] == [
         *("0", "999", "1.5 K", "134.5 M", "8.0 B", "2000.0 B")
     ]
 

@@ -21,6 +21,7 @@ from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.words import human_bytes
 from kvcli.wrapping import columns, fill
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _measure(
 def _show(tables: list[_Table], setting: _Setting, invocation: Invocation) -> None:
     rate = "speed of memory not known" if setting.bandwidth is None else f"memory {setting.bandwidth:,.1f} GB/s"
     computes = setting.backend if setting.device.kind != "cpu" else f"{setting.backend}, {setting.threads} threads"
-    facts = (setting.title, render.human_bytes(setting.file_bytes), setting.device.name, computes, rate)
+    facts = (setting.title, human_bytes(setting.file_bytes), setting.device.name, computes, rate)
     head = " · ".join(map(render.one_line, facts))
     render.write_out((fill(head, columns(sys.stdout)) if render.is_terminal(sys.stdout) else head) + "\n\n")
     rows = [_speed_row(table.types, speed, setting.bandwidth) for table in tables for speed in table.speeds]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from kvcli.globaloptions import require_command
 from kvcli.helptext import SETUP
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.settings import DEFAULT, FILE, TYPED, Setting, Settings
+from kvcli.words import meant, near
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,8 +191,8 @@ def _option(ctx: typer.Context, name: str) -> tuple[list[str], Any, bool]:
         for each, no in settings.names(option):
             if each == last:
                 return table, option, no
-    near = difflib.get_close_matches(last, [each for option in found for each, _ in settings.names(option)], 1)
-    hint = f"did you mean {'.'.join([*table, near[0]])}?" if near else "kv config show lists what can be set"
+    offered = near(last, (each for option in found for each, _ in settings.names(option)))
+    hint = meant(".".join([*table, name]) for name in offered) or "kv config show lists what can be set"
     raise UsageError(f"{name} is not a setting", hint)
 
 

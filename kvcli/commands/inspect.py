@@ -11,6 +11,7 @@ from kvcli import render
 from kvcli.helptext import STORES
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.locate import locate_model
+from kvcli.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from kvcli.runtime.formats.gguf import TensorInfo
@@ -62,18 +63,18 @@ def inspect(
 
 def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """Label and text of each line that people read."""
-    size = render.human_bytes(facts.file_bytes)
+    size = human_bytes(facts.file_bytes)
     lines = [("file", f"{facts.path} ({size})" if facts.parts == 1 else f"{facts.path} ({facts.parts} parts, {size})")]
     named = [facts.title, facts.arch, f"license {facts.license}" if facts.license else ""]
     if facts.parameters:
-        named.append(f"{render.human_count(facts.parameters)} parameters")
+        named.append(f"{human_count(facts.parameters)} parameters")
     lines.append(("model", " · ".join(render.one_line(part) for part in named if part)))
     if facts.config is not None:
         lines += _config_lines(facts)
     if facts.problem:
         lines.append(("runs", f"no: {render.one_line(facts.problem)}"))
     if facts.quants:
-        mix = [f"{q.type} {q.tensors} ({render.human_bytes(q.nbytes)})" for q in facts.quants]
+        mix = [f"{q.type} {q.tensors} ({human_bytes(q.nbytes)})" for q in facts.quants]
         bits = 8 * facts.weight_bytes / facts.parameters
         lines.append(("weights", f"{' · '.join(mix)} · {bits:.2f} bits per weight"))
     lines.append(("tokenizer", _tokenizer_line(facts.tokenizer) if facts.tokenizer else "none"))
@@ -102,7 +103,7 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 def _group_text(group: LayerGroup) -> str:
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
     window = f" (window {group.window:,})" if group.window else ""
-    heads = render.counted(group.kv_heads, "KV head")
+    heads = counted(group.kv_heads, "KV head")
     return f"{group.layers} {group.kind}{window} · {heads} · {dims}"
 
 

@@ -14,6 +14,7 @@ from kvcli.errors import CheckFailed, ModelError, UsageError
 from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
 from kvcli.invocation import JsonFlag
+from kvcli.words import human_bytes, human_count
 
 if TYPE_CHECKING:
     from kvcli.runtime.download.inventory import Entry
@@ -66,9 +67,9 @@ def ls(
         [
             entry.name + ("*" if entry.default else ""),
             entry.arch or "-",
-            render.human_count(entry.parameters) if entry.parameters else "-",
+            human_count(entry.parameters) if entry.parameters else "-",
             f"{entry.context_length:,}" if entry.context_length else "-",
-            render.human_bytes(entry.size) if entry.size else "-",
+            human_bytes(entry.size) if entry.size else "-",
             _here(entry),
             entry.runs,
             entry.license or "-",
@@ -84,7 +85,7 @@ def _here(entry: Entry) -> str:
     if entry.damaged:
         return "damaged"
     if entry.unfinished or (entry.files and not entry.path):
-        return f"{'yes, and' if entry.path else 'partial:'} {render.human_bytes(entry.unfinished)}"
+        return f"{'yes, and' if entry.path else 'partial:'} {human_bytes(entry.unfinished)}"
     return "yes" if entry.path else "no"
 
 
@@ -187,5 +188,5 @@ def _bytes(entry: Entry) -> int:
 def _ask(found: Sequence[Entry], yes: bool, json: bool) -> None:
     """See `confirm_removal`."""
     names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
-    size = render.human_bytes(sum(map(_bytes, found)))
+    size = human_bytes(sum(map(_bytes, found)))
     confirm_removal(f"{names} ({size})", yes, json)

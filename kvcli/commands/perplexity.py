@@ -21,6 +21,7 @@ from kvcli.helptext import MEASURE, PLANNING
 from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.measuring import TypeFlags, type_name
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -226,7 +227,7 @@ def _print(rows: dict[Types, Summary], costs: dict[Types, Cost], invocation: Inv
     render.write_out("\n")
     render.print_table(SIZE_HEADERS, sizes, invocation, right=range(1, len(SIZE_HEADERS)))
     first, tokens = next(iter(rows.values())), next(iter(costs.values())).tokens
-    render.notice(f"{render.counted(first.tokens, 'token')} scored in chunks of {tokens:,}; {TERMS}", invocation)
+    render.notice(f"{counted(first.tokens, 'token')} scored in chunks of {tokens:,}; {TERMS}", invocation)
 
 
 def _figure(value: float) -> str:

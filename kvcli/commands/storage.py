@@ -14,6 +14,7 @@ from kvcli.globaloptions import require_command
 from kvcli.helptext import STORES
 from kvcli.invocation import JsonFlag
 from kvcli.promptcacheflags import CacheDir, store_folder
+from kvcli.words import counted, human_bytes
 
 if TYPE_CHECKING:
     from kvcli.storage import Kind
@@ -49,10 +50,8 @@ def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -
         rows = [kind.as_object() for kind in found]
         render.print_json("storage ls", {"storage": rows, "total_bytes": total})
         return
-    table = [
-        [k.name, str(len(k.files)), render.human_bytes(k.size_bytes), k.title, paths.shown(k.place)] for k in found
-    ]
-    table.append(["total", str(sum(len(k.files) for k in found)), render.human_bytes(total), "", ""])
+    table = [[k.name, str(len(k.files)), human_bytes(k.size_bytes), k.title, paths.shown(k.place)] for k in found]
+    table.append(["total", str(sum(len(k.files) for k in found)), human_bytes(total), "", ""])
     render.print_table(["kind", "files", "size", "what", "where"], table, ctx.obj, right={1, 2})
 
 
@@ -90,4 +89,4 @@ def rm(
 
 
 def _amount(kind: Kind) -> str:
-    return f"{kind.name} ({render.counted(len(kind.files), 'file')}, {render.human_bytes(kind.size_bytes)})"
+    return f"{kind.name} ({counted(len(kind.files), 'file')}, {human_bytes(kind.size_bytes)})"

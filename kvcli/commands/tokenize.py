@@ -15,6 +15,7 @@ from kvcli.helptext import MODEL, STORES
 from kvcli.invocation import JsonFlag
 from kvcli.locate import locate_model
 from kvcli.telling import Tell
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ def _as_lines(tokenizer: Tokenizer, ids: list[int]) -> str:
     """A line for each token, then the count."""
     width = max(map(len, map(str, ids)), default=0)
     lines = [f"{token:>{width}}  {_shown(tokenizer, token)}\n" for token in ids]
-    return "".join(lines) + f"{len(ids)} token{'' if len(ids) == 1 else 's'}\n"
+    return "".join(lines) + counted(len(ids), "token") + "\n"
 
 
 def _shown(tokenizer: Tokenizer, token: int) -> str:

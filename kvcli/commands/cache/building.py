@@ -19,6 +19,7 @@ from kvcli.options import PromptCacheOptions, SampleOptions
 from kvcli.promptcacheflags import writable
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
 from kvcli.sinks import NoSink
+from kvcli.words import counted
 
 
 @grouped
@@ -44,7 +45,7 @@ def build(
         ids = question.ids(engine)
         if len(ids) < engine.layout.page_size:
             raise UsageError(
-                f"the prompt has {render.counted(len(ids), 'token')}: less than a page of {engine.layout.page_size} is"
+                f"the prompt has {counted(len(ids), 'token')}: less than a page of {engine.layout.page_size} is"
                 " never read from a prompt cache",
                 "give a longer prompt, or a smaller --page-size",
             )

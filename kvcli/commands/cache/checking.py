@@ -18,6 +18,7 @@ from kvcli.interrupt import Interrupts, last_words
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CacheDir, store_folder
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -89,7 +90,7 @@ def verify(
         entry: dict[str, Any] = {"pages": None, "recomputed": None, "problem": None}
         try:
             entry["pages"] = pages = cachefiles.check_pages(file)
-            told = f"{label}: ok, {render.counted(pages, 'page')}"
+            told = f"{label}: ok, {counted(pages, 'page')}"
             if recompute > 0:
                 entry["recomputed"], more = _recomputed(file, model, recompute, tol, invocation, named=bool(names))
                 told += f"; {more}"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import CacheOptions
-from kvcli.render import counted
 from kvcli.runtime.promptcaches.settings import cache_options, differences, sentence
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

@@ -14,6 +14,7 @@ from kvcli.errors import CacheFileError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CACHE_TTL, CacheDir, parse_time, store_folder
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.words import human_bytes
 
 HEADERS = ("id", "model", "tokens", "cache", "size", "used", "expires", "prompt")
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
@@ -57,7 +58,7 @@ def ls(
 
 def _row(file: Described, ttl_s: float) -> list[str]:
     left_s = max(0.0, file.used_at + ttl_s - time.time())
-    cells = [cachefiles.id_of(file.path), file.model or "-", file.tokens, file.settings, render.human_bytes(file.size)]
+    cells = [cachefiles.id_of(file.path), file.model or "-", file.tokens, file.settings, human_bytes(file.size)]
     return [*cells, f"{_duration(time.time() - file.used_at)} ago", f"in {_duration(left_s)}", file.prompt]
 
 
@@ -102,7 +103,7 @@ def _lines(file: Described, label: str) -> list[str]:
     rows: dict[str, Any] = {"id": label} if label != str(file.path) else {}
     rows |= {"path": file.path, "begins": about.get("begins", "-")}
     rows |= {"from": file.source} if file.source else {}
-    rows |= {"tokens": file.tokens, "size": render.human_bytes(file.size), "cache": file.settings}
+    rows |= {"tokens": file.tokens, "size": human_bytes(file.size), "cache": file.settings}
     rows |= {name: value for name, value in about.items() if name not in ("begins", "source", "chat", "owner")}
     rows |= {name: identity.get(name, "-") for name in _HASHES}
     width = max(map(len, rows))

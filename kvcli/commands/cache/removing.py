@@ -14,6 +14,7 @@ from kvcli.errors import OutputError, UsageError
 from kvcli.invocation import Invocation, JsonFlag
 from kvcli.promptcacheflags import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder
 from kvcli.runtime.host.memory import parse_size
+from kvcli.words import counted, human_bytes
 
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
@@ -71,7 +72,7 @@ def prune(
 def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation: Invocation) -> None:
     found = [cachefiles.describe(file) for file in files]
     size = sum(file.size for file in found)
-    what = f"{render.counted(len(found), 'file')}, {render.human_bytes(size)}"
+    what = f"{counted(len(found), 'file')}, {human_bytes(size)}"
     if found and not dry_run:
         named = [f"{cachefiles.id_of(file.path)} ({file.prompt[:40].rstrip()})" for file in found[:NAMED]]
         more = [f"{len(found) - NAMED:,} more"] if len(found) > NAMED else []

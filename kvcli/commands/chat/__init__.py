@@ -31,11 +31,11 @@ from kvcli.inputs import decode, drop_mark
 from kvcli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.invocation import Invocation
 from kvcli.promptcacheflags import StoreFlags
-from kvcli.render import counted
 from kvcli.runtime.promptcaches import sessions
 from kvcli.sampleflags import SampleFlags
 from kvcli.sinks import TextSink
 from kvcli.streams import TextOut, keys_wait, say, wrapped, write_err
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

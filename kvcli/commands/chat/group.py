@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from kvcli.app import Group
 from kvcli.errors import UsageError
+from kvcli.words import meant, near
 
 OTHER_NAMES = {
     "list": "ls", "sessions": "ls", "history": "show", "cat": "show", "save": "export", "delete": "rm", "remove": "rm",
@@ -22,8 +22,8 @@ class ChatGroup(Group):
         """Raises UsageError."""
         word = args[0]
         if word in OTHER_NAMES:
-            raise UsageError(f"no such command: kv chat {word}", f"did you mean kv chat {OTHER_NAMES[word]}?")
-        if word in self.commands or get_close_matches(word, self.commands):
+            raise UsageError(f"no such command: kv chat {word}", meant([f"kv chat {OTHER_NAMES[word]}"]))
+        if word in self.commands or near(word, self.commands):
             return super().resolve_command(ctx, args)
         raise UsageError(
             f"kv chat takes no message: '{word}'", "start kv chat and type it, or ask one question with kv run"

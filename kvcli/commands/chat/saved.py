@@ -17,6 +17,7 @@ from kvcli.promptcacheflags import CacheDir, store_folder
 from kvcli.runtime.promptcaches import sessions
 from kvcli.runtime.promptcaches.chatfiles import OWNER
 from kvcli.streams import OutputFile
+from kvcli.words import human_bytes
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv chat ls.")]
 Branch = Annotated[
@@ -126,7 +127,7 @@ def rm(
         sessions.remove(name)
     freed = _remove_rows(wanted, store_folder(cache_dir)) if wanted else 0
     if wanted:
-        render.notice(f"deleted {', '.join(wanted)}, and {render.human_bytes(freed)} of rows", invocation)
+        render.notice(f"deleted {', '.join(wanted)}, and {human_bytes(freed)} of rows", invocation)
     if json:
         render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "size_bytes": freed})
 

@@ -12,7 +12,6 @@ from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.inputs import read_file
 from kvcli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
-from kvcli.render import counted
 from kvcli.report import CacheFacts, Result, stats_line
 from kvcli.runtime import eviction
 from kvcli.runtime.events import Usage
@@ -20,6 +19,7 @@ from kvcli.runtime.promptcaches.prefixpages import common_length
 from kvcli.runtime.promptcaches.sessions import Branches, Session
 from kvcli.sinks import Sink, WhileRead
 from kvcli.streams import say
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine

@@ -12,10 +12,10 @@ from kvcli.commands.chat.session import ChatSession
 from kvcli.errors import UsageError
 from kvcli.flags import parse_tokens
 from kvcli.options import EvictOptions
-from kvcli.render import counted, human_bytes
 from kvcli.report import full_stats
 from kvcli.runtime.promptcaches.sessions import path_of
 from kvcli.streams import say, wrapped, write_err
+from kvcli.words import counted, human_bytes
 from kvcli.wrapping import columns, fill
 
 WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal

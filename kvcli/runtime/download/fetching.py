@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.download.ranges import content_range
-from kvcli.runtime.download.store import Progress, amount
+from kvcli.runtime.download.store import Progress
 from kvcli.runtime.download.websession import BROKEN, Conversation, Interrupted, Limits, Session
+from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ def fetch(session: Session, wanted: Wanted, piece: Path, progress: Progress, not
         raise DownloadError(what, "try again; if that happens again the file on the server is wrong") from None
     except DownloadError as error:
         if have := held(piece):
-            error.hint += f"; the same command goes on from the {amount(have)} that are here"
+            error.hint += f"; the same command goes on from the {human_bytes(have)} that are here"
         raise
     except OSError as error:
         raise _unwritable(error, piece) from error
@@ -156,7 +157,7 @@ class _Transfer:
 
 def _unwritable(error: OSError, piece: Path) -> DownloadError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full: {amount(held(piece))} of the file are in {piece.parent}"
+        what = f"the disk is full: {human_bytes(held(piece))} of the file are in {piece.parent}"
         return DownloadError(what, "make room; the same command then goes on from there")
     return DownloadError(
         f"cannot write to {piece.parent}: {error.strerror or error}", "check its owner and mode (ls -l)"

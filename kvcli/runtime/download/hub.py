@@ -13,6 +13,7 @@ from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.download import hubcache, hubnames, sources, store
 from kvcli.runtime.download.recipes import Recipe, find_recipe, similar
 from kvcli.runtime.download.store import Progress, no_progress
+from kvcli.words import human_bytes, meant
 
 if TYPE_CHECKING:
     from kvcli.runtime.download.hubdownload import Approve
@@ -113,7 +114,7 @@ def unknown_name(name: str, planning: bool = False) -> ModelError:
     close = similar(name)
     usable = [recipe.name for recipe in close if planning or not recipe.problem][:3]
     if usable:
-        hint = f"did you mean {' or '.join(usable)}?"
+        hint = meant(usable)
     else:
         hint = next((f"did you mean {recipe.name}? {recipe.remedy};" for recipe in close if recipe.hf), "")
     listed = "kv models ls -a lists the known ones" if planning else "kv models ls lists the names that run"
@@ -156,8 +157,8 @@ def _fetch_from_any(recipe: Recipe, folder: Path, progress: Progress, notice: No
     reasons = []
     for source in recipe.sources:
         piece = store.piece_path(folder, source.file)
-        here = f", {store.amount(piece.stat().st_size)} of it here already" if piece.exists() else ""
-        size = f"{store.amount(source.file.size)}{here}, license {recipe.license}"
+        here = f", {human_bytes(piece.stat().st_size)} of it here already" if piece.exists() else ""
+        size = f"{human_bytes(source.file.size)}{here}, license {recipe.license}"
         notice(f"downloading {recipe.title} ({size}) from {source.label}")
         try:
             return sources.fetch(source, folder, progress, notice)
@@ -165,7 +166,7 @@ def _fetch_from_any(recipe: Recipe, folder: Path, progress: Progress, notice: No
             reasons.append(f"{source.label}: {error.message}")
     hint = "check the network, or give a .gguf file"
     if left := sum(piece.stat().st_size for piece in store.pieces(recipe)):
-        hint += f"; the same command goes on from the {store.amount(left)} that are here"
+        hint += f"; the same command goes on from the {human_bytes(left)} that are here"
     raise DownloadError(f"could not download {recipe.name}: from " + "; from ".join(reasons), hint)
 
 

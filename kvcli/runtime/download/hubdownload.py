@@ -14,8 +14,9 @@ from kvcli.runtime.download.fetching import Wanted
 from kvcli.runtime.download.hublisting import HubFile, Listing, list_repository, stored_token
 from kvcli.runtime.download.hubnames import Reference, Variant
 from kvcli.runtime.download.ranges import RemoteFile
-from kvcli.runtime.download.store import Progress, amount, check_disk, install
+from kvcli.runtime.download.store import Progress, check_disk, install
 from kvcli.runtime.download.websession import Session
+from kvcli.words import human_bytes
 
 Notice = Callable[[str], None]
 Approve = Callable[[Sequence[RemoteFile]], None]
@@ -133,5 +134,5 @@ def _waiting(file: _File) -> str:
 def _announcement(variant: Variant, missing: list[_File], have: int) -> str:
     count, label = len(variant.files), missing[0].wanted.label
     what = label if count == 1 else f"{variant.label}, {len(missing)} of {count} files"
-    held = f", {amount(have)} of it here already" if have else ""
-    return f"downloading {what} ({amount(sum(file.wanted.size for file in missing))}{held}) from the hub"
+    held = f", {human_bytes(have)} of it here already" if have else ""
+    return f"downloading {what} ({human_bytes(sum(file.wanted.size for file in missing))}{held}) from the hub"

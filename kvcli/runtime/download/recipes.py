@@ -43,7 +43,6 @@ window = 512                     # tokens seen
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import sys
@@ -55,6 +54,7 @@ from typing import Any
 import kvcli
 from kvcli.errors import KVError
 from kvcli.runtime.config import RUNNABLE
+from kvcli.words import near
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -204,7 +204,7 @@ def find_recipe(name: str) -> Recipe | None:
 def similar(name: str) -> list[Recipe]:
     """Recipes whose names or aliases resemble `name`: first those that run, then by likeness."""
     known = _by_spelling()
-    close = difflib.get_close_matches(_spelling(name), known, n=8, cutoff=_LIKENESS)
+    close = near(_spelling(name), known, 8, _LIKENESS)
     found = {known[spelling].name: known[spelling] for spelling in close}
     return sorted(found.values(), key=lambda recipe: bool(recipe.problem))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvcli import paths
 from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime.download.recipes import ModelFile, Recipe
+from kvcli.words import human_bytes
 
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 
@@ -165,19 +166,10 @@ def check_disk(folder: Path, size: int, setting: str = "XDG_DATA_HOME") -> None:
     free = shutil.disk_usage(folder).free
     if free < size + DISK_MARGIN_BYTES:
         raise DownloadError(
-            f"not enough disk space at {folder}: {amount(size + DISK_MARGIN_BYTES)} are needed"
-            f" ({amount(DISK_MARGIN_BYTES)} stays free), {amount(free)} are free",
+            f"not enough disk space at {folder}: {human_bytes(size + DISK_MARGIN_BYTES)} are needed"
+            f" ({human_bytes(DISK_MARGIN_BYTES)} stays free), {human_bytes(free)} are free",
             f"make room, or set {setting} to a folder on another disk",
         )
-
-
-def amount(n_bytes: int) -> str:
-    """1536 -> '1.5 KiB', for messages."""
-    size, units = float(n_bytes), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
 
 
 def install(part: Path, target: Path) -> None:

@@ -6,12 +6,12 @@ is not published: RESERVED_MIB stands for the driver's part and is an assumption
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from kvcli.errors import UsageError
 from kvcli.runtime.host.memory import CUDA, Memory
+from kvcli.words import meant, near
 
 RESERVED_MIB = 412
 _VARIANTS = {"ti", "super", "laptop", "pcie"}  # another card, with another bandwidth
@@ -76,13 +76,9 @@ def find_card(name: str) -> Card:
     if len(found) == 1:
         return found[0]
     names = {c.name: c for c in CARDS.values()} | {short: c for c in CARDS.values() for short in _short_names(c)}
-    close = [names[match].name for match in difflib.get_close_matches(wanted, names, n=5)]
+    close = [names[match].name for match in near(wanted, names, 5)]
     offered = [c.name for c in found] or list(dict.fromkeys(close))[:3]
-    hint = (
-        f"did you mean {' or '.join(offered)}?"
-        if offered
-        else "kv estimate --list-gpus names the NVIDIA cards it knows;"
-    )
+    hint = meant(offered) or "kv estimate --list-gpus names the NVIDIA cards it knows;"
     raise UsageError(f"--gpu: no card named '{name}' in the table", f"{hint} --vram 24G --bandwidth 800 needs no name")
 
 

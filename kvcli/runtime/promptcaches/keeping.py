@@ -25,6 +25,7 @@ from kvcli.runtime.promptcaches.prefixpages import needed
 from kvcli.runtime.promptcaches.promptcache import Contents
 from kvcli.runtime.promptcaches.promptstore import Kept, Limits, PromptStore
 from kvcli.telling import Tell
+from kvcli.words import human_bytes
 
 PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
 STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
@@ -150,8 +151,7 @@ class Keeper:
     def _announce(self, store: PromptStore) -> None:
         """Say what the store is, where this is its first file."""
         if not store.root.exists():
-            most, days = self.options.max_bytes / (1 << 20), self.options.ttl_s / 86400
-            room = f"{most / 1024:.3g} GiB" if most >= 1024 else f"{most:.3g} MiB"
+            room, days = human_bytes(self.options.max_bytes), self.options.ttl_s / 86400
             self.tell.announce(
                 f"long prompts, their text included, are kept in {store.root}, at most {room} for {days:.3g} days, and"
                 " need not be computed again; --no-cache turns that off"

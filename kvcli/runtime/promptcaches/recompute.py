@@ -14,6 +14,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcaches.pagefiles import bases_of, load_pages
 from kvcli.runtime.promptcaches.prefixpages import longest, needed
 from kvcli.runtime.promptcaches.promptcache import PromptCacheFile
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine import Engine
@@ -29,7 +30,7 @@ class Difference:
     divergence: float
 
     def __str__(self) -> str:
-        pages = f"{self.pages} page{'' if self.pages == 1 else 's'} computed again"
+        pages = f"{counted(self.pages, 'page')} computed again"
         return f"{pages}: max error {self.max_error:.3g}, KL divergence of the next token {self.divergence:.3g}"
 
 
