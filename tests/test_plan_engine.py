@@ -248,12 +248,12 @@ def test_run_refuses_what_does_not_fit(small: Path, kv_here: KvHere) -> None:
 def test_an_estimate_that_is_off_is_exit_8(small: Path, kv: Kv, kv_env: dict[str, str]) -> None:
     path = Path(kv_env["XDG_STATE_HOME"]) / "kv/overheads.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": 3 << 30}}}))
+    path.write_text(json.dumps({"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": 1 << 30}}}))
     done = kv("run", "-m", str(small), "--verify-estimate", "--json", "-n", "2", "hello")
     assert done.returncode == 8
     answer = json.loads(done.stdout)["memory"]["verification"]
     assert answer["passed"] is False
-    assert answer["predicted_bytes"] > 3 << 30 > answer["measured_bytes"]
+    assert answer["predicted_bytes"] > 1 << 30 > answer["measured_bytes"]
     assert "kv: the estimate is off by -" in done.stderr
 
 
