@@ -10,7 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("kv", deadline=None)  # a busy machine takes its time
+hypothesis.settings.load_profile("kv")
 
 ROOT = Path(__file__).resolve().parent.parent
 

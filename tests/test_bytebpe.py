@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tinyvocab
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tinyvocab import tiny
 from tokenizers import Tokenizer as Oracle
@@ -17,7 +17,6 @@ spelled = st.text(st.sampled_from("the pages' 12\n\t<>|_éñ漢😀") | st.chara
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm"])
-@settings(deadline=None)
 @given(text=spelled)
 def test_byte_level_ids_equal_the_librarys_own_pretokenizers(pre, text):
     oracle: Oracle = tinyvocab.byte_level(pre)[1]

@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> tuple[KVLayout, int, int]:
     return layout, chunk, tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_predicted_bytes_are_allocated(case: tuple[KVLayout, int, int]) -> None:
     layout, chunk, tokens = case
@@ -241,7 +241,7 @@ def test_plans_grow_with_the_context(name: str, kind: str) -> None:
     assert all(a <= b for a, b in pairwise(totals)) and totals[0] < totals[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(CONFIGS)), st.sampled_from(TYPES), st.sampled_from((16, 32, 64)),
     st.integers(0, 200 << 20), st.integers(1, 20000),

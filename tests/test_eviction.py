@@ -108,7 +108,7 @@ def check(cache: Evicting, steps: list[int], group: int, random: torch.Generator
     assert (cache.ask(q, start, softcap) - expected).abs().max() < 2e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     types=st.sampled_from(TYPES),
     name=st.sampled_from(("reference", "")),
@@ -250,7 +250,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(OPERATIONS, st.integers(0, 40), st.integers(16, 60))
 def test_whatever_is_done_every_row_that_can_be_seen_is_right(
     operations: list[tuple[str, int]], keep: int, window: int

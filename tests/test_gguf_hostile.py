@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -282,7 +281,7 @@ def test_every_truncation_is_refused(small: Path):
             parse(blob[:size])
 
 
-@settings(max_examples=300, deadline=timedelta(seconds=2))
+@settings(max_examples=300)
 @given(data=st.data())
 def test_fuzzed_files_raise_nothing_but_model_errors(small: Path, data: st.DataObject):
     blob = bytearray(small.read_bytes())
@@ -303,7 +302,7 @@ def test_fuzzed_files_raise_nothing_but_model_errors(small: Path, data: st.DataO
         assert "\n" not in error.message
 
 
-@settings(max_examples=200, deadline=timedelta(seconds=2))
+@settings(max_examples=200)
 @given(blob=st.binary(max_size=200), version=st.sampled_from([2, 3]), counts=st.tuples(*[st.integers(0, 3)] * 2))
 def test_random_headers_raise_nothing_but_model_errors(blob: bytes, version: int, counts: tuple[int, int]):
     blob = b"GGUF" + struct.pack("<IQQ", version, *counts) + blob

@@ -134,5 +134,5 @@ class PagesMachine(RuleBasedStateMachine):
             check_rows(seq, known)
 
 
-PagesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 test_machine = PagesMachine.TestCase

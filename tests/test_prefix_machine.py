@@ -123,7 +123,7 @@ class PrefixMachine(RuleBasedStateMachine):
             check_rows(seq, seq.tokens)
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+PrefixMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
 test_machine = PrefixMachine.TestCase
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.runtime.text.provenance import Marked, concat, from_parts, parts_of, trust
@@ -15,7 +15,6 @@ def marks(text: str) -> str:
     return "".join(("t" if trusted else "u") * len(part) for part, trusted in parts_of(text))
 
 
-@settings(deadline=None)
 @given(parts=parts, start=st.integers(-9, 9), stop=st.integers(-9, 9), sep=st.sampled_from(["a", "ab", " "]))
 def test_marked_strings_are_strings_whose_marks_follow_their_letters(parts, start, stop, sep):
     marked = from_parts(parts)
@@ -36,7 +35,6 @@ def test_marked_strings_are_strings_whose_marks_follow_their_letters(parts, star
         assert getattr(marked, name)(*args) == getattr(plain, name)(*args), name
 
 
-@settings(deadline=None)
 @given(parts=parts, sep=st.sampled_from(["a", "ab", None, " ", "\n"]))
 def test_marks_survive_cutting_and_joining_again(parts, sep):
     marked = from_parts(parts)
@@ -52,7 +50,6 @@ def test_marks_survive_cutting_and_joining_again(parts, sep):
         )
 
 
-@settings(deadline=None)
 @given(parts=st.lists(st.tuples(st.text("aSßİΣ ", max_size=4), st.booleans()), max_size=5))
 def test_changing_letters_moves_no_mark(parts):
     marked = from_parts(parts)
@@ -67,7 +64,6 @@ def test_changing_letters_moves_no_mark(parts):
     assert marks("".join(list(marked))) == "u" * len(plain) and marks(concat(list(marked))) == marks(marked)
 
 
-@settings(deadline=None)
 @given(
     form=st.lists(
         st.sampled_from(["<|", "|>", "{}", "{:>5}", "{0}", "{:.2}", "{x}", "{!r}", "{{", "{:{}}"]), max_size=5

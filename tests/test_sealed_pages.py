@@ -201,7 +201,7 @@ class SealedMachine(RuleBasedStateMachine):
             self.pool.check(holding for seq, _ in self.live.values() for holding in seq.holds())
 
 
-SealedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+SealedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25)
 test_machine = SealedMachine.TestCase
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tinyvocab
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tinyvocab import tiny_sp
 from tokenizers import Tokenizer as Oracle
@@ -34,14 +34,12 @@ def oracle_of(metadata: dict[str, Any]) -> Oracle:
 ORACLE = oracle_of(tinyvocab.sentencepiece())
 
 
-@settings(deadline=None)
 @given(text=st.text(st.sampled_from("thepags aab  é漢</_\n"), max_size=40) | any_text)
 def test_sentencepiece_ids_equal_the_librarys_with_derived_merges(text):
     expected = ORACLE.encode(text.replace(" ", "▁"), add_special_tokens=False).ids
     assert tiny_sp().encode(text, add_bos=False) == expected
 
 
-@settings(deadline=None)
 @given(text=st.text(st.sampled_from("thepags aab  é漢</_\n"), max_size=60))
 def test_cutting_into_words_changes_nothing(text):
     """The merge loop over the whole text at once gives the same ids."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tinyvocab
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tinyvocab import tiny, tiny_sp
 
@@ -121,7 +121,6 @@ def test_user_defined_tokens_are_found_in_any_text_the_longest_first():
         assert tokenizer.decode(ids) == "a\n\n\n<b>a   b"
 
 
-@settings(deadline=None)
 @given(text=any_text | st.text(st.sampled_from("ab\n <>|im_endstart/"), max_size=40))
 def test_no_text_becomes_a_control_token(text):
     for tokenizer in (tiny("smollm"), tiny("llama-bpe"), tiny_sp(True, ("\n", "<s")), tiny_sp()):
@@ -220,7 +219,6 @@ def test_control_tokens_of_phi3_take_white_space_away(where):
 # --- decoding
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 258), max_size=30), continues=st.booleans())
 def test_streaming_equals_decoding_for_any_bytes(ids, continues):
     """Byte tokens in any order: mostly not UTF-8."""
