@@ -17,6 +17,7 @@ from kvcli.words import meant, near
 
 _SHOWN = 3  # of the words that are too many
 _TEXTS = ("prompt", "text")  # what arguments that are a user's text are called
+_VALUES = "values"  # what arguments that may be negative numbers are called
 
 
 class Reader:
@@ -39,17 +40,18 @@ class Reader:
         Not `interspersed`: options end at the first word that is none. Raises UsageError for an option that the command
         does not have.
         """
-        words, found = list(args), list[str]()
-        while words and words[0] != "--":
+        words, options, plain = list(args), list[str](), list[str]()
+        while words and words[0] != "--" and not self.stopped:
             word = words.pop(0)
-            if word.startswith("-") and word != "-":
-                found += self._option(word, words)
+            if word.startswith("-") and word != "-" and not self._is_value(word):
+                options += self._option(word, words)
             else:
-                found.append(word)
+                plain.append(word)
                 self.stopped = not interspersed
-                if self.stopped:
-                    break
-        return found + words
+        if any(word.startswith("-") and word != "-" for word in plain):
+            plain.insert(0, "--")
+            words = words[1:]  # the rest begins with the same
+        return options + plain + words
 
     def _option(self, word: str, rest: list[str]) -> list[str]:
         """The words that stand for an option; its value may be taken from the rest."""
@@ -83,6 +85,10 @@ class Reader:
         spelled = _dashed(name)
         return next((each for each in (spelled, foreign.ALIASES.get(spelled)) if each in self.options), None)
 
+    def _is_value(self, word: str) -> bool:
+        """Whether a word is a negative number, for a command that has an argument for it."""
+        return re.fullmatch(r"-\d[\d.]*", word) is not None and any(param.name == _VALUES for param in self.params)
+
     def _is_row(self, word: str) -> bool:
         """Whether a word is several options of one letter, none of which takes a value."""
         each = [self.options.get(f"-{letter}") for letter in word[1:]]
@@ -115,8 +121,9 @@ def _dashed(name: str) -> str:
 def no_command(word: str, path: str, commands: Iterable[str]) -> UsageError:
     """The error for a command that does not exist below `path`: what there is instead."""
     help_page = f"see {path} --help"
-    if path == "kv" and word in foreign.COMMANDS:
-        help_page = foreign.COMMANDS[word]
+    of_others = {"kv": foreign.COMMANDS, "kv config": foreign.COMMANDS_OF_CONFIG}.get(path, {})
+    if word in of_others:
+        help_page = of_others[word]
     elif offered := near(word, commands, 2):
         help_page = meant(f"{path} {name}" for name in offered)
     return UsageError(f"no such command: {path} {word}", help_page)

@@ -130,6 +130,10 @@ _COMMANDS = {
     "benchmark": "kv bench",
     "login": "set HF_TOKEN for private and gated repositories",
 }
+_COMMANDS_OF_CONFIG = {
+    "get ls list print": "kv config show lists settings, kv config show NAME shows one",
+    "edit": "kv config path names the file, kv config set NAME VALUE changes it",
+}
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
@@ -139,6 +143,7 @@ def _by_name(table: dict[str, str]) -> dict[str, str]:
 ALIASES = {name: ours for ours, names in _ALIASES.items() for name in names.split()}
 NOTES = _by_name(_NOTES)
 COMMANDS = _by_name(_COMMANDS)
+COMMANDS_OF_CONFIG = _by_name(_COMMANDS_OF_CONFIG)
 
 
 def unread(name: str) -> str:

@@ -95,6 +95,14 @@ def test_the_table_of_other_programs() -> None:
         assert [name for name in named if name not in known] == [], text
 
 
+def test_a_negative_number_is_a_value_where_a_command_has_one() -> None:
+    reader = commandline.Reader(COMMANDS[("config", "set")].params, "kv config set")
+    assert reader.read(["seed", "-1"]) == ["--", "seed", "-1"]
+    assert reader.read(["stop", "-q", "a", "-1.5", "--", "-b"]) == ["-q", "--", "stop", "a", "-1.5", "-b"]
+    with pytest.raises(UsageError, match="no such option: -1x"):
+        reader.read(["seed", "-1x"])
+
+
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
@@ -104,6 +112,8 @@ def test_the_table_of_other_programs() -> None:
         ("ps", "kv ps", "kv has no server"),
         ("stop", "kv stop", "kv has no server"),
         ("show", "kv show", "kv inspect MODEL"),
+        ("config get ctx-size", "kv config get", "kv config show lists settings, kv config show NAME shows one"),
+        ("config ls", "kv config ls", "kv config show lists"),
         ("rnu", "kv rnu", "did you mean kv run?"),
         ("models list", "kv models list", "did you mean kv models ls?"),
         ("models nonsense", "kv models nonsense", "see kv models --help"),

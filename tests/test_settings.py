@@ -225,6 +225,13 @@ def test_show_says_where_each_value_is_from(config: Path, kv_here: KvHere, monke
     lines = kv_here("config", "show", "bench")[1].splitlines()
     assert [line.split() for line in lines if "repetitions" in line] == [["repetitions", "3", "config", "file"]]
     assert kv_here("config", "show", "nonsense")[:2] == (2, "")
+    for name, value, origin in (
+        ("bench.repetitions", "3", "config_file"),
+        ("bench.offline", False, "default"),
+        ("no-stats", "on a terminal", "default"),
+    ):
+        (one,) = json.loads(kv_here("config", "show", name, "--json")[1])["settings"]
+        assert (one["name"], one["value"], one["origin"]) == (name.replace("no-", ""), value, origin)
     assert kv_here("config", "path") == (0, f"{config}\n", "")
     config.write_text("[eval.recall]\ntrial = 3")
     assert "eval.recall.trial in" in kv_here("config", "show")[2]
@@ -238,11 +245,12 @@ def test_set_and_unset(config: Path, kv_here: KvHere) -> None:
         ("chat.no-stats", "yes"),
         ("stop", "a b", '"'),
         ("offline", "1"),
+        ("seed", "-1"),
     ):
         assert kv_here("config", "set", *args) == (0, "", "")
     assert kv_here("config", "unset", "bench.repetitions")[0] == 0
     assert config.read_text() == (
-        '# mine\nctx-size = "32k"\ntemp = 0.5\nstop = ["a b", "\\""]\noffline = true\n\n'
+        '# mine\nctx-size = "32k"\ntemp = 0.5\nstop = ["a b", "\\""]\noffline = true\nseed = -1\n\n'
         "[bench]\n# more\n\n[chat]\nstats = false\n"
     )
     assert config.stat().st_mode & 0o777 == 0o600

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 kv config show
 kv config show bench
+kv config show ctx-size
 kv config set model gemma3-270m
 kv config set ctx-size 32k
 kv config set chat.stats false
@@ -71,7 +72,10 @@ def show(
     ctx: typer.Context,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[COMMAND]...", help="Show all options of one command, e.g. eval recall."),
+        typer.Argument(
+            metavar="[COMMAND]...",
+            help="Show all options of one command, e.g. eval recall, or one setting, e.g. ctx-size.",
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -117,14 +121,28 @@ def in_force(ctx: typer.Context) -> Iterator[tuple[str, Setting]]:
 
 
 def _of_command(ctx: typer.Context, tree: Any, words: Sequence[str]) -> Iterator[tuple[str, Setting]]:
-    """All options of one command. Raises UsageError for one that does not exist."""
+    """All options of one command, or a setting by its name. Raises UsageError for what is neither."""
     command = dict(walk(tree)).get(tuple(words))
+    if command is None and len(words) == 1:
+        yield _of_name(ctx, tree, words[0])
+        return
     if command is None or not getattr(command, "alone", True):
         raise UsageError(f"there is no command '{' '.join(words)}' with options", "see kv --help")
     found = _settings(ctx.obj).of(words, command.params, getattr(command, "commands", ()))
     for option in settings.settable(command.params):
         if helptext.section(option) != helptext.GLOBAL:
             yield settings.name(option), found.get(option.name) or _default(option)
+
+
+def _of_name(ctx: typer.Context, tree: Any, name: str) -> tuple[str, Setting]:
+    """One setting. Raises UsageError for a name that is none."""
+    table, option, _ = _option(ctx, name)
+    called = settings.name(option)
+    if not table:
+        return called, dict(in_force(ctx))[called]
+    command = dict(walk(tree))[tuple(table)]
+    found = _settings(ctx.obj).of(table, command.params, getattr(command, "commands", ()))
+    return ".".join([*table, called]), found.get(option.name) or _default(option)
 
 
 def _settings(invocation: Invocation) -> Settings:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvcli.answering import settle
@@ -124,18 +125,25 @@ def _set(session: ChatSession, argument: str) -> None:
     name = settings.name_of(word) if word else ""
     if value:
         sampling = settings.changed(session.sampling, name, value.strip())
-        try:
+        with _called(word):
             settle(session.engine, sampling)
-        except UsageError as error:
-            flag, _, rest = error.message.partition(" ")
-            error.message = f"{word} {rest}" if flag.startswith("--") else error.message
-            raise
         session.sampling = sampling
     asked, settled = session.sampling, settle(session.engine, session.sampling)
     if name:
         say(f"{settings.shown_as(name)}: {settings.described(name, asked, settled)}")
     else:
         write_err("".join(wrapped(f"  {line}\n", "  ") for line in settings.lines(asked, settled)))
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """Inside, an error that begins with the name of an option begins with this one: what was typed."""
+    try:
+        yield
+    except UsageError as error:
+        flag, _, rest = error.message.partition(" ")
+        error.message = f"{name} {rest}" if flag.startswith("--") else error.message
+        raise
 
 
 def _ctx(session: ChatSession, size: str) -> None:
@@ -155,7 +163,8 @@ def _ctx(session: ChatSession, size: str) -> None:
 def _evict(session: ChatSession, policy: str) -> None:
     if policy and policy != session.evict.policy:
         asked = session.options.evict
-        session.change(session.engine.ctx_size, asked if asked.policy == policy else EvictOptions(policy))
+        with _called("/evict"):
+            session.change(session.engine.ctx_size, asked if asked.policy == policy else EvictOptions(policy))
     elif retention := session.engine.retention:
         say(f"{session.evict.policy}: {retention} of the tokens stay, in whole pages; older ones are forgotten")
     if session.engine.retention is None:
