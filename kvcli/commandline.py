@@ -76,7 +76,8 @@ class Reader:
     def _parts(self, word: str) -> tuple[str, str | None]:
         """--name=value, -n=value or -n5: a name, and the value that is part of the word."""
         name, equals, value = word.partition("=")
-        if not equals and word not in self.options and (attached := re.match(r"(-[A-Za-z]+)([^A-Za-z].*)", word, re.S)):
+        whole = equals or word in self.options or _note(word)
+        if not whole and (attached := re.match(r"(-[A-Za-z]+)([^A-Za-z].*)", word, re.S)):
             return attached[1], attached[2]
         return name, value if equals else None
 
@@ -97,8 +98,8 @@ class Reader:
     def _missing(self, word: str, name: str) -> UsageError:
         """The error for an option that does not exist: what there is instead, as far as we know."""
         spelled, hint = _dashed(name), f"see {self.path} --help"
-        if spelled in foreign.NOTES:
-            return UsageError(f"{name} {foreign.NOTES[spelled]}", hint)
+        if note := _note(spelled):
+            return UsageError(f"{name} {note}", hint)
         alike = 0.7 if word.startswith("--") else 0.85
         if offered := near(f"--{spelled.lstrip('-')}", self.options, 2, alike):
             hint = meant(offered)
@@ -111,6 +112,11 @@ class Reader:
 
 def _takes_value(param: Any) -> bool:
     return not param.is_flag and not param.count
+
+
+def _note(name: str) -> str:
+    """What stands behind an option of another program, which may have been typed with one dash instead of two."""
+    return foreign.NOTES.get(name) or foreign.NOTES.get(f"-{name}", "")
 
 
 def _dashed(name: str) -> str:

@@ -51,6 +51,8 @@ def test_words_as_options_of_ours(given: tuple[str, ...], taken: str) -> None:
         ("--flash-attn", "--flash-attn is not needed: ", ""),
         ("-cnv", "-cnv is the command kv chat here", ""),
         ("-nkvo", "-nkvo has no counterpart: ", ""),
+        ("-no-cnv", "-no-cnv is not needed: kv run answers one prompt", "see kv run --help"),
+        ("-no-display-prompt", "-no-display-prompt is not needed: only the answer", ""),
         ("-mli", '-mli is not needed: in kv chat """', ""),
         ("--num-gpu-blocks-override", "--num-gpu-blocks-override is not needed: pages", ""),
         ("--no-mmap", "--no-mmap is not needed: ", ""),
