@@ -207,7 +207,11 @@ class Settings:
         return found
 
     def unread(self, known: Iterable[str]) -> Iterator[str]:
-        """A line for each variable that is almost one of ours, or another program's. `known`: names of options."""
+        """A line for each variable that is almost one of ours, or another program's, and for a config file that is
+        named and not there. `known`: names of options.
+        """
+        if self.environment.get("KV_CONFIG") and self.path and not os.path.lexists(self.path):
+            yield f"KV_CONFIG is not read: there is no file {self.path}"
         ours = {variable(name) for name in (*known, "config", "cpu-isa", "no-history")}
         for name in sorted(self.environment):
             if name.startswith("KV_") and name not in ours:

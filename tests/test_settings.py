@@ -290,6 +290,16 @@ def test_another_config_file(config: Path, kv: Caller, monkeypatch: pytest.Monke
     assert asked(kv)[0].threads == 0
 
 
+def test_a_config_file_that_is_named_and_not_there(config: Path, kv: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = config.parent / "missing.toml"
+    monkeypatch.setattr(cli, "COMMANDS", ("run", "config"))
+    assert json.loads(kv("config", "show", "--json").out)["unread"] == [], "the usual file need not be there"
+    monkeypatch.setenv("KV_CONFIG", str(missing))
+    line = f"KV_CONFIG is not read: there is no file {missing}"
+    assert json.loads(kv("config", "show", "--json").out)["unread"] == [line]
+    assert f"kv: warning: {line}" in kv("config", "show").err.splitlines()
+
+
 def test_one_value_in_a_text() -> None:
     text = "a = 1\n\n[t]\nb = 2\n"
     assert configfile.changed(text, ["c"], "x") == 'a = 1\nc = "x"\n\n[t]\nb = 2\n'
