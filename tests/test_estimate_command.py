@@ -172,7 +172,7 @@ def test_types_are_those_of_kv_run(kv_here: KvHere) -> None:
     assert pairs("-ctv", "int4") == [("f16", "int4")]
     assert pairs("-ct", "f16,bf16", "--kv-tail", "0", "--kv-sink", "0") == [("f16", "f16"), ("bf16", "bf16")]
     code, _, err = kv_here("estimate", *roomy, "-ct", "q8_0,int8/q4_0")
-    assert code == 0 and all(f"{name} is {own} here" in err for name, own in (("q8_0", "int8"), ("q4_0", "int4")))
+    assert code == 0 and all(f"{name} means {own} here" in err for name, own in (("q8_0", "int8"), ("q4_0", "int4")))
 
 
 @pytest.mark.skipif(bool(gpus()), reason="a GPU is here")

@@ -222,7 +222,7 @@ def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.Captur
     for line in ("hello", "and then", "more", "even more", "/ctx"):
         handle(live, line)
     err = capsys.readouterr().err
-    assert err.count("kv: the context is full: ") == 1 and " until more are) " in err
+    assert err.count("kv: the context is full: ") == 1 and " until the next eviction) " in err
     assert f"of {CTX} tokens" in err and " evicted, " in err and "what was evicted is forgotten" in err
     assert live.sequence.evicted > 0 and live.sequence.kept <= CTX
     reused = [r.end.usage.cache_read_tokens for r in live.sink.results]
