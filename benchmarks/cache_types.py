@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcli.runtime import quality
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import from_gguf
-from kvcli.runtime.download import hub
+from kvcli.runtime.evaluate import quality
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.hub import modelfiles
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256
@@ -41,7 +41,7 @@ HEAD = (
 def measure(model: str, texts: list[str]) -> list[dict[str, Any]]:
     """Every type's entry of `kv perplexity --json`, with its tail and its average bits in a long cache."""
     files = [word for text in texts for word in ("-f", text)]
-    with GGUFFile.open(hub.find_model(model)) as file:
+    with GGUFFile.open(modelfiles.find_model(model)) as file:
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
     rows = []
     for types, tail in RUNS:

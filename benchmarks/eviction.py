@@ -26,18 +26,18 @@ from typing import Any
 import torch
 
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
-from kvcli.runtime import recall
-from kvcli.runtime.download import hub
-from kvcli.runtime.engine import Engine
-from kvcli.runtime.events import Token
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import Token
+from kvcli.runtime.evaluate import recall
 from kvcli.runtime.host.memory import process_bytes
+from kvcli.runtime.hub import modelfiles
 
 PAGE, KEEP, SLICE = 64, 4, 64  # SLICE: rows of logits at a time
 
 
 def opened(options: argparse.Namespace, type_: str, ctx: int, evict: EvictOptions) -> Engine:
     """The model with a cache of that type."""
-    path = hub.find_model(options.model)
+    path = modelfiles.find_model(options.model)
     cache = CacheOptions(ctx, type_, type_, PAGE, evict=evict, force_types=True)
     return Engine.open(path, LoadOptions(options.model, device=options.device), cache)
 

@@ -31,16 +31,16 @@ from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.seal import seal_step as seal_page
-from kvcli.kernels.reference import ReferenceBackend
-from kvcli.kernels.rotation import rotate
+from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.rotation import rotate
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pagelist import paged_record
-from kvcli.runtime.cache.pages import PagePool
-from kvcli.runtime.cache.sealing import seal_step
+from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.rope import RopeTable
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
 
 TYPES = (
     ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),

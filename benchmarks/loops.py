@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime.download.hub import find_model
-from kvcli.runtime.engine import Engine
-from kvcli.runtime.events import End
-from kvcli.runtime.repeats import LoopDetector
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.repeats import LoopDetector
+from kvcli.runtime.hub.modelfiles import find_model
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 PROMPTS = (

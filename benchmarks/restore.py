@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
-from kvcli.runtime.promptcaches.pagefiles import host_bytes, load_pages
-from kvcli.runtime.promptcaches.prefixpages import needed
-from kvcli.runtime.promptcaches.promptcache import Contents, PromptCacheFile
-from kvcli.runtime.promptcaches.promptwriting import write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
+from kvcli.runtime.promptcache.filewriting import write
+from kvcli.runtime.promptcache.pagefiles import host_bytes, load_pages
+from kvcli.runtime.promptcache.prefixpages import needed
 
 IDENTITY = {"shape": "8B"}
 BLOCK = 8 << 20

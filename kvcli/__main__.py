@@ -6,8 +6,9 @@ import os
 
 
 def main() -> None:
-    """`kvcli.cli.main`, which takes the signals over. After one there is nothing left for Python to tidy up."""
-    from kvcli import cli, interrupt
+    """`kvcli.cli.main.main`, which takes the signals over. After one there is nothing left for Python to tidy up."""
+    from kvcli.cli import interrupt
+    from kvcli.cli import main as cli
 
     try:
         cli.main()

@@ -62,7 +62,7 @@ KvHere = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="session")
 def kv_command() -> list[str]:
     """The words that start the `kv` under test, in any working folder."""
-    code = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from kvcli.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from kvcli.cli.main import main; main()"
     return [sys.executable, "-c", code]
 
 
@@ -93,10 +93,10 @@ def kv_here(capfd: pytest.CaptureFixture[str]) -> KvHere:
     """Run `kv` in this process, which is fast: kv_here("models", "ls") -> (exit code, stdout, stderr)."""
 
     def run(*args: str) -> tuple[int, str, str]:
-        from kvcli import cli
+        from kvcli.cli import main
 
         capfd.readouterr()
-        code = cli.run_command(list(args))
+        code = main.run_command(list(args))
         sys.stdout.flush()
         out, err = capfd.readouterr()
         return code, out, err
@@ -111,7 +111,7 @@ def _real_model(name: str, short: str) -> Path:
         path = Path(given) / f"{short}.gguf"
         assert path.is_file(), f"KV_TEST_MODELS names {given}, which lacks {path.name}"
         return path
-    from kvcli.runtime.download.hub import find_model
+    from kvcli.runtime.hub.modelfiles import find_model
 
     return find_model(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -13,81 +14,38 @@ import pytest
 import tiny
 from conftest import PACKAGE_ROOT, ROOT
 
-
-def whole(name: str) -> str:
-    """The name with what a leading dot stands for."""
-    return f"kvcli.runtime{name}" if name.startswith(".") else name
-
-
-# The house, from the cellar (first line) up. A name is a module, or a package and all that is in it. A module
-# may import from lower floors and, if it is part of a package named here, from that package. A leading dot stands for
-# kvcli.runtime.
-LAYERS = """
-kvcli
-kvcli.errors kvcli.oldnames kvcli.options kvcli.paths kvcli.telling kvcli.versions kvcli.words
-kvcli.jsonobjects kvcli.kernels
-kvcli.runtime .cache .download .host .planning .promptcaches .text .events .sampling
-.cache.cachetypes .eviction .download.growth .ggufkeys .repeats
-.config .dry
-.cache.grouplayout .download.headercache .host.memory
-.host.processmemory .text.provenance .planning.repacked .text.stops .download.wire
-.host.cores .host.mapped
-.planning.cards .planning.footprint .formats .cache.layout .planning.overheads .planning.runnable
-.text.pretokenizers .download.recipes .rope .text.sandbox .planning.shapes
-.text.vocabulary .download.hubnames .download.websession
-.planning.anygguf .text.bytebpe .cache.pages .download.ranges .sampler
-.text.sentencepiece .download.hublisting .download.store .text.template .planning.titles .weights
-.planning.facts .planning.hfconfig .download.fetching .download.hubcache .cache.pagelist
-.download.hubdownload .cache.sequence
-.promptcaches.fingerprint .guard .promptcaches.prefixpages .promptcaches.settings .cache.sealing .text.tokenizer
-.promptcaches.caches .promptcaches.promptcache
-.promptcaches.pagefiles .promptcaches.prefix .promptcaches.promptwriting
-.promptcaches.conversion .promptcaches.held .promptcaches.promptstore .promptcaches.userfile
-.promptcaches.cachewriter .promptcaches.chatfiles .promptcaches.missed
-.promptcaches.keeping
-.promptcaches.reuse
-kvcli.estimate .text.conversation .layers .host.machine .download.sources
-.archs .host.device .host.diskspeed .graphpages .download.hub .terms
-.tokengraph
-.decoding .promptcaches.sessions
-.promptcaches.enginecaches .generation
-.engine .planning.headers .download.inventory
-.host.measuring .quality .recall
-.download.remoteheaders
-.benching .planning.plannedmodel .promptcaches.recompute
-kvcli.comparison kvcli.overflow kvcli.verification kvcli.wrapping
-kvcli.configfile kvcli.foreign kvcli.helptext kvcli.inputs kvcli.interrupt kvcli.streams
-kvcli.cacheflags kvcli.commandline kvcli.settings
-kvcli.flags kvcli.invocation
-kvcli.render
-kvcli.globaloptions kvcli.remarks
-kvcli.app
-kvcli.estimateflags kvcli.estimateview kvcli.evictflags kvcli.locate kvcli.report kvcli.sampleflags
-kvcli.asking kvcli.cachefiles kvcli.explanation kvcli.opening kvcli.promptcacheflags kvcli.sinks
-kvcli.answering kvcli.measuring kvcli.storage
-kvcli.completion kvcli.doctor
-kvcli.commands
-kvcli.cli
+# The house from the roof down; a name covers what is below it, unless that is named itself. See docs/architecture.md.
+FLOORS = """
 kvcli.__main__
+kvcli.cli
+kvcli.runtime.evaluate
+kvcli.runtime.engine
+kvcli.runtime.promptcache kvcli.runtime.headers
+kvcli.runtime.plan kvcli.runtime.model
+kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
+kvcli.runtime.config
+kvcli.kernels kvcli.runtime.formats kvcli.runtime.text
+kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
+kvcli.errors
+kvcli kvcli.runtime
 """
-# The one way up, taken inside a function: a local file needs nothing of HTTP and TLS.
-UPWARD = {("kvcli.runtime.planning.headers", "kvcli.runtime.download.remoteheaders")}
-RANKS = {whole(name): rank for rank, line in enumerate(LAYERS.split("\n")) for name in line.split()}
-
-FOLDERS = {name for name in RANKS if any(other.startswith(f"{name}.") for other in RANKS)}
+FLOOR = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 
 # The kernels know nothing of ours but the errors: they could be lifted out.
 KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
-kvcli.kernels .archs .promptcaches.caches .promptcaches.cachewriter .promptcaches.conversion .decoding
-.engine .promptcaches.enginecaches .generation .graphpages .guard .promptcaches.held .promptcaches.keeping
-.layers .promptcaches.pagefiles .cache.pagelist .cache.pages .promptcaches.prefix .quality .recall
-.promptcaches.recompute .promptcaches.reuse .rope .sampler .cache.sealing .cache.sequence
-.tokengraph .promptcaches.userfile .weights
+kernels runtime.model
+runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
+runtime.engine.decoding runtime.engine.engine runtime.engine.generation runtime.engine.graph.pages
+runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
+runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
+runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
+runtime.promptcache.keeper runtime.promptcache.lookup runtime.promptcache.pagefiles runtime.promptcache.prefix
+runtime.promptcache.userfile runtime.promptcache.writer
 """
-TORCH_USERS = tuple(map(whole, TORCH.split()))
+TORCH_USERS = tuple(f"kvcli.{name}" for name in TORCH.split())
 
 
 def _modules() -> dict[str, Path]:
@@ -114,32 +72,26 @@ def _imports(path: Path) -> Iterator[str]:
                     yield full if full in MODULES else node.module
 
 
-def _entry(module: str) -> str:
-    """The longest name in LAYERS that covers a module; what is in a folder whose files are named there must be, too."""
-    parts = module.split(".")
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        if name in RANKS and (end == len(parts) or name not in FOLDERS):
-            return name
-    raise AssertionError(f"{module} has no place in LAYERS: give it one")
+def _room(module: str) -> str:
+    """The longest name in FLOORS that covers a module."""
+    return max((name for name in FLOOR if _is_in(module, (name,))), key=len)
 
 
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def test_the_table_names_only_what_exists() -> None:
-    assert len(MODULES) > 40
-    assert set(RANKS) <= set(MODULES), "LAYERS names a module that is gone"
+def test_imports_go_downward() -> None:
+    assert set(FLOOR) <= set(MODULES), "FLOORS names what is gone"
+    for module, path in MODULES.items():
+        for imported in _imports(path):
+            own, other = _room(module), _room(imported)
+            assert own == other or FLOOR[own] < FLOOR[other], f"{module} imports {imported}, which is not below it"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_downward(module: str) -> None:
-    own = _entry(module)
-    for imported in _imports(MODULES[module]):
-        other = _entry(imported)
-        allowed = other == own or RANKS[other] < RANKS[own] or (module, imported) in UPWARD
-        assert allowed, f"{module} imports {imported}, which is not below it"
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = {module: set(_imports(path)) - {module} for module, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a circle
 
 
 def test_kernels_stand_alone() -> None:
@@ -172,13 +124,13 @@ print(json.dumps(guilty))
 def test_triton_is_imported_by_few(kv_env: dict[str, str]) -> None:
     """At their top, only the kernels of a GPU and a token's graph; all else works where triton is not installed, and so
     does `kv run`."""
-    users = ("kvcli.kernels.gpu", "kvcli.runtime.tokengraph")
+    users = ("kvcli.kernels.gpu", "kvcli.runtime.engine.graph.tokengraph")
     names = [module for module in MODULES if not _is_in(module, users) and module != "kvcli.__main__"]
     code = (
         f"import importlib, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.modules['triton'] = None\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '2', '--raw']\n"
-        "from kvcli.cli import main; main()"
+        "from kvcli.cli.main import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=kv_env)
     assert result.returncode == 0 and result.stdout, result.stderr
@@ -196,7 +148,7 @@ def test_torch_is_not_imported_by(arguments: str) -> None:
         "report = lambda: print(heavy(), len(sys.modules), file=sys.stderr)\n"
         "atexit.register(report)\n"
         f"sys.argv = ['kv', *{arguments.split()!r}]\n"
-        "from kvcli.cli import main; main()"
+        "from kvcli.cli.main import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded, count = result.stderr.splitlines()[-1].split()
@@ -209,7 +161,7 @@ def test_numpy_is_not_imported_by(arguments: str, kv_env: dict[str, str]) -> Non
         f"import atexit, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
         "atexit.register(lambda: print('numpy' in sys.modules, file=sys.stderr))\n"
         f"sys.argv = ['kv', *{arguments.split()!r}]\n"
-        "from kvcli.cli import main; main()"
+        "from kvcli.cli.main import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=kv_env)
     assert result.returncode == 0 and result.stderr.splitlines()[-1] == "False", result.stderr

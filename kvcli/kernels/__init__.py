@@ -23,10 +23,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Union
 
 from kvcli.errors import KVError, UsageError
-from kvcli.kernels.matmul import QuantTensor
-from kvcli.kernels.native import NativeBackend, asked_isa
+from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
-from kvcli.kernels.reference import ReferenceBackend
+from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.matmul import QuantTensor
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kvcli.kernels import codecs
-from kvcli.kernels.pointwise import rope_
-from kvcli.kernels.rotation import rotate
+from kvcli.kernels.reference import codecs
+from kvcli.kernels.reference.pointwise import rope_
+from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.ggufkeys import Keys
+from kvcli.runtime.formats.ggufkeys import Keys
 
 FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from kvcli.errors import ModelError
-from kvcli.kernels import pointwise
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
@@ -22,9 +21,10 @@ from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal
-from kvcli.kernels.matmul import QuantTensor
 from kvcli.kernels.paged import Angles, PagedKV
-from kvcli.kernels.rotation import rotate
+from kvcli.kernels.reference import pointwise
+from kvcli.kernels.reference.matmul import QuantTensor
+from kvcli.kernels.reference.rotation import rotate
 
 SPLITS = 64  # shares of the pages in which one query alone looks at them
 

@@ -16,7 +16,7 @@ from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import launch_options
-from kvcli.kernels.rotation import block
+from kvcli.kernels.reference.rotation import block
 
 MOST_PARTS = 128  # they are read in one go
 EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other

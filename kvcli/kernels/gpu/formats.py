@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ModelError
-from kvcli.kernels import ggml
-from kvcli.kernels.matmul import QuantTensor
+from kvcli.kernels.reference import ggml
+from kvcli.kernels.reference.matmul import QuantTensor
 
 GROUP = 32  # elements
 SUPER = 8  # groups that share an entry of `supers`

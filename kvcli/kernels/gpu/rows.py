@@ -17,7 +17,7 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import oldest_row, slot
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.rotation import block
+from kvcli.kernels.reference.rotation import block
 
 LOG2_E = 1.4426950408889634
 TWO_PI = tl.constexpr(6.283185307179586)

@@ -1,4 +1,4 @@
-"""The next token chosen on the device, the same one as `kvcli.runtime.sampler.Sampler` chooses on the host.
+"""The next token chosen on the device, the same one as `kvcli.runtime.engine.sampler.Sampler` chooses on the host.
 
 Two kernels. `_maxima` takes the largest logit of every block. Greedy: `_greedy` looks into the first best block.
 Otherwise `_draw`, one program: a threshold on the blocks, the candidates above it, the k best of them in ascending

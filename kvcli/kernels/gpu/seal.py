@@ -16,7 +16,7 @@ from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import slot
 from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options
-from kvcli.kernels.rotation import block
+from kvcli.kernels.reference.rotation import block
 
 ROWS = tl.constexpr(16)
 SMALLEST_SCALE = tl.constexpr(6e-8)

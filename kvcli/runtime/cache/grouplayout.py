@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvcli.runtime.cache.cachetypes import CODEC_SPECS, CodecSpec
+from kvcli.runtime.cache.codecs import CODEC_SPECS, CodecSpec
+from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.eviction import Retention
 
 ALIGN = 128  # bytes a record is rounded up to
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page

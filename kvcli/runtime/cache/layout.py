@@ -17,10 +17,10 @@ from functools import cached_property
 
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
-from kvcli.runtime.cache.cachetypes import CodecSpec, canonical, codec
+from kvcli.runtime.cache.codecs import CodecSpec, canonical, codec
+from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.grouplayout import GroupLayout, at_least_16
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.eviction import Retention
 
 PAGE_SIZES = (16, 32, 64, 128)
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most

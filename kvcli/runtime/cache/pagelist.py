@@ -10,7 +10,7 @@ import torch
 
 from kvcli.kernels import Basis, PagedKV, RecordLayout
 from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.pages import NO_PAGE, PagePool
+from kvcli.runtime.cache.pool import NO_PAGE, PagePool
 
 Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 

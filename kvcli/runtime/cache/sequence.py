@@ -11,7 +11,7 @@ from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pagelist import NO_PAGE, Bases, Layers, PageList
-from kvcli.runtime.cache.pages import PagePool
+from kvcli.runtime.cache.pool import PagePool
 
 
 @dataclass(frozen=True)

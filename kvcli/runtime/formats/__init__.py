@@ -1,0 +1,1 @@
+"""Files of models: headers read with checks, tensors mapped. No torch."""

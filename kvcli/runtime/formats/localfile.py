@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from kvcli.errors import ModelError
-from kvcli.runtime.host.mapped import MappedFile
+from kvcli.runtime.formats.mapped import MappedFile
 
 
 class LocalFile(MappedFile):

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.boundedjson import load_object
-from kvcli.runtime.formats.gguf_values import DAMAGED, Buffer, NeedMoreBytes, quote
+from kvcli.runtime.formats.ggufvalues import DAMAGED, Buffer, NeedMoreBytes, quote
 
 # Bits of one element. Where they are not eight or more, whole tensors must still fill whole bytes.
 DTYPES = {

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.formats.gguf_values import DAMAGED, quote
+from kvcli.runtime.formats.ggufvalues import DAMAGED, quote
 
 if TYPE_CHECKING:
-    from kvcli.runtime.formats.gguf import Header
+    from kvcli.runtime.formats.ggufheader import Header
 
 MAX_PARTS = 1024
 _SIDE_BY_SIDE = "the parts of a model must lie side by side under the names that llama-gguf-split gives them"

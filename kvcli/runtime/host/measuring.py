@@ -26,7 +26,13 @@ GPU_BUFFER_BYTES = 1 << 30
 REPEATS = 7
 TIMEOUT_S = 180
 _ROOT = str(Path(__file__).resolve().parents[3])
-_IMPORTS_OF_A_RUN = ("kvcli.cli", "kvcli.commands.run", "kvcli.runtime.engine", "tokenizers", "jinja2.sandbox")
+_IMPORTS_OF_A_RUN = (
+    "kvcli.cli.main",
+    "kvcli.cli.commands.run",
+    "kvcli.runtime.engine.engine",
+    "tokenizers",
+    "jinja2.sandbox",
+)
 # The working folder is taken off the path before anything is imported: a torch.py there is not torch.
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from kvcli.runtime.host.measuring import main; main(sys.argv[2:])"
 

@@ -1,0 +1,84 @@
+"""One prompt through an open engine: its events go to a sink, what it took comes back as a `Result`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcli.cli.interrupt import FINISH, Interrupts
+from kvcli.cli.overflow import Cut
+from kvcli.cli.report import CacheFacts, MemoryFacts, Result
+from kvcli.cli.sinks import Sink
+from kvcli.cli.verification import verify
+from kvcli.errors import KVError, OutputError
+from kvcli.options import SampleOptions
+from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine.events import Prefill, Token
+
+if TYPE_CHECKING:
+    from kvcli.runtime.cache.sequence import Sequence
+    from kvcli.runtime.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Job:
+    """How an answer is made, and who is told. `model` is the name that the user gave."""
+
+    model: str
+    sampling: SampleOptions  # settled
+    sink: Sink
+    interrupts: Interrupts
+    verify: bool = False  # compare the memory plan with what the process took
+    history: bool = False  # the prompt is a whole conversation, see Engine.generate
+    cut: Cut | None = None  # what is missing of the prompt
+    told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
+
+
+def settle(engine: Engine, options: SampleOptions) -> SampleOptions:
+    """The options with the model's defaults and a seed filled in: what is reported is what was used.
+
+    Raises UsageError, and ModelError for a default of the model that makes no sense.
+    """
+    return sampling.settled(options, engine.sampling_defaults, engine.config.vocab_size)
+
+
+def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Result:
+    """Generate after `ids`, the whole context. ContextOverflow comes before anything is changed.
+
+    From the first token on an interrupt ends the answer instead of the process.
+    """
+    job.sink.start(job.model, job.sampling)
+    parts = []
+    try:
+        for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history):
+            if isinstance(event, Prefill):
+                job.sink.prefill(event)
+            elif isinstance(event, Token):
+                job.interrupts.stage = FINISH
+                parts.append(event.text)
+                job.sink.token(event)
+            else:
+                end = event
+    except KVError as error:
+        if not isinstance(error, OutputError):
+            job.sink.broken()
+        raise
+    text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
+    memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
+    checked = verify(engine, max(1, sequence.length)) if job.verify else None
+    result = Result(job.model, text, end, cache, job.sampling, list(job.told), memory, checked, job.cut)
+    job.sink.end(result, end.text)
+    return result
+
+
+def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
+    """What the sequence holds now."""
+    layout = engine.layout
+    pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones
+    nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
+    type_k, type_v = engine.cache_types
+    counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size
+    options, whole = engine.terms.options, layout.contiguous_bytes(engine.ctx_size)
+    pinned = options.tail, options.sinks, options.evict.policy
+    forgotten = sequence.evicted, engine.retention
+    return CacheFacts(type_k, type_v, *counts, *pinned, *forgotten, sequence.page_utilization, whole)

@@ -1,0 +1,1 @@
+"""The commands of `kv`, one file or folder each."""

@@ -1,0 +1,24 @@
+"""What the commands of `kv cache` share: which files are meant, and where the store is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcli.cli import cachefiles, render
+from kvcli.cli.flags.promptcache import store_folder
+from kvcli.cli.invocation import Invocation
+
+Name = Annotated[str, typer.Argument(metavar="FILE|ID", help="A path, or an id from kv cache ls.")]
+
+
+def stored_files(cache_dir: str | None, invocation: Invocation) -> list[Path]:
+    """Every file of the store, the one used last first; where there is none, that is said."""
+    root = store_folder(cache_dir)
+    files = cachefiles.stored(root)
+    if not files:
+        what = "it is empty" if root.is_dir() else "there is no such folder"
+        render.announce(f"no prompts are kept in {root}: {what}", invocation)
+    return files

@@ -1,0 +1,75 @@
+"""`kv cache build`: a prompt cache without an answer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from kvcli.cli import engines, render, report
+from kvcli.cli.answer import Job, answer, settle
+from kvcli.cli.commands.run import PromptFlags
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.promptcache import writable
+from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.sinks import NoSink
+from kvcli.errors import CacheFileError, OutputError, UsageError
+from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.words import counted
+
+
+@grouped
+def build(
+    ctx: typer.Context,
+    model: ModelFlags,
+    cache: CacheFlags,
+    evict: EvictFlags,
+    prompt: PromptFlags,
+    system: SystemFlags,
+    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
+    instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
+    invocation: Invocation = ctx.obj
+    with Interrupts(last_words) as interrupts:
+        question = prompt.question(instruction, system, invocation)
+        cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
+        engine = engines.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
+        question = question.of(engine, invocation)
+        ids = question.ids(engine)
+        if len(ids) < engine.layout.page_size:
+            raise UsageError(
+                f"the prompt has {counted(len(ids), 'token')}: less than a page of {engine.layout.page_size} is"
+                " never read from a prompt cache",
+                "give a longer prompt, or a smaller --page-size",
+            )
+        if engine.keeps_prompt and len(ids) <= engine.ctx_size:
+            engines.keep_prompt(engine, len(ids), invocation)
+        options = settle(engine, SampleOptions(max_tokens=0))
+        job = Job(model.model, options, NoSink(invocation), interrupts, told=invocation.told)
+        kept = PromptCacheOptions(
+            file=file, strict=True, replace=force, awaited=True, source=prompt.source,
+            lead=question.text(engine, ids)[0],
+        )  # fmt: skip
+        with closing(engine.use_caches(kept, render.telling(invocation))):
+            result = answer(engine, engine.new_sequence(), ids, job)
+    if not file.is_file():
+        raise OutputError(f"{file} was not made", "the line above says why")
+    with PromptCacheFile(file) as made:
+        if made.contents.tokens[: len(ids)] != ids:
+            raise CacheFileError(
+                f"{file} holds another prompt and is left as it is", "--force replaces it; or name another file"
+            )
+    if json:
+        size = file.stat().st_size
+        render.print_json("cache build", {**report.result_object(result), "path": str(file), "size_bytes": size})
+    else:
+        render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)
+        render.write_out(f"{out}\n")
+    raise typer.Exit(interrupts.code)

@@ -1,0 +1,92 @@
+"""`kv cache rm` and `prune`: removing what the store keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcli.cli import cachefiles, render
+from kvcli.cli.commands.cache.arguments import stored_files
+from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.flags.promptcache import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.errors import OutputError, UsageError
+from kvcli.runtime.host.memory import parse_size
+from kvcli.words import counted, human_bytes
+
+Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
+NAMED = 3  # files that a question names
+
+
+def rm(
+    ctx: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids from kv cache ls.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Everything that is stored.")] = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    cache_dir: CacheDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Remove stored prompts."""
+    root = store_folder(cache_dir)
+    if bool(names) == all:
+        raise UsageError("give ids, or --all", "kv cache ls lists ids")
+    files = stored_files(cache_dir, ctx.obj) if all else [cachefiles.locate(name, root) for name in names or []]
+    if outside := [file for file in files if root not in file.absolute().parents]:
+        raise UsageError(f"{outside[0]} is not in {root}", "kv removes files of the store only")
+    _remove(list(dict.fromkeys(files)), yes, dry_run, json, ctx.obj)
+
+
+def prune(
+    ctx: typer.Context,
+    max_size: Annotated[
+        str, typer.Option("--max-size", metavar="SIZE", help="Maximum size of what stays.")
+    ] = CACHE_SIZE,
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="TIME", help="Also remove what was unused for this long.")
+    ] = CACHE_TTL,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    cache_dir: CacheDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Remove what was used longest ago, and what interrupted processes left."""
+    from kvcli.runtime.promptcache import store
+
+    root = store_folder(cache_dir)
+    limits = store.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))
+    gone = [entry.path for entry in store.prune(root, limits, dry_run=True)]
+    if stored_files(cache_dir, ctx.obj) and not gone:
+        render.announce("there is nothing to remove", ctx.obj)
+    _remove(gone, yes, dry_run, json, ctx.obj)
+    if not dry_run:
+        try:
+            store.prune(root, limits)
+        except OSError as error:
+            raise OutputError(f"cannot clear {root}: {error.strerror or error}") from None
+
+
+def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation: Invocation) -> None:
+    found = [cachefiles.describe(file) for file in files]
+    size = sum(file.size for file in found)
+    what = f"{counted(len(found), 'file')}, {human_bytes(size)}"
+    if found and not dry_run:
+        named = [f"{cachefiles.id_of(file.path)} ({file.prompt[:40].rstrip()})" for file in found[:NAMED]]
+        more = [f"{len(found) - NAMED:,} more"] if len(found) > NAMED else []
+        confirm_removal(f"{', '.join([*named, *more])}: {what}", yes, json)
+        try:
+            for file in files:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None
+    if json:
+        removed = [{"id": cachefiles.id_of(f.path), "path": str(f.path), "size_bytes": f.size} for f in found]
+        render.print_json("cache rm", {"dry_run": dry_run, "size_bytes": size, "removed": removed})
+        return
+    for file in files:
+        render.write_out(f"{cachefiles.id_of(file)}\n")
+    if found:
+        render.announce(f"{'would remove' if dry_run else 'removed'} {what}", invocation)

@@ -1,0 +1,238 @@
+"""`kv chat`: a conversation on the terminal, or one message after another from a script; and `kv chat ls` and others
+for conversations that are saved.
+
+`session.py` holds a conversation, `slash.py` has the commands typed in it, `lineeditor.py` reads what is typed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.cli import engines, render, report
+from kvcli.cli.answer import settle
+from kvcli.cli.app import App
+from kvcli.cli.commands.chat import saved, slash, transcript
+from kvcli.cli.commands.chat.flags import ChatFlags
+from kvcli.cli.commands.chat.group import ChatGroup
+from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.promptcache import StoreFlags
+from kvcli.cli.flags.sampling import SampleFlags
+from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.helptext import GENERATE
+from kvcli.cli.inputs import decode, drop_mark
+from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
+from kvcli.cli.invocation import Invocation
+from kvcli.cli.sinks import TextSink
+from kvcli.cli.streams import TextOut, keys_wait, say, wrapped, write_err
+from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.runtime.promptcache import sessions
+from kvcli.words import counted
+
+if TYPE_CHECKING:
+    from kvcli.notices import Tell
+    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.text.conversation import Conversation
+
+EXAMPLES = """
+kv chat --session trip
+kv chat --resume trip
+kv chat ls
+kv chat show trip
+kv chat rm trip
+kv chat export trip -o trip.md
+printf 'Hello.\\nAnd in French?\\n' | kv chat --script
+"""
+
+
+def register(app: typer.Typer) -> None:
+    group = App(cls=ChatGroup)
+    group.callback(invoke_without_command=True, epilog=EXAMPLES)(chat)
+    for command in (saved.ls, saved.show, saved.export, saved.rm):
+        group.command(command.__name__, rich_help_panel="Saved chats")(command)
+    app.add_typer(group, name="chat", rich_help_panel=GENERATE)
+
+
+@grouped
+def chat(
+    ctx: typer.Context,
+    model: ModelFlags,
+    cache: CacheFlags,
+    store: StoreFlags,
+    evict: EvictFlags,
+    system: SystemFlags,
+    sample: SampleFlags,
+    flags: ChatFlags,
+) -> None:
+    """Talk with a model. Each turn reuses the cache of the turns before it.
+
+    Enter sends a message. One of several lines stands between \"\"\" and \"\"\"; or end a line with a backslash, or
+    press Alt-Enter or Ctrl-J. What is pasted stays together. /help lists commands, such as /undo, /set, /save and
+    /file; Ctrl-D or /exit leaves.
+    """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return
+    invocation: Invocation = ctx.obj
+    keys = nullcontext(lambda: None) if flags.script else keys_wait()
+    with keys as give_back, Interrupts(partial(_leave, give_back), insist=flags.script) as interrupts:
+        flags.check()
+        load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
+        evict_options = evict.options(cache.page_size)
+        cache_options, name = cache.options(evict_options), flags.session_name()
+        message = system.text(render.telling(invocation))
+        stats = report.wants_stats(flags.stats, invocation)
+        aside, kept = partial(render.aside, invocation=invocation), store.options(invocation)
+        how = aside, invocation.verbose > 0
+        options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
+        sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
+        engine = engines.open_engine(load, cache_options, invocation, interrupts)
+        if invocation.verbose:
+            say(report.sampling_line(settle(engine, sampling)))
+        conversation = _conversation(engine, message, flags.no_raw, invocation)
+        with closing(_branches(name, load.model, engine)) as branches:
+            branches.restore(conversation)
+            told = _replace_system(conversation, message)
+            if engine.keeps_prompt:
+                engines.keep_prompt(engine, conversation.system_tokens(), invocation)
+            tell = _telling(invocation)
+            with closing(ChatSession(engine, conversation, options, sink, interrupts, branches, tell)) as session:
+                interrupts.stage = UNWIND
+                _greet(session, told, invocation)
+                if flags.script:
+                    _follow(session, b"\0" if flags.null else b"\n")
+                else:
+                    _talk(session, invocation, flags.no_history)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """Options of a conversation are of no use to the commands about saved ones. Raises UsageError."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(str(param.name))
+        if source is not None and source.name == "COMMANDLINE" and param.expose_value:
+            raise UsageError(
+                f"{param.opts[-1]} cannot be used with kv chat {ctx.invoked_subcommand}",
+                f"see kv chat {ctx.invoked_subcommand} --help",
+            )
+
+
+def _leave(give_back: Callable[[], None], code: int) -> None:
+    """Before an exit at once, which unwinds nothing."""
+    give_back()
+    last_words(code)
+
+
+def _telling(invocation: Invocation) -> Tell:
+    """As for `kv run`; but nobody asked for anything to be found, so that it was not is said with -v only."""
+    tell = render.telling(invocation)
+    return tell if invocation.verbose else replace(tell, notice=lambda message: None)
+
+
+def _conversation(engine: Engine, system: str | None, anyway: bool, invocation: Invocation) -> Conversation:
+    """`anyway`: with a base model, too. Raises ModelError for a model without a chat template."""
+    from kvcli.runtime.text.conversation import Conversation
+
+    if anyway:
+        engine.chat_anyway()
+    elif engine.template_note:
+        if engine.template is None:
+            spare = f", --no-raw chats with it in {engine.config.arch}'s format" if engine.spare_template else ""
+            raise ModelError(
+                "this model cannot chat: its file has no chat template, as base models have none",
+                f"kv run continues text with it, kv chat -m {DEFAULT_MODEL} chats{spare}",
+            )
+        render.notice(engine.template_note, invocation)
+    assert engine.template is not None
+    return Conversation(engine.tokenizer, engine.template, system)
+
+
+def _branches(name: str, model: str, engine: Engine) -> sessions.Branches:
+    """Those of the saved chat; "" = of one in memory."""
+    return sessions.Session(name, model, engine.tokenizer_hashes()) if name else sessions.Branches()
+
+
+def _replace_system(conversation: Conversation, asked: str | None) -> str:
+    """Have the system message of the command line in place of that of a saved chat; what to say of it."""
+    before = conversation.system
+    if asked is None or asked == before:
+        return ""
+    conversation.set_system(asked)
+    return "" if not conversation.messages else "its system message is replaced by the one of this command line"
+
+
+def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
+    """What a chat begins with: the model, or where a saved chat was left."""
+    tell = partial(render.announce, invocation=invocation)
+    conversation, engine = session.conversation, session.engine
+    if not session.options.script:
+        title = render.one_line(engine.title)
+        render.notice(f"{title}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
+    if not conversation.messages:
+        return
+    branches, turns = session.branches, counted(conversation.turns, "turn")
+    if not session.options.script and not invocation.quiet:
+        write_err(wrapped(transcript.last_turn(conversation.messages)) + "\n")
+    branch = "" if branches.branch == sessions.MAIN else f", branch {branches.branch}"
+    tell(f"session {branches.saved_as}{branch}: {turns} so far" + ("; /history shows them" if turns else ""))
+    if held_with := getattr(branches, "held_with", ""):
+        tell(f"it was last used with {held_with} and continues with {session.options.model}")
+    if told:
+        tell(told)
+    n_tokens = len(conversation.tokens)
+    if n_tokens > engine.ctx_size and not engine.retention:
+        tell(f"its {n_tokens:,} tokens are more than the context of {engine.ctx_size:,}: {session.ways_out(n_tokens)}")
+    elif not invocation.quiet:
+        session.tell_unread()
+
+
+def _follow(session: ChatSession, end: bytes) -> None:
+    """Handle the messages of stdin; the first error ends the script with its exit code."""
+    for message in read_messages(end):
+        if not slash.handle(session, message):
+            return
+
+
+def read_messages(end: bytes) -> Iterator[str]:
+    """Messages from stdin as they arrive, each ended by the byte `end`; the last one need not be.
+
+    Raises InputBytesError; the offset counts within the message.
+    """
+    held = b""
+    number = 0
+    while block := os.read(sys.stdin.fileno(), 1 << 16):
+        *messages, held = (held + block).split(end)
+        for message in messages:
+            number += 1
+            text = decode(message.removesuffix(b"\r") if end == b"\n" else message, f"message {number}")
+            yield drop_mark(text) if number == 1 else text
+    if held:
+        text = decode(held, f"message {number + 1}")
+        yield text if number else drop_mark(text)
+
+
+def _talk(session: ChatSession, invocation: Invocation, no_history: bool) -> None:
+    """Read and handle lines until Ctrl-D or /exit; errors are told and the conversation goes on."""
+    from kvcli.cli.commands.chat import lineeditor
+
+    history = lineeditor.open_history(partial(render.warn, invocation=invocation), no_history)
+    editor = lineeditor.LineEditor(history, slash.NAMES)
+    while True:
+        draft, session.draft = session.draft, ""
+        try:
+            if not slash.handle(session, editor.read(draft)):
+                return
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not editor.interrupted_text:
+                say("Ctrl-D to exit")
+        except KVError as error:
+            render.print_error(error.message, error.hint, invocation.color)

@@ -1,0 +1,145 @@
+"""`kv chat ls`, `show`, `export` and `rm`: chats that are saved. Never imports torch."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcli.cli import cachefiles, jsonobjects, render
+from kvcli.cli.commands.chat import transcript
+from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.flags.promptcache import CacheDir, store_folder
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.streams import OutputFile
+from kvcli.errors import KVError, OutputError, UsageError
+from kvcli.runtime.promptcache import sessions
+from kvcli.runtime.promptcache.chatfiles import OWNER
+from kvcli.words import human_bytes
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name from kv chat ls.")]
+Branch = Annotated[
+    str, typer.Option("--branch", metavar="NAME", help="Another branch of the chat.", show_default="where it was left")
+]
+
+
+def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
+    """List the saved chats, the last used first."""
+    found = [_described(name) for name in sessions.names()]
+    if json:
+        render.print_json("chat ls", {"sessions": found})
+        return
+    if not found:
+        render.announce("no chat is saved; kv chat --session NAME saves one", ctx.obj)
+        return
+    rows = [_row(each) for each in found]
+    render.print_table(["name", "turns", "branches", "saved", "model", "begins"], rows, ctx.obj, right={1, 2})
+
+
+def _row(chat: dict[str, Any]) -> list[str]:
+    if chat["problem"]:
+        return [chat["session"], "-", "-", "-", "-", chat["problem"]]
+    counts = [str(chat["turns"]), str(len(chat["branches"]))]
+    when = datetime.fromisoformat(chat["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
+    return [chat["session"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
+
+
+def _described(name: str) -> dict[str, Any]:
+    """What is listed of a chat; of a damaged one, why it cannot be used."""
+    values: dict[str, Any] = {"session": name, "model": None, "turns": None, "branch": None, "branches": []}
+    try:
+        found = sessions.read(name)
+    except KVError as error:
+        return {**values, "saved_at": None, "begins": None, "problem": error.message}
+    messages = found.messages()
+    first = next((m["content"] for m in messages if m["role"] == "user"), "")
+    return {
+        "session": name,
+        "model": found.model,
+        "turns": transcript.turns(messages),
+        "branch": found.branch,
+        "branches": sorted(found.states),
+        "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(timespec="seconds"),
+        "begins": transcript.first_words(first, 40),
+        "problem": None,
+    }
+
+
+def show(name: Name, branch: Branch = "", json: JsonFlag = False) -> None:
+    """Print what was said in a saved chat."""
+    found = sessions.read(name)
+    messages = found.messages(branch)
+    if json:
+        render.print_json("chat show", transcript.as_object(messages, found.model, name, branch or found.branch))
+    else:
+        render.write_out(transcript.shown(messages))
+
+
+def export(
+    name: Name,
+    branch: Branch = "",
+    md: Annotated[bool, typer.Option("--md", help="Markdown, which is the default.")] = False,
+    json: JsonFlag = False,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file.")] = None,
+) -> None:
+    """Write a saved chat as Markdown or JSON."""
+    if md and json:
+        raise UsageError("--md and --json cannot be used together", "give one of them")
+    found = sessions.read(name)
+    messages = found.messages(branch)
+    if json:
+        value = transcript.as_object(messages, found.model, name, branch or found.branch)
+        text = jsonobjects.line("chat export", value)
+    else:
+        text = transcript.as_markdown(messages, name)
+    if output is None:
+        render.write_out(text)
+    else:
+        with OutputFile(output) as file:
+            file.write(text)
+            file.whole = True
+
+
+def rm(
+    ctx: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Names from kv chat ls.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every saved chat.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+    json: JsonFlag = False,
+) -> None:
+    """Delete saved chats, and the rows on disk that no other prompt shares with them."""
+    invocation: Invocation = ctx.obj
+    if bool(names) == all:
+        raise UsageError("give names, or --all", "kv chat ls lists names")
+    wanted = sessions.names() if all else list(dict.fromkeys(names or []))
+    there = sessions.names()
+    for name in wanted:
+        if sessions.check_name(name) not in there:
+            raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
+    if wanted:
+        confirm_removal(", ".join(wanted), yes, json)
+    else:
+        render.notice("no chat is saved", invocation)
+    for name in wanted:
+        sessions.remove(name)
+    freed = _remove_rows(wanted, store_folder(cache_dir)) if wanted else 0
+    if wanted:
+        render.notice(f"deleted {', '.join(wanted)}, and {human_bytes(freed)} of rows", invocation)
+    if json:
+        render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "size_bytes": freed})
+
+
+def _remove_rows(names: list[str], root: Path) -> int:
+    """Delete what these chats alone have in the store; how many bytes. Raises OutputError."""
+    freed = 0
+    for file in map(cachefiles.describe, cachefiles.stored(root)):
+        if (file.about or {}).get(OWNER) in names:
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise OutputError(f"cannot remove {file.path}: {error.strerror or error}") from None
+            freed += file.size
+    return freed

@@ -1,0 +1,359 @@
+"""One chat: messages come in, answers go to a sink, remarks to stderr. Knows no terminal, no editor and no commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvcli.cli.answer import Job, answer, cache_facts, settle
+from kvcli.cli.commands.chat.transcript import first_words
+from kvcli.cli.inputs import read_file
+from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
+from kvcli.cli.report import CacheFacts, Result, stats_line
+from kvcli.cli.sinks import Sink, WhileRead
+from kvcli.cli.streams import say
+from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
+from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.engine.events import Usage
+from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.sessions import Branches, Session
+from kvcli.words import counted
+
+if TYPE_CHECKING:
+    from kvcli.notices import Tell
+    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.text.conversation import Conversation, Snapshot
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a chat begins; `/set`, `/evict` and `/ctx` change what comes then."""
+
+    model: str
+    sampling: SampleOptions  # seed -1 = a new random one for every answer
+    stats: bool  # a line after each answer
+    script: bool  # SIGINT ends the session, not only the answer
+    evict: EvictOptions
+    kept: PromptCacheOptions
+    aside: Callable[[str], None] = say  # how that line is told
+    verbose: bool = False
+
+
+@dataclass
+class Totals:
+    """Tokens of all answers of a session."""
+
+    answers: int = 0
+    prompt: int = 0
+    reused: int = 0
+    generated: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.answers += 1
+        self.prompt += usage.prompt_tokens
+        self.reused += usage.cache_read_tokens
+        self.generated += usage.completion_tokens
+
+    def __str__(self) -> str:
+        share = 100 * self.reused / max(1, self.prompt)
+        return (
+            f"session: {counted(self.answers, 'answer')}, reused {self.reused:,} of {self.prompt:,} prompt tokens"
+            f" ({share:.1f} %), prefilled {self.prompt - self.reused:,}, generated {self.generated:,}"
+        )
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that goes in front of the next message."""
+
+    name: str
+    text: str
+    tokens: int
+
+
+class ChatSession:
+    """A conversation, the sequence that caches it, and the caches that outlive it. `close` it.
+
+    Whatever raises a KVError leaves all of it as it was.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversation: Conversation,
+        options: ChatOptions,
+        sink: Sink,
+        interrupts: Interrupts,
+        branches: Branches,
+        tell: Tell,
+    ) -> None:
+        self.engine, self.conversation, self.options = engine, conversation, options
+        self.sink, self.interrupts, self.branches, self.tell = sink, interrupts, branches, tell
+        self.sampling, self.evict = options.sampling, options.evict
+        self.sequence = engine.new_sequence()
+        self._open_caches()
+        self.totals = Totals()
+        self.last: Result | None = None
+        self.draft = ""  # what the user may want to change and send again
+        self.files: list[File] = []  # for the next message
+        self._sent: dict[str, tuple[list[File], str]] = {}  # messages that had files, and what the user typed
+        self._cleared: Snapshot | None = None
+        self._told = False  # that tokens are being evicted
+        self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
+
+    def _open_caches(self) -> None:
+        kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as, lead=self._lead())
+        self.caches = self.engine.use_caches(kept, self.tell)
+        self.caches.elsewhere = self.branches.elsewhere
+
+    def _lead(self) -> int:
+        """How many tokens come before the first message; 0 for a template that does not say."""
+        try:
+            return self.conversation.system_tokens()
+        except KVError:
+            return 0
+
+    def close(self) -> None:
+        """Keep the rows of a saved chat, and let go of everything."""
+        try:
+            if self.branches.saved_as:
+                self.caches.save(self.sequence)
+        finally:
+            self.caches.close()
+            self.sequence.close()
+            self.branches.close()
+
+    # --- messages
+
+    def send(self, text: str) -> None:
+        """Answer a message. Where it is refused, or stopped before the answer began, it is the draft again.
+
+        Where old tokens are evicted it must fit into the context by itself: no part of it goes unread. Else all of the
+        conversation must. Raises ContextOverflow, ModelError, and SystemExit for a SIGTERM or SIGHUP during the answer.
+        """
+        self._regenerated = 0
+        files, message = self.files, "\n\n".join([*(file.text for file in self.files), text])
+        self.files, self.draft = [], ""
+        answered = False
+        try:
+            if self.engine.retention:
+                self._check_length(message)
+            answered = self._answer(lambda: self.conversation.add_user(message))
+        finally:
+            if not answered:
+                self.files, self.draft = files, text
+        self._cleared = None
+        if files:
+            self._sent[message] = files, text
+
+    def attach(self, name: str) -> File:
+        """Put a file in front of the next message. Raises UsageError, InputBytesError, and ContextOverflow for one
+        that no message could have."""
+        text = read_file(name)
+        file = File(name, text, len(self.engine.tokenizer.encode(text, add_bos=False)))
+        limit = self.engine.ctx_size
+        free = limit - sum(other.tokens for other in self.files)
+        free -= self.conversation.alone("") if self.engine.retention else len(self.conversation.tokens)
+        if file.tokens > free:
+            raise ContextOverflow(
+                f"{name} has {counted(file.tokens, 'token')}, the context of {limit:,} has room for {max(0, free):,}",
+                f"the conversation is as it was; {self._larger(limit + file.tokens - free)}",
+            )
+        self.files.append(file)
+        return file
+
+    def regenerate(self) -> None:
+        """Another answer to the last message. Raises UsageError where there is none."""
+        before = self.conversation.messages[-1:]
+        self._regenerated += 1
+        answered = self._answer(self.conversation.regen)
+        greedy = self.last is not None and self.last.params.temperature == 0
+        whole = self.last is not None and self.last.end.finish_reason != "interrupted"
+        if answered and greedy and whole and self.conversation.messages[-1:] == before:
+            say("the same answer: at temperature 0 it is always the most likely one (/set temperature 0.8)")
+
+    def undo(self) -> str:
+        """Take back what was done last: the words for it. Its text is the draft. Raises UsageError."""
+        if self.files:
+            return f"{self.files.pop().name} does not go with the next message"
+        if self._cleared is not None and not self.conversation.messages:
+            self.conversation.restore(self._cleared)
+            self._cleared = None
+            return f"the conversation of {counted(self.conversation.turns, 'turn')} is back"
+        message = self.conversation.undo()
+        self.files, self.draft = self._sent.pop(message, ([], message))
+        shared = self.sequence.rewindable(common_length(self.sequence.tokens, self.conversation.tokens))
+        if shared:  # else its pages may be of use in another way
+            self.sequence.rewind(shared)
+        return f'removed "{first_words(message)}" and its answer'
+
+    def clear(self) -> None:
+        """A new conversation with the same system message."""
+        self._told, self._cleared = False, self.conversation.snapshot()
+        self.conversation.clear()
+        self.sequence.rewind_to(0)
+
+    def _check_length(self, text: str) -> None:
+        needed, limit = self.conversation.alone(text), self.engine.ctx_size
+        if needed > limit:
+            raise ContextOverflow(
+                f"the message needs {needed:,} tokens with the system message, {needed - limit:,} more than the context"
+                f" of {limit:,}",
+                f"the conversation is as it was; send less at a time, or {self._larger(needed)}",
+            )
+
+    def _answer(self, prompt: Callable[[], list[int]]) -> bool:
+        """Generate after the ids of `prompt`. Without a single token the conversation stays as it was, and this is
+        False."""
+        before = self.conversation.snapshot()
+        sampling = self.sampling
+        if sampling.seed >= 0:
+            sampling = replace(sampling, seed=sampling.seed + self._regenerated)
+        sink = WhileRead(self.sink, self.interrupts.cancelled)
+        job = Job(self.options.model, settle(self.engine, sampling), sink, self.interrupts, history=True)
+        self.interrupts.stage = FINISH
+        try:
+            ids = prompt()
+            self._check_conversation(len(ids))
+            result = answer(self.engine, self.sequence, ids, job)
+        except BaseException:
+            self.conversation.restore(before)
+            self._after_signal()
+            raise
+        finally:
+            self.interrupts.stage = UNWIND
+        answered = result.end.finish_reason != "interrupted" or bool(result.end.ids)
+        if answered:
+            self.conversation.record_answer(result.text, result.end.ids)
+            self._account(result)
+        else:
+            self.conversation.restore(before)
+            say("stopped before the answer began; the conversation is as it was")
+        self._after_signal()
+        return answered
+
+    def _check_conversation(self, n_tokens: int) -> None:
+        limit = self.engine.ctx_size
+        if n_tokens > limit and not self.engine.retention:
+            raise ContextOverflow(
+                f"the conversation would have {n_tokens:,} tokens with this, {n_tokens - limit:,} more than the context"
+                f" of {limit:,}",
+                self.ways_out(n_tokens),
+            )
+
+    def ways_out(self, n_tokens: int) -> str:
+        """What may be done where the context is full of a conversation of `n_tokens`."""
+        keep = "" if self.branches.saved_as else "/save NAME or "
+        return (
+            f"{self._larger(n_tokens)}, /evict sink goes on without the oldest text, /undo takes the last turn back,"
+            f" {keep}/export FILE keeps the text, /clear starts again"
+        )
+
+    def _larger(self, n_tokens: int) -> str:
+        """A command for a context that has some room behind `n_tokens`."""
+        size = self.engine.ctx_size
+        while size * 3 < n_tokens * 4:
+            size *= 2
+        return f"/ctx {size} makes the context larger"
+
+    def _account(self, result: Result) -> None:
+        if result.ended_early:
+            full = result.end.finish_reason == "context"
+            say(result.ended_early + (f"; {self.ways_out(result.cache.limit + 1)}" if full else ""))
+        if result.cache.evicted and not self._told:
+            self._told = True
+            say(f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten")
+        if self.options.stats:
+            self.options.aside(stats_line(result, loaded=self.last is None, verbose=self.options.verbose))
+        self.totals.add(result.end.usage)
+        self.last = result
+
+    def _after_signal(self) -> None:
+        """At a terminal Ctrl-C has done its work by ending the answer; other signals end the session too."""
+        code = self.interrupts.code
+        self.interrupts.reset()
+        if code and (self.options.script or code != EXIT_INTERRUPTED):
+            raise SystemExit(code)
+
+    # --- what holds the conversation
+
+    def facts(self) -> CacheFacts:
+        """The cache for the conversation as it is, whatever of it the sequence has at the moment."""
+        facts, n_tokens = cache_facts(self.engine, self.sequence), len(self.conversation.tokens)
+        if facts.retention is None:
+            return replace(facts, tokens=min(n_tokens, facts.limit))  # the token that filled it up is not in the cache
+        gone = facts.retention.gap(n_tokens - 1) if n_tokens else 0
+        return replace(facts, tokens=n_tokens - gone, evicted=gone)
+
+    def unread(self) -> int:
+        """Tokens of the conversation whose rows are nowhere: they are read again with the next message. Less than a
+        page counts as none."""
+        tokens = self.conversation.tokens
+        missing = len(tokens) - self.engine.caches.find(self.sequence, tokens)
+        return missing if missing >= self.engine.layout.page_size else 0
+
+    def tell_unread(self) -> None:
+        """Say how much will be read again, if any."""
+        if missing := self.unread():
+            n_tokens = len(self.conversation.tokens)
+            which = "all" if missing == n_tokens else f"{missing:,} of"
+            say(f"{which} {counted(n_tokens, 'token')} of the conversation are read again with the next message")
+
+    def change(self, ctx_size: int, evict: EvictOptions) -> None:
+        """Go on with another context (0 = as trained, or what fits) or another policy. Raises UsageError and
+        DoesNotFit."""
+        settled, told = evict, len(self.engine.notices)
+        limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
+        if n_tokens > limit + 1 and not eviction.policy(evict.policy).evicts:  # the token that fills it up has no row
+            raise UsageError(
+                f"the conversation has {n_tokens:,} tokens, more than a context of {limit:,} holds",
+                f"{self._larger(n_tokens)}, /evict sink keeps the newest text only",
+            )
+        if evict.keep == eviction.WHOLE_PROMPT:
+            settled = replace(evict, keep=self.conversation.system_tokens())
+        self.caches.close()  # what stayed in the pool stayed there under the old terms
+        try:
+            self.engine.change(ctx_size, settled, self.sequence)
+        finally:
+            self._open_caches()
+        self.evict, self._told = evict, False
+        for notice in self.engine.notices[told:]:
+            say(notice)
+        self.tell_unread()
+
+    def set_system(self, text: str) -> None:
+        """Replace the system message; the turns stay. Raises TemplateError, UsageError, ContextOverflow."""
+        before = self.conversation.snapshot()
+        self.conversation.set_system(text)
+        try:
+            self._check_conversation(len(self.conversation.tokens))
+            self.begins_anew()
+        except KVError:
+            self.conversation.restore(before)
+            raise
+
+    def begins_anew(self) -> None:
+        """The conversation may begin with other tokens than before."""
+        kept = self.engine.retention.keep if self.engine.retention else 0
+        if self.evict.keep == eviction.WHOLE_PROMPT and self.conversation.system_tokens() != kept:
+            self.change(self.engine.ctx_size, self.evict)
+        else:
+            self.tell_unread()
+
+    def save_as(self, name: str) -> None:
+        """From now on this is the saved chat of that name, which must be new. Raises UsageError, OutputError."""
+        saved = Session(name, self.options.model, self.engine.tokenizer_hashes())
+        try:
+            if saved.states:
+                raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")
+            saved.branch, saved.states = self.branches.branch, dict(self.branches.states)
+            saved.save(self.conversation)
+        except BaseException:
+            saved.close()
+            raise
+        self.branches.close()
+        self.branches = saved
+        self.caches.close()
+        self._open_caches()

@@ -1,0 +1,234 @@
+"""The commands that a chat takes between messages: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvcli.cli.answer import settle
+from kvcli.cli.commands.chat import settings, transcript
+from kvcli.cli.commands.chat.session import ChatSession
+from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.report import full_stats
+from kvcli.cli.streams import say, wrapped, write_err
+from kvcli.cli.wrapping import columns, fill
+from kvcli.errors import UsageError
+from kvcli.options import EvictOptions
+from kvcli.runtime.promptcache.sessions import path_of
+from kvcli.words import counted, human_bytes
+
+WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal
+
+
+def handle(session: ChatSession, line: str) -> bool:
+    """Answer a message or obey a command; False when the session is to end.
+
+    Raises KVError, after which the session goes on, and SystemExit for a signal that ends the process. However it ends,
+    the conversation is saved.
+    """
+    try:
+        if line.startswith("//"):
+            session.send(line[1:])
+        elif line.startswith("/"):
+            return _obey(session, line)
+        elif not session.options.script and line.strip().lower() in WORDS_TO_LEAVE:
+            return False
+        elif line.strip():
+            session.send(line)
+    finally:
+        session.branches.save(session.conversation)
+    return True
+
+
+@dataclass(frozen=True)
+class Command:
+    """`argument`: what it is called, in brackets where it may be left out; "" = there is none."""
+
+    name: str
+    argument: str
+    text: str
+    run: Callable[[ChatSession, str], None]
+    other_names: tuple[str, ...] = ()
+
+
+def _obey(session: ChatSession, line: str) -> bool:
+    name, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
+    if name in LEAVING:
+        return False
+    command = next((c for c in COMMANDS if name == c.name or name in c.other_names), None)
+    if command is None:
+        raise UsageError(f"unknown command {name}", "/help lists the commands; //text sends a slash")
+    if argument and not command.argument:
+        raise UsageError(f"{name} takes no argument")
+    if not argument and command.argument and not command.argument.startswith("["):
+        raise UsageError(f"{name} needs {command.argument}", f"{name} {command.argument}: {command.text}")
+    command.run(session, argument)
+    return True
+
+
+def _help(session: ChatSession, argument: str) -> None:
+    rows = [(f"{c.name} {c.argument}".strip(), c.text + _also(c.other_names)) for c in COMMANDS]
+    rows += [(LEAVING[0], f"leave{_also((*LEAVING[1:], *WORDS_TO_LEAVE, 'Ctrl-D'))}")]
+    rows += [("//TEXT", "send a message that begins with a slash")]
+    width = max(len(names) for names, _ in rows)
+    lines = "".join(wrapped(f"  {names:<{width}}  {text}\n", " " * (width + 4)) for names, text in rows)
+    write_err(lines + fill(KEYS, min(80, columns(sys.stderr))))
+
+
+def _also(names: tuple[str, ...]) -> str:
+    return f" (also {', '.join(names)})" if names else ""
+
+
+def _clear(session: ChatSession, argument: str) -> None:
+    was = session.conversation.turns
+    session.clear()
+    say("a new conversation" + ("; /undo brings the old one back" if was else ""))
+
+
+def _undo(session: ChatSession, argument: str) -> None:
+    say(session.undo())
+    if session.files:
+        _file(session, "")
+    session.tell_unread()
+
+
+def _history(session: ChatSession, argument: str) -> None:
+    messages = session.conversation.messages
+    if argument:
+        if not argument.isdecimal() or int(argument) < 1:
+            raise UsageError(f"/history takes a number of turns, not '{argument}'")
+        messages = messages[-2 * int(argument) :]
+    write_err(wrapped(transcript.shown(messages)) or "kv: nothing was said yet\n")
+
+
+def _file(session: ChatSession, name: str) -> None:
+    if name:
+        session.attach(name)
+    for file in session.files:
+        say(f"{file.name} ({counted(file.tokens, 'token')}) goes in front of the next message")
+    if not session.files:
+        say("no file goes with the next message")
+
+
+def _system(session: ChatSession, text: str) -> None:
+    if text:
+        session.set_system(text)
+    current = session.conversation.system
+    say("no system message of yours; the template may have its own" if current is None else f"system: {current}")
+
+
+def _set(session: ChatSession, argument: str) -> None:
+    word, _, value = argument.partition(" ")
+    name = settings.name_of(word) if word else ""
+    if value:
+        sampling = settings.changed(session.sampling, name, value.strip())
+        with _called(word):
+            settle(session.engine, sampling)
+        session.sampling = sampling
+    asked, settled = session.sampling, settle(session.engine, session.sampling)
+    if name:
+        say(f"{settings.shown_as(name)}: {settings.described(name, asked, settled)}")
+    else:
+        write_err("".join(wrapped(f"  {line}\n", "  ") for line in settings.lines(asked, settled)))
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """Inside, an error that begins with the name of an option begins with this one: what was typed."""
+    try:
+        yield
+    except UsageError as error:
+        flag, _, rest = error.message.partition(" ")
+        error.message = f"{name} {rest}" if flag.startswith("--") else error.message
+        raise
+
+
+def _ctx(session: ChatSession, size: str) -> None:
+    if size:
+        session.change(parse_tokens(size, "/ctx"), session.evict)
+    facts = session.facts()
+    limit, used = facts.limit, facts.tokens
+    say(f"context: {used:,} of {limit:,} tokens ({100 * used / limit:.1f} %), {facts.room}")
+    if facts.retention is not None:
+        say(f"kept: {facts.retention}, in whole pages; what was evicted is forgotten")
+    pages = f"{counted(facts.pages, 'page')} of {facts.page_size}"
+    say(f"cache: {pages}, {human_bytes(facts.nbytes)} as {facts.types}, {facts.use}")
+    if not size:
+        session.tell_unread()
+
+
+def _evict(session: ChatSession, policy: str) -> None:
+    if policy and policy != session.evict.policy:
+        asked = session.options.evict
+        with _called("/evict"):
+            session.change(session.engine.ctx_size, asked if asked.policy == policy else EvictOptions(policy))
+    elif retention := session.engine.retention:
+        say(f"{session.evict.policy}: {retention} of the tokens stay, in whole pages; older ones are forgotten")
+    if session.engine.retention is None:
+        say("nothing is forgotten; an answer ends where the context is full")
+
+
+def _save(session: ChatSession, name: str) -> None:
+    if name and name != session.branches.saved_as:
+        session.save_as(name)
+    saved_as = session.branches.saved_as
+    if not saved_as:
+        raise UsageError("/save needs a NAME", "the chat is saved under it after every turn from now on")
+    say(f"saved as {saved_as} after every turn, in {path_of(saved_as)}; kv chat --resume {saved_as} goes on with it")
+
+
+def _export(session: ChatSession, name: str) -> None:
+    conversation = session.conversation
+    if not conversation.messages:
+        raise UsageError("there is nothing to export yet")
+    system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    messages = [*system, *conversation.messages]
+    branches = session.branches
+    path = transcript.export(name, messages, session.options.model, branches.saved_as, branches.branch)
+    say(f"wrote {counted(conversation.turns, 'turn')} to {path}")
+
+
+def _branch(session: ChatSession, name: str) -> None:
+    branches = session.branches
+    if name:
+        there = branches.switch(name, session.conversation)
+        say(f"in branch {name}" if there else f"in the new branch {name}, which begins here")
+        session.begins_anew()
+        return
+    for other in sorted({branches.branch, *branches.states}):
+        say(f"{'*' if other == branches.branch else ' '} {other}")
+
+
+def _stats(session: ChatSession, argument: str) -> None:
+    if session.last is not None:
+        say(f"last: {full_stats(session.last)}")
+    say(str(session.totals))
+
+
+COMMANDS = (
+    Command("/help", "", "this list", _help, ("/?",)),
+    Command("/history", "[N]", "the conversation, or its last N turns", _history),
+    Command("/regen", "", "another answer to the last message", lambda s, _: s.regenerate(), ("/retry",)),
+    Command("/undo", "", "take the last turn back, to change its text", _undo),
+    Command("/clear", "", "a new conversation; the system message stays", _clear),
+    Command("/file", "[PATH]", "put a file in front of the next message", _file),
+    Command("/system", "[TEXT]", "show or replace the system message", _system),
+    Command("/set", "[KEY VALUE]", "show or change temperature, top_k, n, seed, ...", _set),
+    Command("/branch", "[NAME]", "list branches; begin one here, or go on in one", _branch),
+    Command("/save", "[NAME]", "save the chat after every turn, under this name", _save),
+    Command("/export", "FILE", "write the conversation to a new file, .md or .json", _export),
+    Command("/ctx", "[N]", "how full the context is; another size for it", _ctx),
+    Command("/evict", "[POLICY]", "sink, window or none: forget old text when it is full", _evict),
+    Command("/stats", "", "the last answer and the session in figures", _stats),
+)
+LEAVING = ("/exit", "/quit", "/bye")
+NAMES = (*(command.name for command in COMMANDS), *LEAVING)
+
+KEYS = (
+    '\nSeveral lines in a message: between """ and """, after a \\ at a line\'s end, or with Alt-Enter or Ctrl-J; what'
+    " is pasted stays together. Ctrl-C stops an answer, Ctrl-X Ctrl-E opens $EDITOR, Ctrl-R searches what was sent,"
+    " Ctrl-Z suspends.\n"
+)

@@ -1,0 +1,93 @@
+"""A conversation as text: to be read on a terminal, and as a Markdown or JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvcli.cli import jsonobjects
+from kvcli.cli.streams import neutralise
+from kvcli.errors import OutputError, UsageError
+
+Messages = list[dict[str, str]]  # role and content; a system message, if any, in front
+
+SHOWN_LINES, SHOWN_CHARACTERS = 4, 300  # of a message that is shown in part
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+def model_name(model: str) -> str:
+    """What the user calls a model, without folders."""
+    return os.path.basename(model).removesuffix(".gguf") or model
+
+
+def turns(messages: Messages) -> int:
+    """How many messages were answered."""
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def shown(messages: Iterable[dict[str, str]]) -> str:
+    """Messages for a terminal: the user's have a > in front of each line."""
+    marks = {"user": "> ", "system": "system: "}
+    blocks = []
+    for message in messages:
+        mark = marks.get(message["role"], "")
+        blocks.append("".join(f"{mark}{line}\n" for line in neutralise(message["content"]).split("\n")))
+    return "\n".join(blocks)
+
+
+def last_turn(messages: Messages) -> str:
+    """The last message of the user and its answer, shortened, for a terminal."""
+    start = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    return shown({**message, "content": shortened(message["content"])} for message in messages[start:])
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, with dots where there is more."""
+    lines = text.strip("\n").split("\n")
+    part = "\n".join(lines[:SHOWN_LINES])[:SHOWN_CHARACTERS]
+    return part if part == "\n".join(lines) else f"{part.rstrip()} [...]"
+
+
+def first_words(text: str, most: int = 60) -> str:
+    """The beginning of a text on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most].rstrip()}..."
+
+
+def as_markdown(messages: Messages, title: str) -> str:
+    """A document with a heading for each message."""
+    parts = [f"# {title}", *(f"## {_NAMES[m['role']]}\n\n{m['content'].strip()}" for m in messages)]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_object(messages: Messages, model: str, session: str = "", branch: str = "") -> dict[str, Any]:
+    """For JSON: messages as chat templates and other programs take them."""
+    return {
+        "session": session or None,
+        "branch": branch or None,
+        "model": model,
+        "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+    }
+
+
+def export(name: str, messages: Messages, model: str, session: str = "", branch: str = "") -> Path:
+    """Write a file, .json or .md, that is not there yet. Raises UsageError, OutputError."""
+    path = Path(name).expanduser()
+    if path.suffix not in (".md", ".json"):
+        raise UsageError(f"{name} ends neither in .md nor in .json", "Markdown is to be read, JSON for programs")
+    if path.suffix == ".md":
+        text = as_markdown(messages, session or f"Chat with {model_name(model)}")
+    else:
+        value = jsonobjects.finished("chat export", as_object(messages, model, session, branch))
+        text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{name} exists and is left as it is", "name another file") from None
+    except OSError as error:
+        raise OutputError(f"cannot write {name}: {error.strerror or error}") from None
+    return path

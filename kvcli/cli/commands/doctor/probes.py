@@ -1,0 +1,217 @@
+"""What `kv doctor` finds out, probe by probe. A probe that fails is a finding with its reason, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvcli
+from kvcli import __version__, paths, versions
+from kvcli.cli import storage
+from kvcli.errors import KVError
+from kvcli.runtime.host import machine
+from kvcli.runtime.host.diskspeed import disk_speed
+from kvcli.runtime.host.machine import ProbeFailed
+from kvcli.runtime.host.measuring import measure
+from kvcli.runtime.host.memory import CPU, main_memory
+from kvcli.runtime.hub import inventory
+from kvcli.runtime.plan import overheads
+from kvcli.runtime.plan.overheads import Overheads
+from kvcli.words import human_bytes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One section: `facts` in words for people, `values` for programs. Failed: one fact, {"problem": reason}."""
+
+    name: str
+    facts: tuple[str, ...]
+    values: dict[str, Any]
+
+
+def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
+    """All findings in the order they are shown; measurements are stored for `kv estimate` at the end.
+
+    `settings`: what is known of them; `prompts`: the folder of prompt caches. Takes some seconds. Raises nothing that
+    concerns the machine.
+    """
+    yield _probe("kv", _version, _built)
+    yield _probe("system", machine.system, _system)
+    program = _probe("program", lambda: measure("program"), lambda v: ())
+    yield _probe("CPU", machine.processor, lambda v: _processor(v, program.values))
+    yield _kernels(program)
+    yield _probe("compiler", machine.compiler, lambda v: (v["version"], v["path"]))
+    yield _probe("packages", versions.libraries, _packages)
+    memory = _probe("memory", _memory, _speeds_of_memory)
+    yield memory
+    if "problem" not in program.values:
+        size = f"{human_bytes(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
+        program = Finding("program", (size,), program.values)
+    yield program
+    measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
+    for finding in _graphics():
+        yield finding
+        if finding.values.get("name"):
+            values = finding.values
+            measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
+    yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
+    yield _probe("stored", lambda: _store(measured), _stored)
+    yield _probe("models", _models, _names)
+    yield _probe("storage", lambda: _kept(prompts), _sizes)
+    yield settings
+
+
+def _version() -> dict[str, Any]:
+    return {"version": __version__, "commit": versions.commit(), "path": str(Path(kvcli.__file__).parent)}
+
+
+def _built(values: dict[str, Any]) -> tuple[str, ...]:
+    return values["version"], f"commit {values['commit'] or 'not known'}", values["path"]
+
+
+def _models() -> dict[str, Any]:
+    """Those that are here."""
+    here = [entry for entry in inventory.here() if entry.path]
+    return {
+        "here": [{"model": entry.name, "file_bytes": entry.size or None, "path": str(entry.path)} for entry in here]
+    }
+
+
+def _names(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{each['model']} {human_bytes(each['file_bytes'] or 0)}" for each in values["here"]) or (
+        "none is downloaded",
+    )
+
+
+def _kept(prompts: Path) -> dict[str, Any]:
+    return {"kinds": [kind.as_object() for kind in storage.kinds(prompts)]}
+
+
+def _sizes(values: dict[str, Any]) -> tuple[str, ...]:
+    there = [each for each in values["kinds"] if each["files"]]
+    return tuple(f"{each['kind']} {human_bytes(each['size_bytes'])}: {each['path']}" for each in there) or ("nothing",)
+
+
+def _probe(name: str, ask: Callable[[], dict[str, Any]], say: Callable[[dict[str, Any]], tuple[str, ...]]) -> Finding:
+    """What `ask` finds, said by `say`; or why it fails."""
+    try:
+        values = ask()
+    except (ProbeFailed, KVError, OSError) as error:
+        return Finding(name, (f"not known: {error}",), {"problem": str(error)})
+    return Finding(name, say(values), values)
+
+
+def _system(values: dict[str, Any]) -> tuple[str, ...]:
+    return values["os"], values["machine"], f"Python {values['python']}"
+
+
+def _processor(values: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
+    usable = f"{values['usable_cpus']} of {values['cpus']} CPUs usable"
+    threads = program.get("threads")
+    return (values["name"], usable, *([f"kv takes {threads} thread{'s' * (threads > 1)}"] if threads else []))
+
+
+def _kernels(program: Finding) -> Finding:
+    """The compiled kernels' instruction set, or why there are none."""
+    values = program.values
+    if "problem" in values:
+        return Finding("kernels", program.facts, values)
+    if values["isa"] is None:
+        return Finding("kernels", (values["reason"],), {"native": False, "reason": values["reason"]})
+    return Finding("kernels", ("native", values["isa"]), {"native": True, "isa": values["isa"]})
+
+
+def _packages(values: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name} {version or 'is not installed'}" for name, version in values.items())
+
+
+def _memory() -> dict[str, Any]:
+    memory = main_memory()
+    values: dict[str, Any] = {"total_bytes": memory.total, "free_bytes": memory.free, "source": memory.source}
+    return values | _measured("memory")
+
+
+def _measured(what: str, *arguments: str) -> dict[str, Any]:
+    """A measurement as part of a finding: the rest stands where it fails."""
+    try:
+        return measure(what, *arguments)
+    except ProbeFailed as error:
+        return {"not_measured": str(error)}
+
+
+def _speeds_of_memory(values: dict[str, Any]) -> tuple[str, ...]:
+    free = f"{human_bytes(values['free_bytes'])} free of {human_bytes(values['total_bytes'])} ({values['source']})"
+    return free, *_speeds(values)
+
+
+def _speeds(values: dict[str, Any]) -> tuple[str, ...]:
+    if "not_measured" in values:
+        return (f"speed not measured: {values['not_measured']}",)
+    return f"read {values['bandwidth_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s"
+
+
+def _graphics() -> Iterator[Finding]:
+    """A finding for each GPU, or the one that says that there is none."""
+    cards = machine.graphics()
+    if not cards:
+        yield Finding("GPU", ("no NVIDIA GPU found: runs on the CPU",), {})
+    reasons = _reasons(len(cards))
+    for card in cards:
+        values = card | _measured("cuda", str(card["index"])) | {"unusable": reasons[card["index"]] or None}
+        yield Finding("GPU" if len(cards) == 1 else f"GPU {card['index']}", _card(values), values)
+
+
+def _reasons(count: int) -> list[str]:
+    """Why `kv` cannot use each GPU; "" = it can."""
+    try:
+        return measure("device")["reasons"]
+    except ProbeFailed as error:
+        return [str(error)] * count
+
+
+def _card(values: dict[str, Any]) -> tuple[str, ...]:
+    facts = [values["name"], f"{human_bytes(values['free_bytes'])} free of {human_bytes(values['total_bytes'])}"]
+    facts.append(f"driver {values['driver'] or 'not known'}")
+    if values["compute_capability"] is None:
+        facts.append("compute capability not known")
+    else:
+        facts += [f"compute capability {values['compute_capability']}", "fp8" if values["fp8"] else "no fp8"]
+    if values.get("runtime_bytes"):
+        facts.append(f"CUDA context and libraries {human_bytes(values['runtime_bytes'])}")
+    verdict = f"kv cannot use it: {values['unusable']}" if values["unusable"] else "kv can use it"
+    return (*facts, *_speeds(values), verdict)
+
+
+def _disk(values: dict[str, Any]) -> tuple[str, ...]:
+    free = f"{human_bytes(values['free_bytes'])} free in {values['folder']}"
+    return f"read {values['read_gb_s']:,.1f} GB/s", free
+
+
+def _store(measured: list[tuple[str, int | None, float | None]]) -> dict[str, Any]:
+    """Keep what `kv estimate` reads: for each device its runtime bytes and read speed. `before`: speeds that this
+    changes by more than a tenth."""
+    path, before = overheads.state_file(), {}
+    for device, runtime_bytes, speed in measured:
+        old = overheads.load(device)[0].bandwidth
+        if old and speed and abs(old - speed) > old / 10:
+            before[device] = old
+        try:
+            path = overheads.store(device, Overheads(runtime_bytes, speed))
+        except OSError as error:
+            raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
+    return {"path": str(path), "before_gb_s": before}
+
+
+def _stored(values: dict[str, Any]) -> tuple[str, ...]:
+    before = [f"in place of {speed:,.1f} GB/s of {device}" for device, speed in values["before_gb_s"].items()]
+    return values["path"], "kv estimate uses it", *before
+
+
+def as_json(found: Iterable[Finding]) -> dict[str, Any]:
+    """The findings by name, those of GPUs as one list."""
+    found = list(found)
+    gpus = [finding.values for finding in found if finding.name.startswith("GPU") and finding.values]
+    others = {finding.name.lower(): finding.values for finding in found if not finding.name.startswith("GPU")}
+    return {**others, "gpus": gpus}

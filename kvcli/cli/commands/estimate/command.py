@@ -1,0 +1,183 @@
+"""`kv estimate`: what a model needs before it is loaded, and what fits. Never imports torch."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli import render
+from kvcli.cli.commands.estimate.flags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
+from kvcli.cli.engines import tell_aliases
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.shared import grouped
+from kvcli.cli.helptext import PLANNING
+from kvcli.cli.invocation import Invocation
+from kvcli.errors import DoesNotFit, ModelError, UsageError
+from kvcli.options import CacheOptions, EvictOptions
+
+if TYPE_CHECKING:
+    from kvcli.cli.commands.estimate.view import Report
+
+
+EXAMPLES = """
+kv estimate llama-3.1-8b --gpu rtx3060-12g -c 64k
+kv estimate org/repo:Q4_K_M -ct f16,int8
+kv estimate --layers 32 --kv-heads 8 --head-dim 128 -c 8k
+kv run $(kv estimate -m model.gguf --print-args) "Hello"
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("estimate", rich_help_panel=PLANNING, epilog=EXAMPLES)(estimate)
+
+
+@grouped
+def estimate(
+    ctx: typer.Context,
+    plan: PlanFlags,
+    evict: EvictFlags,
+    shape: ShapeFlags,
+    device: DeviceFlags,
+    output: OutputFlags,
+    model: Annotated[
+        str | None, typer.Argument(help="A name, a .gguf file, a safetensors folder or org/repo[:quant].")
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option("-m", "--model", "--preset", metavar="MODEL", help="Same as MODEL.", show_default=False),
+    ] = None,
+) -> None:
+    """Plan memory before loading: what fits, with which cache type, and up to which context."""
+    invocation: Invocation = ctx.obj
+    if output.list_presets or output.list_gpus:
+        _list(output, invocation)
+        return
+    if model is not None and model_option is not None:
+        raise UsageError("the model is given twice, as an argument and as --model")
+    asked = evict.options(plan.page_size, prompt=False)
+    report = _report(model or model_option, plan, asked, shape, device, invocation)
+    for text in report.model.notices:
+        render.notice(text, invocation)
+    for text in report.warnings:
+        render.warn(text, invocation)
+    if output.check:
+        _check(report, plan)
+    elif output.print_args:
+        _print_args(report, model or model_option, plan, invocation)
+    else:
+        _show(report, output)
+        if report.model.weights is None:  # the cache alone was asked for, of no device
+            return
+        if plan.ctx_size is not None and not all(any(o.fits for o in each) for each in report.outcomes):
+            raise typer.Exit(DoesNotFit.exit_code)
+        if report.best[0] is None:
+            raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _report(
+    name: str | None,
+    plan: PlanFlags,
+    evict: EvictOptions,
+    shape: ShapeFlags,
+    device: DeviceFlags,
+    invocation: Invocation,
+) -> Report:
+    from kvcli.cli.commands.estimate.comparison import compare, find_target, recommend
+    from kvcli.cli.commands.estimate.view import Report
+    from kvcli.runtime.headers.plannedmodel import planned_model
+
+    given = shape.given()
+    if name is None and not given.shapes:
+        raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
+    tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
+    if device.bandwidth is not None and not 0 < device.bandwidth < 1e6:
+        raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {device.bandwidth}")
+    target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
+    model = planned_model(name, given, target.memory.kind, invocation.offline)
+    wish = plan.wish(model, evict)
+    outcomes = compare(model, target, wish)
+    trained = model.config.context_length
+    if trained and max(wish.contexts) > trained:
+        warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
+    return Report(
+        model, target, wish, outcomes, [recommend(each, plan.names_types, trained) for each in outcomes], warnings
+    )
+
+
+def _show(report: Report, output: OutputFlags) -> None:
+    from kvcli.cli.commands.estimate import view
+
+    if output.json:
+        render.print_json("estimate", view.as_json(report))
+    elif output.csv:
+        render.write_out(view.as_csv(report))
+    elif output.explain:
+        from kvcli.cli.commands.estimate.explanation import explain
+
+        render.write_out(explain(report))
+    elif report.model.weights is None:
+        render.write_out(view.cache_only(report, output.units))
+    else:
+        render.write_out(view.screen(report, output.units))
+
+
+def _check(report: Report, plan: PlanFlags) -> None:
+    """DoesNotFit unless every pair asked for (by default f16, as kv run takes) fits at every context."""
+    wanted = report.wish.pairs if plan.names_types else (("f16", "f16"),)
+    for outcomes in report.outcomes:
+        for o in outcomes:
+            if o.pair in wanted and not o.fits:
+                needed, margin, free = (x >> 20 for x in (o.plan.needed, o.plan.margin, report.target.memory.free))
+                raise DoesNotFit(
+                    f"a context of {o.plan.tokens:,} tokens does not fit with {o.label}: {needed:,} MiB are needed"
+                    f" (with a margin of {margin:,}), {free:,} are free",
+                    f"the largest context that fits is {o.max_context:,}" if o.max_context else "use a smaller model",
+                )
+
+
+def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: Invocation) -> None:
+    model, wish = report.model, report.wish
+    if len(wish.contexts) > 1:
+        raise UsageError("--print-args is about one context", "give -c one number")
+    if wish.ranks > 1 or wish.sequences > 1:
+        raise UsageError("kv run has one device and one sequence", "leave --tp and --batch-size out with --print-args")
+    if name is not None and not model.run_as:
+        raise ModelError(f"there are no flags for kv run with {model.name}: {model.problem}", model.remedy)
+    choice = report.best[0]
+    if choice is None or (plan.ctx_size is not None and not choice.fits):
+        least = "nothing fits" if choice is None else f"{choice.reason}, one of {choice.context:,} does"
+        raise DoesNotFit(least, "kv estimate without --print-args shows the table")
+    if model.problem:
+        render.announce(f"{name} has no file of its own: {model.run_as} is taken from the hub", invocation)
+    args = [] if name is None else ["-m", name if not model.problem else model.run_as]
+    args += choice.args
+    args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
+    args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]
+    args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
+    args += wish.evict.args
+    args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
+    render.write_out(shlex.join(args) + "\n")
+
+
+def _list(output: OutputFlags, invocation: Invocation) -> None:
+    if output.list_gpus:
+        from kvcli.runtime.plan.cards import CARDS
+
+        cards = [
+            [c.name, c.title, f"{c.total_mib:,}", f"{c.usable_mib:,}", f"{c.bandwidth:,.0f}"] for c in CARDS.values()
+        ]
+        render.print_table(["name", "card", "MiB", "usable MiB", "GB/s"], cards, invocation, right={2, 3, 4})
+        return
+    from kvcli.runtime.cache.layout import KVLayout
+    from kvcli.runtime.headers.shapes import config_from_recipe
+    from kvcli.runtime.hub.recipes import load_recipes
+
+    rows = []
+    for recipe in load_recipes().values():
+        if recipe.shape:
+            config = config_from_recipe(recipe.name, recipe.shape)
+            cost = KVLayout.build(config, "f16", "f16").token_bytes()
+            rows.append([recipe.name, config.attention_kind, f"{cost:,}", f"{config.context_length:,}", recipe.runs])
+    render.print_table(["name", "attention", "B/token at f16", "context", "runs"], rows, invocation, right={2, 3})

@@ -1,0 +1,256 @@
+"""What `kv estimate` compares: cache types at each context on one device, and which to take. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcli.errors import UsageError
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.runtime.cache.codecs import codec
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.headers.plannedmodel import PlannedModel
+from kvcli.runtime.host.device import AUTO, check_there, parse_device
+from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
+from kvcli.runtime.plan import overheads
+from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Plan, Setting, per_rank
+from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
+
+Pair = tuple[str, str]  # cache types of keys and values
+ALL_PAIRS: tuple[Pair, ...] = (
+    ("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("fp8", "fp8"), ("int6", "int6"), ("int8", "int4"),
+    ("int4", "int4"),
+)  # fmt: skip
+# From the best quality down; fp8 takes as much as int8 and is worse, f32 is for checking.
+LADDER: tuple[Pair, ...] = (("f16", "f16"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+NO_LIMIT = 1 << 31  # tokens: where the training context is not known
+_FILE_HEADER = 4096  # of a prompt-cache file; behind it the pages, and 4 bytes for each token id
+_NO_WEIGHTS = WeightBytes(0, 0, 0, "assumed", "not counted")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device planned for: `memory.free` bytes of it, read at `bandwidth` GB/s (None = not known)."""
+
+    memory: Memory
+    margin: int = DEFAULT_MARGIN
+    bandwidth: float | None = None
+    bandwidth_source: str = ""
+    runtime_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked about: contexts, pairs of cache types, and how the run would be cut."""
+
+    contexts: tuple[int, ...]
+    pairs: tuple[Pair, ...]
+    page_size: int = CacheOptions.page_size
+    ubatch: int = CacheOptions.ubatch
+    sequences: int = 1
+    shared: int = 0
+    ranks: int = 1
+    threads: int = 1
+    tail: int = CacheOptions.tail
+    sinks: int = CacheOptions.sinks
+    evict: EvictOptions = FORGET_NOTHING
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pair of cache types at one context."""
+
+    pair: Pair
+    layout: KVLayout
+    plan: Plan
+    pages: int  # in all arenas
+    fits: bool
+    left: int  # bytes free after the total; the margin is to be taken from them
+    max_context: int  # at most the training context
+    memory_context: int  # what memory alone would allow
+    tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
+    file_bytes: int  # of a prompt-cache file that holds the whole context
+    step: int  # rows of a prefill step
+    tokens: int  # after which pages are no longer added: the context, and with eviction a step more
+
+    @property
+    def label(self) -> str:
+        return label(self.pair)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The flags to use, what they lead to, and why. `fits`: no less than asked for, as far as the model is trained."""
+
+    outcome: Outcome
+    context: int
+    reason: str
+    fits: bool
+
+    @property
+    def args(self) -> list[str]:
+        k, v = self.outcome.pair
+        return ["--cache-type-k", k, "--cache-type-v", v, "-c", str(self.context)]
+
+
+def label(pair: Pair) -> str:
+    """'int8', or 'int8/int4' where keys and values differ."""
+    return pair[0] if pair[0] == pair[1] else "/".join(pair)
+
+
+def find_target(
+    card: str | None, vram: str | None, device: str | None, margin: str | None, bandwidth: float | None
+) -> tuple[Target, list[str]]:
+    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. UsageError, DeviceError."""
+    memory, rate, source = _memory(card, vram, device)
+    measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
+    if measured.bandwidth is not None and card is None:
+        rate, source = measured.bandwidth, "measured"
+    if bandwidth is not None:
+        rate, source = bandwidth, "--bandwidth"
+    left = DEFAULT_MARGIN if margin is None else parse_size(margin, "--margin", memory.total)
+    if margin is not None and left >= memory.total:
+        raise UsageError(f"--margin {margin} leaves nothing of {memory.total >> 20:,} MiB", "give a smaller one")
+    return Target(memory, left, rate, source, measured.runtime_bytes), [warning] if warning else []
+
+
+def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Memory, float | None, str]:
+    """The memory, and its bandwidth with the source of that."""
+    from kvcli.runtime.plan.cards import bandwidth_of, find_card
+
+    if card is not None:
+        if device is not None:
+            raise UsageError("only one of --gpu and --device can be given", "--gpu is for a card that need not be here")
+        known = find_card(card)
+        memory, rate = known.memory(), known.bandwidth
+        free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
+        return (
+            Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"),
+            rate,
+            "table",
+        )
+    if device is None and vram is not None:
+        size = parse_size(vram, "--vram", max((g.total for g in gpus()), default=None))
+        return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
+    memory = _device(device or AUTO)
+    known_rate = bandwidth_of(memory.name, memory.total) if memory.kind == CUDA else None
+    if vram is not None:
+        free = parse_size(vram, "--vram", memory.total)
+        memory = Memory(memory.kind, memory.name, memory.total, free, "--vram")
+    return memory, known_rate, "table" if known_rate else ""
+
+
+def _device(name: str) -> Memory:
+    """The memory of what --device names. UsageError, DeviceError."""
+    kind, number = parse_device(name)
+    if kind == CPU:
+        return main_memory()
+    found = gpus()
+    if kind == AUTO:
+        return found[0] if found else main_memory()
+    check_there(name, number, len(found))
+    return found[number]
+
+
+def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
+    """The parts of the plan that do not depend on types and context. Raises UsageError for an odd --tp."""
+    weights = (model.weights or _NO_WEIGHTS).part(wish.ranks)
+    return Setting(
+        per_rank(model.config, wish.ranks),
+        weights,
+        target.memory.kind,
+        threads=wish.threads,
+        sequences=wish.sequences,
+        shared=wish.shared,
+        runtime_bytes=target.runtime_bytes,
+        margin=target.margin,
+        evict=wish.evict,
+    )
+
+
+def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
+    """For each context, every pair. Raises UsageError, also for a context that is too short for what is to be kept."""
+    base = setting(model, target, wish)
+    layouts = {
+        pair: KVLayout.build(base.config, *pair, wish.page_size, sinks=wish.sinks, tail=wish.tail)
+        for pair in wish.pairs
+    }
+    trained = model.config.context_length or NO_LIMIT
+    longest = {pair: _largest(base, layout, target, wish, trained) for pair, layout in layouts.items()}
+    return [
+        [
+            _outcome(
+                base.stepping(layout, context, target.memory.free, wish.ubatch), pair, layout, target, context, most
+            )
+            for (pair, layout), most in zip(layouts.items(), longest.values(), strict=True)
+        ]
+        for context in wish.contexts
+    ]
+
+
+def _largest(base: Setting, layout: KVLayout, target: Target, wish: Wish, trained: int) -> tuple[int, int]:
+    """The largest context that fits, within training and by memory alone: with the shortest steps, if need be."""
+    base = base.stepping(layout, NO_LIMIT, target.memory.free, wish.ubatch)
+    by_memory = base.largest_context(layout, target.memory.free, NO_LIMIT)
+    return min(by_memory, trained), by_memory
+
+
+def _outcome(
+    base: Setting, pair: Pair, layout: KVLayout, target: Target, context: int, longest: tuple[int, int]
+) -> Outcome:
+    layout, step, plan = base.settled(layout, context), base.step(layout), base.whole(layout, context)
+    tokens = base.most(layout, context)
+    read = base.weights.read + base.sequences * (layout.read_bytes(tokens) + layout.state_bytes)
+    rate = None
+    if target.bandwidth is not None and base.weights.read:
+        rate = target.bandwidth * 1e9 / read
+    return Outcome(
+        pair,
+        layout,
+        plan,
+        sum(layout.arena_pages(tokens, step, base.sequences, min(base.shared, context))),
+        plan.needed <= target.memory.free,
+        target.memory.free - plan.total,
+        *longest,
+        rate,
+        _file_bytes(layout, context),
+        step,
+        tokens,
+    )
+
+
+def _file_bytes(layout: KVLayout, tokens: int) -> int:
+    """Of a prompt-cache file of so many tokens: of windows also what stood just before them, nothing of a step."""
+    size = _FILE_HEADER + 4 * tokens + layout.constant_bytes
+    for group in layout.groups:
+        size += group.pages(tokens, REWIND_ROWS + 1) * group.page_bytes
+        if opened := group.open_class():
+            size += group.open_pages_kept(tokens) * opened.page_bytes
+    return size
+
+
+def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recommendation | None:
+    """The most precise types that hold the context, or as much of it as the model is `trained` on (0 = not known); else
+    those with the longest one, which is shorter. Of all where the user `named` them, else of LADDER. None where nothing
+    fits at all.
+    """
+    ladder = sorted((o for o in outcomes if named or o.pair in LADDER), key=_precision)
+    for outcome in ladder:
+        wanted = min(outcome.plan.tokens, trained or NO_LIMIT)
+        if outcome.fits or outcome.max_context >= wanted:
+            why = "highest precision that fits" if len(ladder) > 1 else "it fits"
+            if wanted < outcome.plan.tokens:
+                why += f"; trained on {trained:,} tokens"
+            return Recommendation(outcome, wanted, why, True)
+    best = max(ladder, key=lambda o: o.max_context, default=None)
+    if best is None or best.max_context == 0:
+        return None
+    types = "any type" if not named else best.label if len(ladder) == 1 else "any of these types"
+    return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with {types}", False)
+
+
+def _precision(outcome: Outcome) -> tuple[float, ...]:
+    """Sorts the most precise types to the front: by bits, then by those of the keys, which matter more, then LADDER."""
+    bits = [codec(name).bits for name in outcome.pair]
+    return -sum(bits), -bits[0], LADDER.index(outcome.pair) if outcome.pair in LADDER else len(LADDER)

@@ -1,0 +1,109 @@
+"""`kv estimate --explain`: every multiplication behind one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcli.cli.commands.estimate.comparison import Outcome, Wish
+from kvcli.cli.commands.estimate.view import Report
+from kvcli.runtime.cache.grouplayout import ALIGN, GroupLayout
+from kvcli.runtime.config import SLIDING
+
+
+def explain(report: Report) -> str:
+    """Text that derives each number of the tables, pair by pair and context by context."""
+    lines: list[str] = []
+    for outcomes in report.outcomes:
+        for outcome in outcomes:
+            lines += [*_outcome(report, outcome), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _outcome(report: Report, o: Outcome) -> Iterator[str]:
+    wish, tokens, keeps = report.wish, o.tokens, o.layout.retention
+    yield f"{o.label} at {o.plan.tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
+    if keeps:
+        yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + a step of {o.step:,} = {tokens:,}"
+    counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
+    sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
+    for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
+        if i < len(o.layout.groups):
+            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(wish, arena, tokens, o.step))
+        else:
+            title = "16-bit tail and sinks" if wish.tail else "16-bit sinks and rows of a step"
+            yield from _arena(report, arena, title, count, _opened(wish, next(sealed), tokens, o.step))
+    yield f"  KV pool  {o.plan.kv_bytes:,} B"
+    for row in o.plan.rows:
+        if row.name != "KV pool":
+            detail = f": {row.detail}" if row.detail else ""
+            yield f"  {row.name}  {row.bytes:,} B ({row.source}{detail})"
+    yield f"  total = {' + '.join(f'{row.bytes:,}' for row in o.plan.rows)}"
+    yield f"        = {o.plan.total:,} B"
+    free = report.target.memory.free
+    verdict = "fits" if o.fits else "does not fit"
+    yield f"  left = {free:,} - {o.plan.total:,} = {o.left:,} B, margin {o.plan.margin:,} B: {verdict}"
+    yield f"  largest context: {o.max_context:,} (by memory alone {o.memory_context:,})"
+    if o.tokens_per_s is not None and report.target.bandwidth is not None:
+        weights = report.model.weights
+        assert weights is not None
+        read = weights.part(wish.ranks).read
+        cache = wish.sequences * (o.layout.read_bytes(tokens) + o.layout.state_bytes)
+        rate = f"{report.target.bandwidth:g}e9 / ({read:,} weights + {cache:,} cache) = {o.tokens_per_s:.1f}"
+        yield f"  tokens/s <= {rate}"
+
+
+def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
+    wish, size = report.wish, g.page_size
+    title += f", window {g.window:,}" if g.window else ""
+    types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
+    yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {types}"
+    row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
+    if g.dim_v:
+        row += f", V {g.dim_v} x {g.codec_v.bits}/8 = {g.v_row_bytes} B"
+    if g.scale_bytes:
+        row += f", scales {g.scale_bytes} B"
+    yield f"    a row: {row}"
+    each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
+    yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
+    yield f"    a record: {size} x {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
+    yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
+    yield f"    pages: {pages} = {count:,}"
+    chunks = -(-count // g.pages_per_chunk)
+    figures = f"{chunks:,} x {g.pages_per_chunk} pages x {g.page_bytes:,} = {g.committed_bytes(count):,} B"
+    yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
+    if wish.ranks > 1:
+        yield f"    (one of {wish.ranks} devices)"
+
+
+def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+    size = g.page_size
+    text = f"ceil({tokens:,} / {size})"
+    if g.sealed:
+        text = f"max(0, {'floor' if g.tail else 'ceil'}({tokens:,} / {size}) - {g.sinks})"
+    if g.retention:
+        kept, window = (
+            g.retention.kept_pages - min(g.retention.kept_pages, g.sinks if g.sealed else 0),
+            g.retention.window,
+        )
+        text = f"min({text}, {kept} kept + ceil(({window:,} - 1) / {size}) + ceil({step:,} / {size}))"
+    if g.kind == SLIDING:
+        text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
+    if wish.sequences > 1:
+        common, _ = g.shared_pages(min(wish.shared, tokens))
+        text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
+    return text
+
+
+def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+    """16-bit pages of a sealed group: those of the sequence that runs, and those that the others keep meanwhile."""
+    size, sinks = g.page_size, g.sinks
+    if g.retention:
+        sinks = min(sinks, g.retention.kept_pages + g.retention.pages_behind)
+    running = f"min(ceil({tokens:,} / {size}), {sinks} + ceil({step:,} / {size}))"
+    if wish.sequences == 1:
+        return running
+    _, common = g.shared_pages(min(wish.shared, tokens))
+    kept = g.open_pages_kept(tokens)
+    if common:
+        return f"{common:,} + {wish.sequences - 1:,} x ({kept:,} - {common:,}) + ({running} - {common:,})"
+    return f"{wish.sequences - 1:,} x {kept:,} + {running}"

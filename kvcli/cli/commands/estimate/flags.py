@@ -1,0 +1,240 @@
+"""The flags of `kv estimate` in groups, and what each group means. Never imports torch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs
+from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
+from kvcli.cli.invocation import JsonFlag
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache.codecs import canonical
+from kvcli.runtime.host.cores import usable_cpus
+
+if TYPE_CHECKING:
+    from kvcli.cli.commands.estimate.comparison import Pair, Wish
+    from kvcli.runtime.headers.plannedmodel import PlannedModel
+    from kvcli.runtime.headers.shapes import Given
+
+UNITS = ("MiB", "GiB", "MB", "GB", "B")
+
+
+_plan, _device, _output = (functools.partial(typer.Option, rich_help_panel=title) for title in (PLAN, DEVICE, OUTPUT))
+_shape = functools.partial(typer.Option, rich_help_panel=SHAPE, metavar="N")
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Contexts, cache types and how the run is cut."""
+
+    ctx_size: Annotated[
+        str | None,
+        _plan(
+            *("-c", "--ctx-size"),
+            metavar="N[,N]",
+            help="Context lengths to plan for, e.g. 4k,32k.",
+            show_default="as trained",
+        ),
+    ] = None
+    cache_type_k: Annotated[
+        str | None,
+        _plan(
+            "-ctk", "--cache-type-k", metavar="T[,T]", help="Cache types of keys to compare, in place of those of -ct."
+        ),
+    ] = None
+    cache_type_v: Annotated[
+        str | None,
+        _plan(
+            "-ctv",
+            "--cache-type-v",
+            metavar="T[,T]",
+            help="Cache types of values to compare, in place of those of -ct.",
+        ),
+    ] = None
+    cache_type: Annotated[
+        str | None,
+        _plan("-ct", "--cache-type", metavar="T[,T]", help="Cache types to compare, e.g. f16,int8/int4 (keys/values)."),
+    ] = None
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
+    ubatch_size: Annotated[
+        int,
+        _plan(
+            "-ub",
+            "--ubatch-size",
+            "--prefill-chunk",
+            metavar="N",
+            help="Tokens per prefill step; 0 = automatic: 512, and on a GPU up to 2,048.",
+        ),
+    ] = CacheOptions.ubatch
+    batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Number of sequences at a time.")] = 1
+    shared_prefix: Annotated[
+        str, _plan("--shared-prefix", metavar="N", help="Number of tokens that all sequences share.")
+    ] = "0"
+    tp: Annotated[
+        int, _plan("--tp", metavar="N", help="Number of tensor-parallel devices; figures are per device.")
+    ] = 1
+
+    @property
+    def names_types(self) -> bool:
+        return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
+
+    def wish(self, model: PlannedModel, evict: EvictOptions) -> Wish:
+        """Raises UsageError for a value out of range, or for a context that nobody names."""
+        from kvcli.cli.commands.estimate.comparison import Wish
+
+        pairs = self.pairs()
+        check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
+        for flag, value in (
+            ("--batch-size", self.batch_size),
+            ("--tp", self.tp),
+        ):
+            if not 1 <= value <= 1 << 20:
+                raise UsageError(
+                    f"{flag} must be 1 or more, not {value}" if value < 1 else f"{flag} is {value:,}, too many"
+                )
+        if not 0 <= self.ubatch_size <= 1 << 20:
+            raise UsageError(f"--ubatch-size must be 1 or more, not {self.ubatch_size}", "0 = automatic")
+        contexts = self.contexts(model)
+        shared = parse_tokens(self.shared_prefix, "--shared-prefix")
+        if shared > min(contexts):
+            raise UsageError(f"--shared-prefix must be at most the context of {min(contexts):,}, not {shared:,}")
+        if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
+            pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
+        threads = len(usable_cpus())  # no fewer than the engine starts
+        cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, threads
+        return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
+
+    def contexts(self, model: PlannedModel) -> tuple[int, ...]:
+        trained = model.config.context_length
+        words = [] if self.ctx_size is None else self.ctx_size.split(",")
+        asked = [parse_tokens(word, "--ctx-size", "; 0 = as trained") for word in words]
+        contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
+        if 0 in contexts:
+            key = (
+                f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
+            )
+            raise UsageError(key, "-c N supplies it")
+        return contexts
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """The pairs of types to compare. Raises UsageError for a type that does not exist."""
+        from kvcli.cli.commands.estimate.comparison import ALL_PAIRS
+
+        return tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in self.named_pairs())) or ALL_PAIRS
+
+    def named_pairs(self) -> list[Types]:
+        """Those of the flags, as given. Raises UsageError."""
+        return type_pairs(self.cache_type, self.cache_type_k, self.cache_type_v)
+
+
+@dataclass(frozen=True)
+class ShapeFlags:
+    """A model's sizes by hand."""
+
+    layers: Annotated[int | None, _shape("--layers", help="Number of layers.")] = None
+    heads: Annotated[int | None, _shape("--heads", help="Number of query heads.")] = None
+    kv_heads: Annotated[int | None, _shape("--kv-heads", help="Number of KV heads.")] = None
+    head_dim: Annotated[int | None, _shape("--head-dim", help="Head dimension of K and V.")] = None
+    dim_k: Annotated[int | None, _shape("--dim-k", help="Head dimension of K.")] = None
+    dim_v: Annotated[int | None, _shape("--dim-v", help="Head dimension of V.")] = None
+    kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: dimension of the latent.")] = None
+    rope_dim: Annotated[int | None, _shape("--rope-dim", help="MLA: dimension of the part with RoPE.")] = None
+    swa_layers: Annotated[int | None, _shape("--swa-layers", help="Number of layers with a sliding window.")] = None
+    swa_window: Annotated[int | None, _shape("--swa-window", help="Length of that window, in tokens.")] = None
+    vocab: Annotated[int | None, _shape("--vocab", help="Vocabulary size.")] = None
+    hidden: Annotated[int | None, _shape("--hidden", help="Hidden size.")] = None
+    ffn: Annotated[int | None, _shape("--ffn", help="Feed-forward size.")] = None
+    params: Annotated[str | None, _shape("--params", help="Number of parameters, e.g. 8e9 or 8b.")] = None
+    bpw: Annotated[float | None, _shape("--bpw", metavar="F", help="Bits per weight.")] = None
+
+    def given(self) -> Given:
+        """Raises UsageError for a size that is not positive."""
+        from kvcli.runtime.headers.shapes import Given
+
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "head_dim"}
+        for dim in ("dim_k", "dim_v"):
+            values[dim] = self.head_dim if values[dim] is None else values[dim]
+        values["params"] = None if self.params is None else _parameters(self.params)
+        return Given(**values)
+
+
+@dataclass(frozen=True)
+class DeviceFlags:
+    """The device planned for."""
+
+    gpu: Annotated[
+        str | None,
+        _device("--gpu", metavar="NAME", help="Plan for this GPU (--list-gpus), which need not be in this machine."),
+    ] = None
+    vram: Annotated[
+        str | None,
+        _device(
+            "--vram",
+            metavar="SIZE",
+            help="Assume this much free memory: 11G (GiB), 11GB (10^9 bytes), or a fraction such as 0.9.",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        _device(
+            "--device",
+            metavar="auto|cpu|cuda[:N]",
+            help="Plan for this device of this machine.",
+            show_default="the first GPU, else the CPU",
+        ),
+    ] = None
+    margin: Annotated[
+        str | None, _device("--margin", metavar="SIZE", help="Memory to leave unused.", show_default="512MiB")
+    ] = None
+    bandwidth: Annotated[
+        float | None,
+        _device("--bandwidth", metavar="GB/s", help="Memory bandwidth, from which the limit of tokens/s is computed."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """The form of the answer."""
+
+    json: JsonFlag = False
+    csv: Annotated[bool, _output("--csv", help="Print the table as CSV, with sizes in bytes.")] = False
+    explain: Annotated[bool, _output("--explain", help="Show every multiplication.")] = False
+    print_args: Annotated[bool, _output("--print-args", help="Print only the options for kv run.")] = False
+    check: Annotated[
+        bool, _output("--check", help="Print nothing; exit with 0 if the named cache types (or f16) fit, else with 4.")
+    ] = False
+    units: Annotated[
+        str, _output("--units", metavar="|".join(UNITS), help="Unit of all sizes on the screen; GB = 10^9 bytes.")
+    ] = UNITS[0]
+    list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
+    list_gpus: Annotated[bool, _output("--list-gpus", help="List the GPUs that --gpu knows.")] = False
+
+    def __post_init__(self) -> None:
+        forms = [f.name for f in fields(self) if f.name != "units" and getattr(self, f.name)]
+        if len(forms) > 1:
+            flags = " and ".join("--" + name.replace("_", "-") for name in forms)
+            raise UsageError(f"only one of {flags} can be given")
+        if self.units not in UNITS:
+            raise UsageError(f"--units must be one of {', '.join(UNITS)}, not '{self.units}'")
+
+
+def _parameters(text: str) -> int:
+    """'8e9', '8b', '135m' or '8030261248' -> a number. Raises UsageError."""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    word = text.strip().lower().replace(",", "")
+    factor = scale.get(word[-1:], 1.0)
+    try:
+        number = float(word[:-1] if word[-1:] in scale else word) * factor
+        return int(number)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--params must be a number of weights, not '{text}'", "such as 8e9, 8b or 8030261248"
+        ) from None

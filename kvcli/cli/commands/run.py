@@ -1,0 +1,303 @@
+"""`kv run`: one prompt in, generated text out, exit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli import engines, render, report, verification
+from kvcli.cli.answer import Job, answer, settle
+from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
+from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
+from kvcli.cli.flags.sampling import SampleFlags
+from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
+from kvcli.cli.inputs import assemble_prompt
+from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.invocation import Invocation, JsonFlag, json_option
+from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
+from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, Sink, TextSink
+from kvcli.cli.streams import OutputFile, TextOut, say
+from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
+from kvcli.runtime.promptcache.prefixpages import common_length
+
+if TYPE_CHECKING:
+    from kvcli.cli.report import Result
+    from kvcli.runtime.engine.engine import Engine
+
+
+_option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """What the model is asked."""
+
+    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="Same as PROMPT.")] = None
+    file: Annotated[
+        list[str],
+        _option(
+            "-f", "--file", metavar="FILE", help="File with text that comes before the prompt; - = stdin (repeatable)."
+        ),
+    ] = field(default_factory=list)
+    file_names: Annotated[
+        bool,
+        _option("--file-names", help="Put a line with its name above each file's text: ==> FILE <==."),
+    ] = False
+    no_stdin: Annotated[
+        bool,
+        _option(
+            "--no-stdin",
+            help="Do not read stdin, e.g. in a loop that reads it; -f - still does.",
+        ),
+    ] = False
+    raw: Annotated[
+        bool | None,
+        _option(
+            "--raw/--no-raw",
+            help="Continue the text, without a chat template; --no-raw chats even with a base model.",
+            show_default="on for base models",
+        ),
+    ] = None
+    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
+
+    @property
+    def source(self) -> str:
+        """Where the text is from, for people: the names of files."""
+        return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
+
+    def question(self, instruction: str | None, system: SystemFlags, invocation: Invocation) -> Question:
+        """What is asked. Raises UsageError, InputBytesError."""
+        if self.prompt is not None and instruction is not None:
+            raise UsageError("the prompt is given twice, as -p and as an argument")
+        if self.special and not self.raw:
+            raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+        tell = render.telling(invocation)
+        message = system.text(tell)
+        text = instruction if self.prompt is None else self.prompt
+        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names)
+        return Question(message, text, self.raw, self.special)
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Where the answer goes, and what is told about it."""
+
+    json: JsonFlag = False
+    jsonl: Annotated[bool, json_option("--jsonl", "--stream-json", help="Print one JSON event per line on stdout.")] = (
+        False
+    )
+    output: Annotated[
+        str | None,
+        _output("-o", "--output", metavar="FILE", help="Also write the text to this file."),
+    ] = None
+    stats: Annotated[
+        bool | None,
+        _output(
+            "--stats/--no-stats",
+            help="Show tokens, speed and memory on stderr; -v shows more (TTFT: time to the first token).",
+            show_default="on a terminal",
+        ),
+    ] = None
+    no_newline: Annotated[bool, _output("--no-newline", help="Do not add a newline at the end.")] = False
+    n_samples: Annotated[
+        int,
+        _generation("--n-samples", metavar="N", help="Number of answers from one prefill; more than 1 need --jsonl."),
+    ] = 1
+    verify_estimate: Annotated[
+        bool,
+        _output(
+            "--verify-estimate",
+            help=(
+                "Compare predicted and measured memory; exit with code 8 if they differ by more than 3 % and 100 MiB."
+            ),
+        ),
+    ] = False
+    raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
+
+    def copy(self) -> OutputFile | None:
+        """The file of -o. Raises UsageError, OutputError."""
+        if self.output == "-":
+            if self.json or self.jsonl:
+                raise UsageError("-o - and JSON are both for stdout", "the text is in the JSON, too")
+            return None
+        if self.output == "":
+            raise UsageError("--output is empty", "give the name of a file")
+        return None if self.output is None else OutputFile(self.output)
+
+    def sink(self, invocation: Invocation, copy: OutputFile | None) -> Sink:
+        """Raises UsageError, OutputError."""
+        if self.json and self.jsonl:
+            raise UsageError("--json and --jsonl cannot be used together")
+        if self.n_samples < 1:
+            raise UsageError(f"--n-samples must be 1 or more, not {self.n_samples}")
+        if self.n_samples > 1 and (not self.jsonl or copy is not None):
+            raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
+        out = TextOut.stdout(self.raw_output)
+        sink: Sink = TextSink(out, invocation, not self.no_newline)
+        if self.json or self.jsonl:
+            sink = JsonSink(out) if self.json else JsonlSink(out)
+        return sink if copy is None else CopySink(sink, copy, not self.no_newline)
+
+    def leave(self, code: int, copy: OutputFile | None = None) -> None:
+        """Before an exit at once: nothing is lost that was generated."""
+        last_words(code, self.json or self.jsonl, copy.keep() if copy else "")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, as text. `raw`: no template, None = as the model is; `special`: the raw text may hold special
+    tokens."""
+
+    system: str | None
+    prompt: str
+    raw: bool | None
+    special: bool
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
+
+    def of(self, engine: Engine, invocation: Invocation) -> Question:
+        """The same for this model, and a word where its file has no chat template. Raises ModelError where one is
+        demanded and there is none, UsageError for a system message without one."""
+        if self.raw is False:
+            engine.chat_anyway()
+        elif self.raw is None and engine.template_note:
+            render.notice(engine.template_note, invocation)
+        raw = self.raw or engine.template is None
+        if raw and self.system is not None:
+            raise UsageError(
+                "this model has no chat template, so there is no system message",
+                "put it into the text; --no-raw chats all the same where kv has a template for the architecture",
+            )
+        return replace(self, raw=raw)
+
+    def ids(self, engine: Engine) -> list[int]:
+        """Token ids of the whole prompt. Raises TemplateError."""
+        return self._ids(engine, self.prompt)
+
+    def text(self, engine: Engine, ids: list[int]) -> tuple[int, int]:
+        """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
+        frame = self._ids(engine, "")
+        start = common_length(ids, frame)
+        return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
+
+    def _ids(self, engine: Engine, text: str) -> list[int]:
+        if self.raw or engine.template is None:
+            return engine.tokenizer.encode(text, add_bos=True, parse_special=self.special)
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages.append({"role": "user", "content": text})
+        return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
+
+
+def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
+    """The last of `count` answers to one prompt, whose rows they share; an interrupt makes it the one at hand."""
+    for number in range(count):
+        sequence = engine.new_sequence()
+        result = answer(engine, sequence, ids, replace(job, sampling=replace(job.sampling, sequence=number)))
+        if job.interrupts.cancelled():
+            break
+        if number + 1 < count:
+            sequence.close()
+    return result
+
+
+def _fitting(
+    engine: Engine, question: Question, policy: str, max_tokens: int, invocation: Invocation
+) -> tuple[list[int], Cut | None]:
+    """The prompt's ids, cut to the context where `policy` wants that; the engine learns what --keep -1 is."""
+    ids, cut = question.ids(engine), None
+    if len(ids) > engine.ctx_size and policy != ERROR:
+        retention = None if engine.keeps_prompt else engine.retention
+        room = answer_leaves(engine.ctx_size, max_tokens, retention)
+        ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room)
+    if engine.keeps_prompt and len(ids) <= engine.ctx_size:
+        engines.keep_prompt(engine, len(ids), invocation)
+    return ids, cut
+
+
+EXAMPLES = """
+kv run "Why is the sky blue?"
+kv run -f report.txt "Summarize this."
+cat notes.txt | kv run "List the action items."
+kv run -m model.gguf -c 32k -ct int8 -f book.txt "Who is the narrator?"
+kv run --json "Say hi." | jq -r .text
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run", rich_help_panel=GENERATE, epilog=EXAMPLES)(run)
+
+
+@grouped
+def run(
+    ctx: typer.Context,
+    model: ModelFlags,
+    cache: CacheFlags,
+    evict: EvictFlags,
+    overflow: OverflowFlags,
+    store: StoreFlags,
+    named: FileFlags,
+    prompt: PromptFlags,
+    system: SystemFlags,
+    sample: SampleFlags,
+    output: OutputFlags,
+    instruction: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT", rich_help_panel=PROMPT, help="The prompt. Text from files and stdin comes before it."
+        ),
+    ] = None,
+) -> None:
+    """Answer one prompt and exit. Only the generated text goes to stdout."""
+    invocation: Invocation = ctx.obj
+    with Interrupts(output.leave) as interrupts:
+        load, policy = model.options(invocation.offline), overflow.policy()
+        sampling = sample.options(attended=render.is_terminal(sys.stdout))
+        cache_options, kept = (
+            cache.options(evict.options(cache.page_size)),
+            replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1, awaited=invocation.json),
+        )
+        copy = output.copy()
+        sink, interrupts.on_leave = output.sink(invocation, copy), partial(output.leave, copy=copy)
+        question = prompt.question(instruction, system, invocation)
+        engine = engines.open_engine(load, cache_options, invocation, interrupts)
+        question = question.of(engine, invocation)
+        ids, cut = _fitting(engine, question, policy, -1 if sampling.unattended else sampling.max_tokens, invocation)
+        if cut is not None:
+            render.warn(str(cut), invocation)
+        sampling, told = settle(engine, sampling), invocation.told
+        if reason := engine.sampled_on_host(sampling):
+            render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
+        job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
+        kept = replace(kept, source=prompt.source, lead=question.text(engine, ids)[0])
+        with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
+            try:
+                result = _answers(engine, ids, job, output.n_samples)
+            except ContextOverflow as error:
+                error.hint += "; --on-overflow cuts it"
+                raise
+        for loss in result.losses:
+            render.warn(loss, invocation)
+        if report.wants_stats(output.stats, invocation):
+            render.aside(report.stats_line(result, verbose=invocation.verbose > 0), invocation)
+            if invocation.verbose:
+                say(report.sampling_line(result.params))
+        code = interrupts.code
+    if result.ended_early:
+        say(result.ended_early)
+    if result.end.finish_reason == "context":
+        code = code or EXIT_CONTEXT_FULL
+    if result.verification is not None:
+        say(verification.block(result.verification))
+        if not result.verification.passed:
+            say(verification.failure(result.verification))
+            code = code or CheckFailed.exit_code
+    raise typer.Exit(code)

@@ -1,0 +1,103 @@
+"""The flags of the cache that every command takes which has one or plans one: pages, which of them stay in 16 bits, and
+cache types, one or lists of them. Never imports torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from kvcli.cli.helptext import KV_CACHE
+from kvcli.errors import UsageError
+from kvcli.runtime.cache.codecs import ALIASES, CODEC_SPECS, canonical
+
+Types = tuple[str, str]  # of keys and of values
+
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_SINKS = 1 << 20
+
+_option = functools.partial(typer.Option, rich_help_panel=KV_CACHE)
+PageSize = Annotated[int, _option("--page-size", metavar="16|32|64|128", help="Tokens per page.")]
+Tail = Annotated[
+    int,
+    _option(
+        "--kv-tail",
+        metavar="0|1",
+        help=(
+            "With types below 16 bits: pages at the end of a sequence that stay in 16 bits; 0 = "
+            "quantize each row at once."
+        ),
+    ),
+]
+Sinks = Annotated[
+    int,
+    _option(
+        "--kv-sink",
+        metavar="N",
+        help="With types below 16 bits: pages at the start of a sequence that stay in 16 bits.",
+    ),
+]
+
+
+def check_pages(page_size: int, tail: int, sinks: int, types: Iterable[Types]) -> None:
+    """Raises UsageError for a --page-size, --kv-tail or --kv-sink that cannot be, of a cache of one of these types."""
+    if page_size not in PAGE_SIZES:
+        raise UsageError(f"--page-size must be 16, 32, 64 or 128, not {page_size}")
+    if tail not in (0, 1):
+        raise UsageError(f"--kv-tail must be 0 or 1, not {tail}")
+    if not 0 <= sinks <= MAX_SINKS:
+        raise UsageError(f"--kv-sink must be 0 to {MAX_SINKS:,} pages, not {sinks}")
+    if tail == sinks == 0 and any(CODEC_SPECS[canonical(name)].sealed for pair in types for name in pair):
+        hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
+        raise UsageError("--kv-tail 0 and --kv-sink 0 cannot be used together", hint)
+
+
+def check_cache_type(name: str, flag: str) -> str:
+    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
+    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
+        return name
+    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
+
+
+def type_pair(text: str, flag: str = "--cache-type") -> Types:
+    """'int8/int4' (keys/values), or a type for both, as given. Raises UsageError."""
+    keys, slash, values = (part.strip() for part in text.partition("/"))
+    return check_cache_type(keys, flag), check_cache_type(values if slash else keys, flag)
+
+
+def type_pairs(both: str | None, keys: str | None, values: str | None) -> list[Types]:
+    """The lists of -ct, -ctk and -ctv as pairs, names as given; [] where nothing is given.
+
+    -ctk stands in place of the keys of -ct, -ctv in place of its values, and every type of keys comes with every one of
+    values. -ctk alone is for the values too, -ctv alone has keys in 16 bits. Raises UsageError.
+    """
+    pairs = [] if both is None else [type_pair(entry) for entry in _entries(both, "--cache-type")]
+    if keys is None and values is None:
+        return pairs
+    of_keys = [k for k, _ in pairs] or ["auto"] if keys is None else _checked(keys, "--cache-type-k")
+    of_values = [v for _, v in pairs] if values is None else _checked(values, "--cache-type-v")
+    return [(k, v) for k in of_keys for v in of_values or [k]]
+
+
+def one_pair(both: str | None, keys: str | None, values: str | None) -> Types:
+    """The same where one pair is wanted, 16 bits where nothing is given. Raises UsageError."""
+    pairs = type_pairs(both, keys, values) or [("auto", "auto")]
+    if len(pairs) > 1:
+        named = ", ".join(dict.fromkeys("/".join(pair) for pair in pairs))
+        raise UsageError(f"only one cache type can be used, not several: {named}", "for keys and values: -ct int8/int4")
+    return pairs[0]
+
+
+def _checked(text: str, flag: str) -> list[str]:
+    return [check_cache_type(entry, flag) for entry in _entries(text, flag)]
+
+
+def _entries(text: str, flag: str) -> list[str]:
+    entries = [entry.strip() for entry in text.split(",")]
+    if "" in entries:
+        raise UsageError(
+            f"{flag} must not have an empty entry: '{text}'", "write types with commas between, e.g. f16,int8"
+        )
+    return entries

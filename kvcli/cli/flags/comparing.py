@@ -1,0 +1,98 @@
+"""What the commands that compare cache types share: lists of types on the command line, and the engine for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcli.cli import engines, render, report
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs
+from kvcli.cli.flags.shared import ModelFlags
+from kvcli.cli.helptext import KV_CACHE
+from kvcli.cli.interrupt import Interrupts
+from kvcli.cli.invocation import Invocation
+from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache.codecs import canonical
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.engine import Engine
+
+
+def _option(*names: str, metavar: str, help: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=KV_CACHE, show_default=False)
+
+
+@dataclass(frozen=True)
+class TypeFlags:
+    """The cache types to compare."""
+
+    cache_type: Annotated[
+        str | None,
+        _option(
+            "-ct", "--cache-type", metavar="LIST", help="Cache types to compare, e.g. f16,int8,int8/int4 (keys/values)."
+        ),
+    ] = None
+    cache_type_k: Annotated[
+        str | None,
+        _option(
+            "-ctk", "--cache-type-k", metavar="LIST", help="Cache types of keys to compare, in place of those of -ct."
+        ),
+    ] = None
+    cache_type_v: Annotated[
+        str | None,
+        _option(
+            "-ctv", "--cache-type-v", metavar="LIST", help="Cache types of values to compare, in place of those of -ct."
+        ),
+    ] = None
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
+
+    def types(self, default: str, invocation: Invocation) -> list[Types]:
+        """Every pair once, in order, under their own names; foreign names are told. Raises UsageError."""
+        pairs = type_pairs(self.cache_type, self.cache_type_k, self.cache_type_v) or type_pairs(default, None, None)
+        check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
+        engines.tell_aliases(pairs, invocation)
+        return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs))
+
+
+def open_for(
+    model: ModelFlags,
+    types: TypeFlags,
+    evict: EvictOptions,
+    ctx_size: int,
+    invocation: Invocation,
+    interrupts: Interrupts,
+) -> Engine:
+    """The engine whose model is measured, with a 16-bit cache of its own that long."""
+    cut = types.page_size, CacheOptions.ubatch, types.kv_tail, types.kv_sink
+    options = CacheOptions(ctx_size, "f16", "f16", *cut, evict=evict)
+    return engines.open_engine(model.options(invocation.offline), options, invocation, interrupts)
+
+
+def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
+    """What was forgotten, for JSON."""
+    return report.evict_object(asked.policy, engine.retention)
+
+
+def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: Invocation) -> None:
+    """Say of a type that `kv run` would refuse for this model, or that is not put to the test by so many tokens."""
+    from kvcli.runtime.engine import guard
+    from kvcli.runtime.evaluate import quality
+
+    for each in types:
+        layout = quality.layout_of(engine, each)
+        if reason := guard.weakness(engine.model_weights, engine.config, layout):
+            render.warn(f"{reason}; measured all the same", invocation)
+        counts = layout.pages(max(1, tokens - 1), 1)  # that the last token reads
+        sealed = [count for group, count in zip(layout.groups, counts, strict=True) if group.sealed]
+        if sealed and not any(sealed):
+            text = f"{type_name(each)} makes no difference in {tokens:,} tokens: all that is read of them is in 16 bits"
+            render.warn(f"{text}; take more tokens", invocation)
+
+
+def type_name(types: Types) -> str:
+    """int8, or int8/int4 where keys and values differ."""
+    return types[0] if types[0] == types[1] else "/".join(types)

@@ -1,0 +1,79 @@
+"""The flags that say what happens where a context is full: what an answer may forget, and what of a prompt may be cut.
+Never imports torch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.helptext import FULL
+from kvcli.cli.overflow import ERROR, POLICIES
+from kvcli.errors import UsageError
+from kvcli.options import EvictOptions
+from kvcli.runtime.cache import eviction
+
+_option = functools.partial(typer.Option, rich_help_panel=FULL)
+
+
+@dataclass(frozen=True)
+class EvictFlags:
+    """What is forgotten."""
+
+    evict: Annotated[
+        str,
+        _option(
+            "--evict",
+            metavar="none|window|sink",
+            help="Forget old tokens: window keeps the recent ones, sink also the first ones.",
+        ),
+    ] = EvictOptions.policy
+    window: Annotated[
+        str | None,
+        _option("--window", metavar="N", help="Number of recent tokens to keep.", show_default="as many as fit"),
+    ] = None
+    keep: Annotated[
+        int | None,
+        _option(
+            "--keep",
+            metavar="N",
+            help="With sink: number of first tokens to keep; -1 = the whole prompt.",
+            show_default="4",
+        ),
+    ] = None
+
+    def options(self, page_size: int, prompt: bool = True) -> EvictOptions:
+        """`prompt`: whether there is one, for --keep -1. Raises UsageError for what cannot be in any context."""
+        window = 0
+        if self.window is not None:
+            window = parse_tokens(self.window, "--window")
+            if window == 0:
+                raise UsageError("--window is 0", "give a number of tokens, or leave it out for as many as fit")
+        asked = EvictOptions(self.evict, window, self.keep)
+        eviction.check(asked, page_size)
+        if asked.keep == eviction.WHOLE_PROMPT and not prompt:
+            raise UsageError("--keep -1 means the whole prompt, and there is none here", "give a number of tokens")
+        return asked
+
+
+@dataclass(frozen=True)
+class OverflowFlags:
+    """What becomes of a prompt that is longer than the context."""
+
+    on_overflow: Annotated[
+        str,
+        _option(
+            "--on-overflow",
+            metavar="|".join(POLICIES),
+            help="What to do with a prompt longer than the context: refuse it, or cut its start or middle.",
+        ),
+    ] = ERROR
+
+    def policy(self) -> str:
+        """Raises UsageError."""
+        if self.on_overflow not in POLICIES:
+            raise UsageError(f"--on-overflow must be one of {', '.join(POLICIES)}, not '{self.on_overflow}'")
+        return self.on_overflow

@@ -1,0 +1,209 @@
+"""The flags that say how the next token is chosen, and where an answer ends. Never imports torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.helptext import GENERATION
+from kvcli.errors import UsageError
+from kvcli.options import UNATTENDED_TOKENS, SampleOptions
+from kvcli.runtime.engine import sampling
+
+_option = functools.partial(typer.Option, rich_help_panel=GENERATION)
+
+
+@dataclass(frozen=True)
+class SampleFlags:
+    """How the next token is chosen, and when to stop. None = the model's own default."""
+
+    predict: Annotated[
+        str | None,
+        _option(
+            "-n",
+            "--predict",
+            "--n-predict",
+            "--max-tokens",
+            metavar="N",
+            help="Maximum number of new tokens, e.g. 200 or 5k; -1 = no limit.",
+            show_default=f"no limit, but {UNATTENDED_TOKENS:,} where stdout is no terminal",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        _option(
+            "--temp",
+            "--temperature",
+            metavar="F",
+            help="Sampling temperature; 0 = always the most likely token (greedy).",
+            show_default="the model's, else 0.8",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        _option(
+            "--top-k",
+            metavar="N",
+            help="Choose from the N most likely tokens; 0 = off.",
+            show_default="the model's, else 40",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _option(
+            "--top-p",
+            metavar="F",
+            help="Choose from the most likely tokens that together have probability F; 1 = off.",
+            show_default="the model's, else 0.95",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _option(
+            "--min-p",
+            metavar="F",
+            help="Exclude tokens less likely than F times the most likely one; 0 = off.",
+            show_default="the model's, else 0.05",
+        ),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        _option(
+            "--repeat-penalty",
+            metavar="F",
+            help="Penalty for tokens that occurred, as a factor; 1 = off.",
+            show_default="the model's, else 1",
+        ),
+    ] = None
+    repeat_last_n: Annotated[
+        int | None,
+        _option(
+            "--repeat-last-n",
+            metavar="N",
+            help="Number of recent tokens that the penalties consider; -1 = all.",
+            show_default="the model's, else 64",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float, _option("--presence-penalty", metavar="F", help="Penalty for tokens that occurred at all; 0 = off.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _option("--frequency-penalty", metavar="F", help="Penalty for each time a token occurred; 0 = off.")
+    ] = 0.0
+    dry_multiplier: Annotated[
+        float,
+        _option("--dry-multiplier", metavar="F", help="Penalty for continuing a repetition (DRY), e.g. 0.8; 0 = off."),
+    ] = SampleOptions.dry_multiplier
+    dry_base: Annotated[
+        float,
+        _option("--dry-base", metavar="F", help="Factor by which the DRY penalty grows with each repeated token."),
+    ] = SampleOptions.dry_base
+    dry_allowed_length: Annotated[
+        int,
+        _option(
+            "--dry-allowed-length", metavar="N", help="Length of repetition, in tokens, that DRY does not penalize."
+        ),
+    ] = SampleOptions.dry_allowed_length
+    dry_penalty_last_n: Annotated[
+        int,
+        _option("--dry-penalty-last-n", metavar="N", help="Number of recent tokens that DRY considers; -1 = all."),
+    ] = SampleOptions.dry_penalty_last_n
+    dry_sequence_breaker: Annotated[
+        list[str],
+        _option(
+            "--dry-sequence-breaker",
+            metavar="TEXT",
+            help=(
+                "Text that ends a repetition for DRY, in place of the default ones (repeatable); none = no such text."
+            ),
+            show_default=r"\n : \" *",
+        ),
+    ] = field(default_factory=list)
+    seed: Annotated[
+        int,
+        _option("-s", "--seed", metavar="N", help="Random seed; -1 = a new one each time, which the statistics show."),
+    ] = -1
+    stop: Annotated[
+        list[str],
+        _option("-r", "--stop", "--reverse-prompt", metavar="TEXT", help="Stop before this text (repeatable)."),
+    ] = field(default_factory=list)
+    ignore_eos: Annotated[bool, _option("--ignore-eos", help="Continue past the end-of-text token.")] = False
+    loop_stop: Annotated[
+        bool | None,
+        _option(
+            "--loop-stop/--no-loop-stop",
+            help="End an answer that keeps repeating itself.",
+            show_default="on, but off with --ignore-eos",
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str],
+        _option(
+            "--logit-bias",
+            metavar="ID+B",
+            help="Add B to the logit of a token id: 15043+1.5, or 29-inf to exclude it (repeatable).",
+        ),
+    ] = field(default_factory=list)
+
+    def options(self, attended: bool) -> SampleOptions:
+        """`attended`: the answer is seen as it grows. Raises UsageError for a value out of range."""
+        if "" in self.stop:
+            raise UsageError("--stop is empty", "give the text to stop at")
+        default = -1 if attended else UNATTENDED_TOKENS
+        options = SampleOptions(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repeat_penalty=self.repeat_penalty,
+            repeat_last_n=self.repeat_last_n,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            dry_multiplier=self.dry_multiplier,
+            dry_base=self.dry_base,
+            dry_allowed_length=self.dry_allowed_length,
+            dry_penalty_last_n=self.dry_penalty_last_n,
+            dry_sequence_breakers=_breakers(self.dry_sequence_breaker),
+            seed=self.seed,
+            logit_bias=parse_logit_bias(self.logit_bias),
+            max_tokens=default if self.predict is None else _limit(self.predict),
+            unattended=self.predict is None and not attended,
+            ignore_eos=self.ignore_eos,
+            loop_stop=self.loop_stop,
+            stop=tuple(self.stop),
+        )
+        sampling.check(options)
+        return options
+
+
+def _limit(text: str) -> int:
+    """What -n says; -1 = no limit."""
+    return -1 if text.strip() == "-1" else parse_tokens(text, "--predict", "; -1 = no limit")
+
+
+def _breakers(given: list[str]) -> tuple[str, ...]:
+    """DRY's sequence breakers: those given, in which \\n and \\t are spelled out, else the default ones."""
+    if not given:
+        return SampleOptions.dry_sequence_breakers
+    texts = [text.replace("\\n", "\n").replace("\\t", "\t") for text in given if text != "none"]
+    if "" in texts:
+        raise UsageError("--dry-sequence-breaker is empty", "give a text, or none for no sequence breaker")
+    return tuple(texts)
+
+
+def parse_logit_bias(entries: list[str]) -> dict[int, float]:
+    """'15043-1.5' or '29+inf' -> {id: bias}. Raises UsageError."""
+    result = {}
+    for entry in entries:
+        match = re.fullmatch(r"(\d{1,9})([+-](?:\d+\.?\d*|\.\d+|(?<=-)inf))", entry.strip(), re.ASCII)
+        if match is None:
+            raise UsageError(
+                f"--logit-bias must be a token id and a signed bias, not '{entry}'", "write 15043-1 or 29-inf"
+            )
+        result[int(match[1])] = float(match[2])
+    return result

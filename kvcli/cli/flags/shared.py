@@ -1,0 +1,246 @@
+"""The flags that `run` and `chat` share: groups of Annotated fields, and what each group means as options.
+
+`grouped` lets a command take whole groups as parameters; Typer sees one option for every field.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_pages, one_pair
+from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
+from kvcli.cli.inputs import argument, read_file
+from kvcli.errors import UsageError
+from kvcli.notices import Tell
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions
+from kvcli.runtime.host.memory import main_memory, parse_size
+
+DEFAULT_MODEL = "smollm2"
+MAX_CTX = 1 << 31
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter whose type is a dataclass by that dataclass's fields.
+
+    The returned function is called with the fields by keyword and passes the built groups on to `command`.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _parameters_of(hints[name])
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+        command(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _parameters_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    result = []
+    for each in fields(group):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        result.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
+    return result
+
+
+def _section(title: str) -> Callable[..., Any]:
+    return functools.partial(typer.Option, rich_help_panel=title)
+
+
+_model, _cache, _prompt = map(_section, (MODEL, KV_CACHE, PROMPT))
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model, and how it is loaded."""
+
+    model: Annotated[
+        str,
+        _model(
+            "-m", "--model", metavar="MODEL", help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub."
+        ),
+    ] = DEFAULT_MODEL
+    threads: Annotated[
+        int,
+        _model(
+            "-t",
+            "--threads",
+            metavar="N",
+            help=(
+                "Maximum number of CPU threads; 0 = one per physical core. Fewer are used while other"
+                " programs need the cores."
+            ),
+        ),
+    ] = 0
+    backend: Annotated[
+        str,
+        _model(
+            "--backend",
+            metavar="auto|native|reference",
+            help="CPU kernels: native = compiled, reference = plain torch.",
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        _model(
+            "--device", metavar="auto|cpu|cuda[:N]", help="Device to run on; auto = the first usable GPU, else the CPU."
+        ),
+    ] = "auto"
+    exact: Annotated[
+        bool,
+        _model("--exact", help="On a GPU: keep activations in 16 bits (slower). A CPU always computes in float32."),
+    ] = False
+    force_pretokenizer: Annotated[
+        bool, _model("--force-pretokenizer", help="Go on if the model's pre-tokenizer is unknown; tokens may be wrong.")
+    ] = False
+    vram_limit: Annotated[
+        str | None,
+        _model(
+            "--vram-limit",
+            metavar="SIZE",
+            help=(
+                "Maximum memory to use, of a GPU or, on a CPU, by the process: a size such as 6G or a"
+                " fraction such as 0.9."
+            ),
+            show_default="all that is free",
+        ),
+    ] = None
+
+    def options(self, offline: bool = False) -> LoadOptions:
+        """Raises UsageError for a value out of range."""
+        from kvcli.runtime.host.device import parse_device
+
+        if not self.model.strip():
+            raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
+        if self.backend not in ("auto", "native", "reference"):
+            raise UsageError(f"--backend must be auto, native or reference, not '{self.backend}'")
+        if not 0 <= self.threads <= 1024:
+            raise UsageError(f"--threads must be 0 (the physical cores) to 1,024, not {self.threads}")
+        if self.vram_limit is not None:
+            parse_size(self.vram_limit, "--vram-limit", main_memory().total)
+        parse_device(self.device)
+        return LoadOptions(
+            *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
+            exact=self.exact,
+        )
+
+
+@dataclass(frozen=True)
+class CacheFlags:
+    """How long the context is and how it is stored."""
+
+    ctx_size: Annotated[
+        str,
+        _model(
+            "-c",
+            "--ctx-size",
+            metavar="N",
+            help=(
+                "Maximum number of tokens in the context, e.g. 4096 or 32k; 0 = as trained, or as "
+                "many as fit in memory."
+            ),
+        ),
+    ] = "0"
+    cache_type_k: Annotated[
+        str | None,
+        _cache(
+            "-ctk",
+            "--cache-type-k",
+            metavar="T",
+            help="Cache type of keys: auto, f32, f16, bf16, fp8, fp8_e5m2, int8, int6 or int4.",
+            show_default="auto",
+        ),
+    ] = None
+    cache_type_v: Annotated[
+        str | None,
+        _cache("-ctv", "--cache-type-v", metavar="T", help="Cache type of values.", show_default="same as the keys"),
+    ] = None
+    cache_type: Annotated[
+        str | None,
+        _cache(
+            "-ct",
+            "--cache-type",
+            metavar="T[/T]",
+            help="Cache type of keys and values, or of each: int8/int4.",
+            show_default=False,
+        ),
+    ] = None
+    force_cache_type: Annotated[
+        bool,
+        _cache(
+            "--force-cache-type",
+            "--force",
+            help="Use the cache type even if the model's weights indicate that it fails.",
+        ),
+    ] = False
+    page_size: PageSize = CacheOptions.page_size
+    kv_tail: Tail = CacheOptions.tail
+    kv_sink: Sinks = CacheOptions.sinks
+    ubatch_size: Annotated[
+        int,
+        _cache(
+            "-ub",
+            "--ubatch-size",
+            "--prefill-chunk",
+            metavar="N",
+            help="Tokens per prefill step; 0 = automatic: 512 (256 with types below 16 bits), on a GPU up to 2,048.",
+        ),
+    ] = CacheOptions.ubatch
+
+    def options(self, evict: EvictOptions) -> CacheOptions:
+        """Raises UsageError for a value out of range."""
+        type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
+        check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
+        if self.ubatch_size < 0:
+            raise UsageError(f"--ubatch-size must be 0 or more, not {self.ubatch_size}")
+        ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
+        pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
+        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
+
+
+@dataclass(frozen=True)
+class SystemFlags:
+    """The system message; without one the template may bring its own."""
+
+    system: Annotated[str | None, _prompt("-sys", "--system", metavar="TEXT", help="System message.")] = None
+    system_file: Annotated[
+        str | None, _prompt("-sysf", "--system-file", metavar="FILE", help="File with the system message.")
+    ] = None
+
+    def text(self, tell: Tell) -> str | None:
+        """Raises UsageError, InputBytesError."""
+        if self.system is not None and self.system_file is not None:
+            raise UsageError("the system message is given twice, as --system and as --system-file")
+        if self.system_file is not None:
+            return read_file(self.system_file)
+        return None if self.system is None else argument(self.system, "the system message", "-sysf", tell)
+
+
+def parse_tokens(text: str, flag: str, more: str = "") -> int:
+    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
+    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if tokens > MAX_CTX or len(match[1]) > 12:
+        raise UsageError(f"{flag} must be at most {MAX_CTX:,}, not '{text}'")
+    return tokens

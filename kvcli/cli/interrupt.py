@@ -1,0 +1,102 @@
+"""What SIGINT, SIGTERM and SIGHUP do, stage by stage, so that every exit is prompt, silent and has the right code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+from kvcli.cli import jsonobjects
+from kvcli.errors import EXIT_INTERRUPTED
+
+LEAVE = "leave"  # exit at once: imports, loading, prefill; there is nothing to save
+UNWIND = "unwind"  # raise SystemExit: whatever holds temporary files or the terminal tidies up
+FINISH = "finish"  # note it; the answer ends after the token at hand
+
+INSIST_S = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CODES = tuple(128 + number for number in SIGNALS)  # exit codes of processes that they ended
+
+
+class Interrupts:
+    """Context manager that owns their handlers. A signal that the parent had ignored stays ignored.
+
+    `stage` may be changed at any time. `code` is 0, or 128 + the signal noted while finishing.
+    `on_leave(code)` runs just before an exit at once and must not use buffered streams. A second signal within
+    two seconds of the first exits at once while finishing, with `insist`, and is of no account while unwinding.
+    """
+
+    def __init__(self, on_leave: Callable[[int], None] = lambda code: None, insist: bool = True) -> None:
+        self.stage = LEAVE
+        self.code = 0
+        self.on_leave, self.insist = on_leave, insist
+        self._noted_at = -INSIST_S
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Take the signals over until the context ends, or for good where there is none."""
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def __enter__(self) -> Interrupts:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def cancelled(self) -> bool:
+        """True once a signal was noted; what `Engine.generate` polls."""
+        return self.code != 0
+
+    def reset(self) -> None:
+        """Forget a noted signal (the session goes on)."""
+        self.code = 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        code, now = 128 + number, time.monotonic()
+        again = now - self._noted_at < INSIST_S
+        if self.stage == LEAVE or (self.stage == FINISH and self.insist and again):
+            self.on_leave(code)
+            os._exit(code)
+        self._noted_at = now
+        if self.stage == FINISH:
+            self.code = max(self.code, code)
+        elif not again:  # else what the first one began goes on undisturbed
+            raise SystemExit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once, when all is done."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or None
+            stream.flush()
+    os._exit(code)
+
+
+def end_line(code: int) -> None:
+    """For `on_leave`: a terminal's next line, where the shell's prompt would follow the ^C."""
+    if code == EXIT_INTERRUPTED and sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), b"\n")
+
+
+def last_words(code: int, as_json: bool = False, remark: str = "") -> None:
+    """For `on_leave`: an error object where JSON is expected; a terminal gets its line and cursor back."""
+    if as_json:
+        message = "interrupted" if code == EXIT_INTERRUPTED else "terminated"
+        error = {"code": code, "message": message, "hint": None}
+        os.write(1, jsonobjects.line(jsonobjects.FAILURE, {"error": error}).encode())
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):  # it may be gone
+            os.write(sys.stderr.fileno(), b"\r\x1b[K\x1b[?25h")
+    if sys.stderr is not None and remark:
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"kv: {remark}\n".encode())

@@ -1,0 +1,303 @@
+"""The entry point: the list of commands, and how every failure becomes one line and an exit code.
+
+Only what costs nothing is imported with this module, so that signals are caught from the first moment and
+`kv --version` answers at once. Typer comes in `run_command`, torch inside the commands that compute.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+from kvcli.errors import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    DoesNotFit,
+    KVError,
+    OutputError,
+    UsageError,
+)
+
+TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would show a traceback
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from kvcli.cli.interrupt import Interrupts
+    from kvcli.cli.invocation import Invocation
+
+# Modules of kvcli.cli.commands, in the order of the help page.
+COMMANDS = (
+    "run",
+    "chat",
+    "estimate",
+    "doctor",
+    "bench",
+    "perplexity",
+    "eval",
+    "pull",
+    "models",
+    "inspect",
+    "tokenize",
+    "cache",
+    "storage",
+    "config",
+    "completion",
+)
+
+HELP = """Run language models on your own machine, with a quantized and paged KV cache.
+
+kv COMMAND --help shows the options of a command. Defaults can be set in a config file (kv config) or by variables such
+as KV_MODEL and KV_CTX_SIZE.
+"""
+EXAMPLES = """
+kv run "Why is the sky blue?"
+cat notes.txt | kv run "Summarize this."
+kv chat
+kv help run
+"""
+
+_VERSION, _VERBOSE, _JSON = {"--version", "-V"}, {"-v", "-vv", "--verbose"}, {"--json"}
+
+# A write to stdout that fails with one of these is the output's fault, not a bug.
+_OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def main() -> NoReturn:
+    """Run `kv` with the arguments of the process and exit."""
+    from kvcli.cli.interrupt import LEAVE, Interrupts, end_line
+
+    interrupts = Interrupts(end_line)
+    interrupts.install()  # for good: a signal while Python shuts down is silent, too
+    _prepare_process()
+    code = run_command(sys.argv[1:], interrupts)
+    interrupts.stage = LEAVE
+    if code == EXIT_BROKEN_PIPE:
+        _die_of_broken_pipe()
+    sys.exit(code)
+
+
+def run_command(args: list[str], interrupts: Interrupts | None = None) -> int:
+    """The exit code of `kv` with these arguments, after everything that went wrong has been told.
+
+    `interrupts` of the process leave at once until the command begins, which may have to tidy up.
+    """
+    invocation: Invocation | None = None
+    try:
+        if sys.stdout is None:
+            raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
+        args = _meant(args)
+        if _VERSION.intersection(args) and (_VERSION | _VERBOSE | _JSON).issuperset(
+            args
+        ):  # at once: Typer takes a while
+            return _flushed(_print_version(not _VERBOSE.isdisjoint(args), not _JSON.isdisjoint(args)))
+        if args == ["--json-schema", "--help"]:
+            return _flushed(_print_schema())
+        from kvcli.cli.invocation import Invocation
+        from kvcli.cli.settings import Settings
+
+        invocation = Invocation(settings=Settings(COMMANDS, _shared_names), tree=_tree)
+        if "_KV_COMPLETE" in os.environ:
+            return _flushed(_complete(invocation))
+        return _flushed(_call(args, invocation, interrupts))
+    except BaseException as error:
+        return _report(error, args, invocation)
+
+
+def _meant(args: list[str]) -> list[str]:
+    """The words with `kv help COMMAND` and `kv version` as the options that they are; so `kv help --json-schema`."""
+    if args[:1] == ["help"]:
+        return [*args[1:], "--help"]
+    if args[:1] == ["version"]:
+        return ["--version", *args[1:]]
+    return args
+
+
+def _print_version(verbose: bool, as_json: bool) -> int:
+    from kvcli import versions
+
+    if as_json:
+        from kvcli.cli import jsonobjects
+
+        sys.stdout.write(jsonobjects.line("version", versions.as_object()))
+    else:
+        sys.stdout.write("\n".join(versions.lines() if verbose else [versions.short()]) + "\n")
+    return 0
+
+
+def _print_schema() -> int:
+    from kvcli.cli import jsonobjects
+
+    sys.stdout.write(jsonobjects.schema())
+    return 0
+
+
+def _call(args: list[str], invocation: Invocation, interrupts: Interrupts | None) -> int:
+    """Parse and run; the exit code where nothing was raised."""
+    import typer
+
+    from kvcli.cli.interrupt import UNWIND
+
+    command = _command(args)
+    try:
+        if interrupts:
+            interrupts.stage = UNWIND
+        # Not `command(...)`: Typer's own main turns a broken pipe into exit code 1 before we see it.
+        with command.make_context("kv", args, obj=invocation) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    return 0
+
+
+def _command(args: list[str]) -> Any:
+    """The click command made of the Typer app; it takes the global options behind a command's name too.
+
+    Where the first word of `args` names a command, only that one's module is imported.
+    """
+    import importlib
+
+    import typer
+
+    from kvcli.cli import globaloptions
+    from kvcli.cli.app import OTHER_NAMES, App
+
+    app = App(help=HELP, epilog=EXAMPLES)
+    globaloptions.register(app)
+    first = OTHER_NAMES.get(args[0], args[0]) if args else ""
+    for name in [first] if first in COMMANDS else COMMANDS:
+        importlib.import_module(f"kvcli.cli.commands.{name}").register(app)
+    command: Any = typer.main.get_command(app)
+    command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
+    globaloptions.add_to_commands(command)
+    return command
+
+
+def _complete(invocation: Invocation) -> int:
+    from kvcli.cli import completion
+
+    return completion.answer(_command(completion.words_so_far()), invocation)
+
+
+def _tree() -> Any:
+    """All commands."""
+    return _command([])
+
+
+def _shared_names() -> set[str]:
+    from kvcli.cli.app import shared_options
+    from kvcli.cli.settings import names
+
+    return {name for option in shared_options(_tree()).values() for name, _ in names(option)}
+
+
+def _prepare_process() -> None:
+    """Missing standard streams, and the environment that libraries read when they are imported."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    # Spinning OpenMP threads cost ten times the work itself as soon as another process wants a core.
+    if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
+    # Memory of a GPU is mapped piece by piece: else pages that are cut from what a step used leave rests of no use.
+    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.9 warns where it is not set
+    if "TRITON_CACHE_DIR" not in os.environ:
+        from kvcli import paths
+
+        folder = paths.cache_dir() / "triton"
+        if paths.can_be_made(folder):
+            os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def _flushed(code: int) -> int:
+    """The code, once stdout took everything: a full disk shows up here, not at interpreter exit."""
+    sys.stdout.flush()
+    return code
+
+
+def _report(error: BaseException, args: list[str], invocation: Invocation | None) -> int:
+    """Tell what went wrong, on stderr or as JSON on stdout, and return the exit code."""
+    from kvcli.cli.interrupt import end_line
+
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
+        if code == EXIT_INTERRUPTED:
+            end_line(code)
+        return code if isinstance(code, int) else int(code is not None)
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    from kvcli.cli import commandline, render, streams
+
+    known = _as_kverror(error)
+    if invocation and isinstance(known, UsageError):
+        known.message = commandline.as_typed(known.message, invocation.called)
+    if invocation and invocation.verbose >= 2:
+        import traceback
+
+        streams.write_err("".join(traceback.format_exception(error)))
+    if isinstance(known, OutputError):
+        _discard_stdout()
+    elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
+        try:
+            render.print_json("failure", {"error": known.as_object()})
+        except BrokenPipeError:
+            return EXIT_BROKEN_PIPE
+        except OSError as failure:
+            unwritten = OutputError(f"could not write the output: {failure.strerror or failure}")
+            return _report(unwritten, args, invocation)
+        return known.exit_code
+    if invocation:
+        render.print_error(known.message, known.hint, invocation.color)
+    else:
+        render.print_error(known.message, known.hint)
+    return known.exit_code
+
+
+def _as_kverror(error: BaseException) -> KVError:
+    """The error as one of ours, with a message and a hint for people."""
+    import typer
+
+    from kvcli.cli import commandline
+
+    if isinstance(error, KVError):
+        return error
+    if isinstance(error, typer.BadParameter.__mro__[1]):
+        return commandline.refused(error)
+    if isinstance(error, typer.Abort):
+        interrupted = KVError("aborted")
+        interrupted.exit_code = EXIT_INTERRUPTED
+        return interrupted
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
+        return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model")
+    if type(error).__name__ == "OutOfResources":  # Triton's
+        return KVError("this GPU is too small for the kernels of this model", "use --device cpu")
+    if isinstance(error, OSError) and error.errno in _OUTPUT_ERRNOS and error.filename is None:
+        return OutputError(f"could not write the output: {error.strerror}")
+    text = str(error).partition("\n")[0][:300] or "no message"
+    return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback")
+
+
+def _asks_for_json(args: list[str]) -> bool:
+    """For errors in the command line itself, which come before any option was noted."""
+    words = args[: args.index("--")] if "--" in args else args
+    return any(word in ("--json", "--jsonl", "--stream-json") for word in words)
+
+
+def _discard_stdout() -> None:
+    from kvcli.cli import streams
+
+    if sys.stdout is not None:
+        streams.discard(sys.stdout)
+
+
+def _die_of_broken_pipe() -> NoReturn:
+    """End as programs do whose reader went away: by SIGPIPE, which a shell reports as 141."""
+    import signal
+
+    _discard_stdout()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(EXIT_BROKEN_PIPE)  # SIGPIPE is blocked

@@ -1,0 +1,294 @@
+"""What a generation cost: the stats line for people and the result object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.cli.invocation import Invocation
+from kvcli.cli.overflow import Cut
+from kvcli.cli.render import is_terminal
+from kvcli.cli.verification import Verification, as_json
+from kvcli.cli.wrapping import columns
+from kvcli.options import SampleOptions
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.host.processmemory import peak_bytes
+from kvcli.words import counted, human_bytes
+
+BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens. `tail`, `sinks`:
+    pages that stay in 16 bits. `policy`: of eviction.
+
+    `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
+    `page_utilization`: the share of the pages that is rows of use; None = there are none. `contiguous_bytes`: what a
+    cache without pages would take for the whole context.
+    """
+
+    type_k: str
+    type_v: str
+    page_size: int
+    pages: int
+    nbytes: int
+    tokens: int
+    limit: int
+    tail: int
+    sinks: int
+    policy: str
+    evicted: int = 0
+    retention: Retention | None = None
+    page_utilization: float | None = None
+    contiguous_bytes: int = 0
+
+    @property
+    def room(self) -> str:
+        """How many tokens may come until something happens."""
+        if self.retention is None:
+            return f"{self.limit - self.tokens:,} until full"
+        last = self.tokens + self.evicted - 1
+        return f"{self.evicted:,} evicted, {self.retention.until_next(max(0, last)):,} until the next eviction"
+
+    @property
+    def types(self) -> str:
+        return self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
+
+    @property
+    def use(self) -> str:
+        """How much of the pages is rows, and what a cache without pages would take."""
+        whole = f"{human_bytes(self.contiguous_bytes)} without pages"
+        return whole if self.page_utilization is None else f"{100 * self.page_utilization:.1f} % of it in use, {whole}"
+
+    def __str__(self) -> str:
+        return f"KV {self.types} {self.tokens:,}/{self.limit:,} tok ({self.room}) {human_bytes(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes that the plan says: of the whole process for the tokens now in the cache, and for a full context."""
+
+    predicted: int
+    full_context: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished (or interrupted) answer and what it took."""
+
+    model: str
+    text: str
+    end: End
+    cache: CacheFacts
+    params: SampleOptions  # with every default filled in
+    told: list[str]
+    memory: MemoryFacts
+    verification: Verification | None = None  # with --verify-estimate
+    cut: Cut | None = None  # of the prompt, which was too long
+
+    @property
+    def losses(self) -> list[str]:
+        """What of the text was no longer seen, of the prompt and of what came after it."""
+        kept, gone, evicted = self.cache.retention, self.end.prompt_evicted, self.cache.evicted
+        if kept is None:
+            return []
+        parts = (
+            ("before the answer began", kept.keep, gone, self.end.usage.prompt_tokens),
+            ("during the answer", kept.keep + gone, evicted - gone, self.cache.tokens + evicted),
+        )
+        return [
+            f"evicted {when}: tokens {first:,} to {first + count - 1:,} of {total:,}"
+            for when, first, count, total in parts
+            if count > 0
+        ]
+
+    @property
+    def ended_early(self) -> str:
+        """Why the answer is shorter than the model would have made it and nobody asked for that; "" = it is not."""
+        end, loop = self.end, self.end.loop
+        if end.finish_reason == "context":
+            return f"stop: context full ({self.cache.tokens:,}/{self.cache.limit:,})"
+        if end.finish_reason == "length" and self.params.unattended:
+            return f"stop: {len(end.ids):,} tokens, the limit where stdout is no terminal; -n sets another, -n -1 none"
+        if end.finish_reason == "repetition" and loop is not None:
+            return (
+                f"stop: the answer repeats itself ({loop.tokens} tokens, {loop.times} times the same {loop.period});"
+                " --repeat-penalty 1.1 makes that rarer, --no-loop-stop goes on"
+            )
+        return ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that the user is told, however the result is shown."""
+        return [*self.told, *self.end.unwritten, *self.losses, *filter(None, [self.ended_early])]
+
+
+def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
+    """Whether the stats line is printed: as asked, else on a terminal or with -v, never with -q."""
+    if asked is not None:
+        return asked
+    return not invocation.quiet and (is_terminal(sys.stderr) or invocation.verbose > 0)
+
+
+def stats_line(result: Result, loaded: bool = True, verbose: bool = False) -> str:
+    """The line on stderr: short on a terminal, unless `verbose`. `loaded`: name the load time (the first answer of a
+    process); `verbose`: and how much of the pages is in use."""
+    if is_terminal(sys.stderr) and not verbose:
+        return brief_stats(result, max(BRIEF, columns(sys.stderr)) - len("kv: "))
+    return full_stats(result, loaded, verbose)
+
+
+_ENDINGS = {
+    "length": "cut by -n",
+    "context": "context full",
+    "repetition": "repeats itself",
+    "interrupted": "interrupted",
+}
+
+
+def brief_stats(result: Result, width: int) -> str:
+    """What most people want to know; what has no room in `width` columns is left out, the cache first."""
+    usage, timings, cache = result.end.usage, result.end.timings, result.cache
+    reused = f" ({usage.cache_read_tokens:,} reused)" if usage.cache_read_tokens else ""
+    parts = [
+        f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
+        f"answer {usage.completion_tokens:,}, {timings.decode_tps:,.0f} tok/s",
+        f"KV {human_bytes(cache.nbytes)} {cache.types}",
+        f"{cache.evicted:,} evicted" if cache.retention else f"{cache.limit - cache.tokens:,} left",
+        *filter(None, [_ENDINGS.get(result.end.finish_reason, "")]),
+    ]
+    while len(line := " · ".join(parts)) > width and len(parts) > 2:
+        del parts[2]
+    return line
+
+
+def full_stats(result: Result, loaded: bool = True, verbose: bool = False) -> str:
+    """Everything there is to tell."""
+    usage, timings = result.end.usage, result.end.timings
+    parts = [
+        f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:,.0f} tok/s",
+        f"gen {usage.completion_tokens:,} tok · {timings.decode_tps:.1f} tok/s",
+        f"TTFT {timings.ttft_s:.2f} s",
+        *([f"load {timings.load_s:.2f} s"] if loaded else []),
+        str(result.cache) + (f", {result.cache.use}" if verbose else ""),
+        f"peak {human_bytes(peak_bytes())}",
+        f"seed {result.params.seed}",
+    ]
+    if result.end.finish_reason != "stop":
+        limit = f" (-n {result.params.max_tokens})" if result.end.finish_reason == "length" else ""
+        parts.append(result.end.finish_reason + limit)
+    return " | ".join(parts)
+
+
+def sampling_line(params: SampleOptions) -> str:
+    """How tokens are chosen and when an answer ends, as options; what is off is left out."""
+    penalised = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+    values = (  # with what means off
+        ("--temp", params.temperature, None),
+        ("--top-k", params.top_k, 0),
+        ("--top-p", params.top_p, 1),
+        ("--min-p", params.min_p, 0),
+        ("--repeat-penalty", params.repeat_penalty, 1),
+        ("--presence-penalty", params.presence_penalty, 0),
+        ("--frequency-penalty", params.frequency_penalty, 0),
+        ("--repeat-last-n", params.repeat_last_n if penalised else 0, 0),
+        ("--dry-multiplier", params.dry_multiplier, 0),
+        ("-n", params.max_tokens, None),
+    )
+    switches = (("--ignore-eos", params.ignore_eos), ("--loop-stop", params.loop_stop))
+    shown = [f"{flag} {value}" for flag, value, off in values if value != off]
+    return " ".join(["sampling:", *shown, *(flag for flag, on in switches if on)])
+
+
+def prompt_stats(end: End) -> str:
+    """How much of the prompt was in a cache already, and where."""
+    total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
+    where = "" if not reused else " (disk)" if end.usage.disk_tokens else " (memory)"
+    return f"reused {reused:,} of {counted(total, 'prompt token')}{where}, prefilled {total - reused:,}"
+
+
+def result_object(result: Result) -> dict[str, Any]:
+    """The object that --json prints; all sizes in bytes, all times in seconds."""
+    usage, timings, cache = result.end.usage, result.end.timings, result.cache
+    return {
+        "model": result.model,
+        "text": result.text,
+        "finish_reason": result.end.finish_reason,
+        "stop": result.end.stop,
+        "repetition": {"tokens": loop.tokens, "period_tokens": loop.period, "times": loop.times}
+        if (loop := result.end.loop)
+        else None,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "cache_read_tokens": usage.cache_read_tokens,
+            "cache_disk_tokens": usage.disk_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+            "cache_miss": usage.cache_miss or None,
+            "completion_tokens": usage.completion_tokens,
+        },
+        "timings": {
+            "load_s": round(timings.load_s, 6),
+            "prefill_s": round(timings.prefill_s, 6),
+            "ttft_s": round(timings.ttft_s, 6),
+            "decode_s": round(timings.decode_s, 6),
+            "prompt_tps": round(timings.prompt_tps, 3),
+            "decode_tps": round(timings.decode_tps, 3),
+        },
+        "kv": {
+            "type_k": cache.type_k,
+            "type_v": cache.type_v,
+            "page_size": cache.page_size,
+            "pages": cache.pages,
+            "tokens": cache.tokens,
+            "ctx_size": cache.limit,
+            "kv_tail": cache.tail,
+            "kv_sink": cache.sinks,
+            "kv_bytes": cache.nbytes,
+            "page_utilization": None if cache.page_utilization is None else round(cache.page_utilization, 6),
+            "contiguous_bytes": cache.contiguous_bytes,
+            "evicted_tokens": cache.evicted,
+            "lossless": not result.end.losses,
+            "losses": list(result.end.losses),
+        },
+        "evict": evict_object(cache.policy, cache.retention),
+        "prompt_evicted_tokens": result.end.prompt_evicted,
+        "prompt_cut": _cut_object(result.cut) if result.cut else None,
+        "memory": {
+            "predicted_bytes": result.memory.predicted,
+            "peak_bytes": peak_bytes(),
+            "full_context_bytes": result.memory.full_context,
+            **({"verification": as_json(result.verification)} if result.verification else {}),
+        },
+        "sampling": sampling_object(result.params),
+        "warnings": result.warnings,
+    }
+
+
+def sampling_object(params: SampleOptions) -> dict[str, Any]:
+    """The sampling options; JSON has no infinity, so an infinite bias is written as a string."""
+    values = dataclasses.asdict(params)
+    values["logit_bias"] = {
+        str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()
+    }
+    values["stops"] = values.pop("stop")
+    return values
+
+
+def evict_object(policy: str, kept: Retention | None) -> dict[str, Any]:
+    """What is forgotten of a context that is full."""
+    return {"policy": policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
+
+
+def _cut_object(cut: Cut) -> dict[str, Any]:
+    return {
+        "policy": cut.policy,
+        "prompt_tokens": cut.prompt_tokens,
+        "ctx_size": cut.context,
+        "first_token": cut.start,
+        "end_token": cut.end,
+    }

@@ -1,0 +1,183 @@
+"""Where `kv run` sends its events: plain text, one JSON object at the end, or one JSON event a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvcli.cli import jsonobjects
+from kvcli.cli.invocation import Invocation
+from kvcli.cli.render import Progress
+from kvcli.cli.report import Result, result_object, sampling_object
+from kvcli.cli.streams import OutputFile, TextOut
+from kvcli.errors import OutputError
+from kvcli.runtime.engine.events import Prefill, Token
+
+BAR_FROM_TOKENS = 512  # a shorter prompt is read before a bar could be looked at
+
+
+class Sink(Protocol):
+    """What a way of printing does with each event of a generation."""
+
+    def start(self, model: str, params: Any) -> None: ...
+
+    def prefill(self, event: Prefill) -> None: ...
+
+    def token(self, event: Token) -> None: ...
+
+    def end(self, result: Result, held: str) -> None: ...
+
+    def broken(self) -> None: ...
+
+
+class TextSink:
+    """The generated text alone on stdout; a bar on stderr while the prompt is read."""
+
+    def __init__(self, out: TextOut, invocation: Invocation, newline: bool = True) -> None:
+        self.out, self.newline = out, newline
+        self.progress = Progress(invocation, unit="tokens")
+
+    def start(self, model: str, params: Any) -> None:
+        """Nothing is said before the first token."""
+
+    def prefill(self, event: Prefill) -> None:
+        if event.total >= BAR_FROM_TOKENS:
+            self.progress("prefill", event.done, event.total)
+
+    def token(self, event: Token) -> None:
+        self.progress.close()
+        self.out.write(event.text)
+
+    def end(self, result: Result, held: str) -> None:
+        self.progress.close()
+        self.out.write(held)
+        if self.newline:
+            self.out.end_line()
+        self.out.flush()
+
+    def broken(self) -> None:
+        """No more text comes, but an error: it gets a line of its own on a terminal."""
+        self.progress.close()
+        if self.out.tty and not self.out.empty:
+            self.out.end_line()
+        self.out.flush()
+
+
+class CopySink:
+    """What another sink does, and the text goes into a file, too: first, so that it has what stdout does not take."""
+
+    def __init__(self, sink: Sink, file: OutputFile, newline: bool = True) -> None:
+        self.sink, self.file, self.newline = sink, file, newline
+
+    def start(self, model: str, params: Any) -> None:
+        self.sink.start(model, params)
+
+    def prefill(self, event: Prefill) -> None:
+        self.sink.prefill(event)
+
+    def token(self, event: Token) -> None:
+        self.file.write(event.text)
+        self.sink.token(event)
+
+    def end(self, result: Result, held: str) -> None:
+        self.file.write(held)
+        if self.newline:
+            self.file.end_line()
+        self.file.whole = result.end.finish_reason != "interrupted"
+        self.sink.end(result, held)
+
+    def broken(self) -> None:
+        self.sink.broken()
+
+
+class NoSink(TextSink):
+    """Only the bar."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        super().__init__(TextOut.stdout(), invocation)
+
+    def token(self, event: Token) -> None:
+        """Nothing is shown."""
+
+    def end(self, result: Result, held: str) -> None:
+        self.progress.close()
+
+
+class JsonSink:
+    """One object when all is done."""
+
+    def __init__(self, out: TextOut) -> None:
+        self.out = out
+
+    def start(self, model: str, params: Any) -> None:
+        """The object at the end says it all."""
+
+    def prefill(self, event: Prefill) -> None:
+        """The object at the end says it all."""
+
+    def token(self, event: Token) -> None:
+        """The object at the end says it all."""
+
+    def end(self, result: Result, held: str) -> None:
+        self._line("run", result_object(result))
+
+    def broken(self) -> None:
+        """The error is an object of its own."""
+
+    def _line(self, kind: str, value: dict[str, Any]) -> None:
+        self.out.write(jsonobjects.line(kind, value))
+        self.out.flush()
+
+
+class JsonlSink(JsonSink):
+    """One event a line, each flushed. Text that was held back to the end comes as a token without an id."""
+
+    def start(self, model: str, params: Any) -> None:
+        self._event("start", {"model": model, "sampling": sampling_object(params)})
+
+    def prefill(self, event: Prefill) -> None:
+        counts = {"done_tokens": event.done, "total_tokens": event.total, "cache_read_tokens": event.reused}
+        self._event("progress", {"stage": "prefill", **counts})
+
+    def token(self, event: Token) -> None:
+        self._event("token", {"token_id": event.id, "text": event.text})
+
+    def end(self, result: Result, held: str) -> None:
+        if held:
+            self._event("token", {"token_id": None, "text": held})
+        for message in result.warnings:
+            self._event("warning", {"message": message})
+        self._event("end", result_object(result))
+
+    def _event(self, name: str, value: dict[str, Any]) -> None:
+        self._line("run --jsonl", {"event": name, **value})
+
+
+class WhileRead:
+    """Another sink. Once a signal is noted (`ended`), what cannot be written is dropped: the terminal may be gone, and
+    whoever keeps the answer has it all the same."""
+
+    def __init__(self, sink: Sink, ended: Callable[[], bool]) -> None:
+        self.sink, self.ended = sink, ended
+
+    def start(self, model: str, params: Any) -> None:
+        self._write(self.sink.start, model, params)
+
+    def prefill(self, event: Prefill) -> None:
+        self._write(self.sink.prefill, event)
+
+    def token(self, event: Token) -> None:
+        self._write(self.sink.token, event)
+
+    def end(self, result: Result, held: str) -> None:
+        self._write(self.sink.end, result, held)
+
+    def broken(self) -> None:
+        self._write(self.sink.broken)
+
+    def _write(self, write: Callable[..., None], *what: Any) -> None:
+        try:
+            write(*what)
+        except OutputError:
+            if not self.ended():
+                raise

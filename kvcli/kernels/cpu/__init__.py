@@ -1,0 +1,1 @@
+"""The CPU backend: C, for the instruction set that the processor has."""

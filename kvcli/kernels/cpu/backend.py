@@ -1,0 +1,218 @@
+"""The CPU backend: `cpu.c` called through ctypes. Same signatures as the reference functions.
+
+Arrays cross as addresses, so every tensor is float32 on the CPU with unit stride in its last dim; views of whole rows
+(a slice of a wider matrix) are fine and cost no copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from kvcli.errors import KVError, UsageError
+from kvcli.kernels.paged import Angles, PagedKV, RecordLayout
+from kvcli.kernels.reference.matmul import QuantTensor, place
+
+# GGML type ids; the formats that cpu.c decodes.
+FORMATS = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "BF16": 30,
+}  # fmt: skip
+CODECS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int6": 4, "int4": 5, "fp8": 6, "fp8_e5m2": 7}
+ACTS = {"silu": 0, "gelu": 1}
+ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
+
+
+class _Record(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("bytes", "v_offset", "k_scales", "v_scales", "codec_k", "codec_v")]
+
+
+class _Paged(ctypes.Structure):
+    _fields_ = [
+        ("pages", c_void_p),
+        ("open", c_void_p),
+        *((name, c_int64) for name in ["first_page", "page_size", "kv_heads", "dim_k", "dim_v", "sinks", "tail"]),
+        *((name, c_int64) for name in ["front", "keep", "retained"]),
+        *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
+        ("rope_half", c_int64),
+        ("record", _Record),
+        ("open_record", _Record),
+    ]
+
+
+_SIGNATURES = {
+    "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    "kv_rows": [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p],
+    "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
+    "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
+    "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
+    "kv_seal": [c_void_p, c_int64, c_int64],
+    "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_attention": [
+        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
+    ],
+}  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Raises KVError with the reason when they were not built or do not load."""
+    built = sorted(Path(__file__).parent.glob("_cpu*.so")) + sorted(Path(__file__).parent.glob("_cpu*.pyd"))
+    if not built:
+        raise KVError(
+            "the CPU kernels were not compiled when kv was installed", "install a C compiler and reinstall kv"
+        )
+    try:
+        lib = ctypes.CDLL(str(built[0]))
+    except OSError as e:
+        raise KVError(f"the CPU kernels do not load: {e}", "reinstall kv") from None
+    lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
+    for name, arguments in _SIGNATURES.items():
+        getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
+    return lib
+
+
+def asked_isa() -> str:
+    """The instruction set that KV_CPU_ISA names; "" = the best one here. Raises UsageError for one that is none."""
+    isa = os.environ.get("KV_CPU_ISA", "")
+    if isa and isa not in ISAS:
+        raise UsageError(f"KV_CPU_ISA must be one of {', '.join(ISAS)}, not '{isa}'")
+    return isa
+
+
+def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
+    return (_Weight * len(weights))(
+        *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type]) for w in weights)
+    )
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _record(r: RecordLayout) -> _Record:
+    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, CODECS[r.codec_k], CODECS[r.codec_v])
+
+
+class NativeBackend:
+    """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding."""
+
+    name: Literal["native"] = "native"
+    device = torch.device("cpu")
+    place = staticmethod(place)
+
+    def __init__(self, threads: int, isa: str = "") -> None:
+        self._lib = library()
+        chosen = self._lib.kv_init(threads, isa.encode())
+        if chosen is None:
+            raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
+        self.isa = chosen.decode()
+        self._tables: dict[tuple[int, ...], ctypes.Array] = {}
+
+    def _table(self, weights: Sequence[QuantTensor]) -> ctypes.Array:
+        key = tuple(map(id, weights))
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = _weights(weights)
+            table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
+            table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
+        return table
+
+    def matmul(
+        self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        table, (m, k) = self._table(weights), x.shape
+        out = torch.empty(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
+        self._lib.kv_matmul(
+            table, len(weights), x.data_ptr(), m, k, x.stride(0), out.data_ptr(), out.stride(0), add_to is not None
+        )
+        return out
+
+    def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        low, high = torch.aminmax(ids)
+        if low < 0 or high >= weight.rows:
+            raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")
+        out = torch.empty(ids.shape[0], weight.cols)
+        self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        d = x.shape[-1]
+        if x.dim() == 2:
+            out = torch.empty(x.shape[0], d)
+            self._lib.kv_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d)
+            return out
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._lib.kv_rms_norm(x.data_ptr(), d, weight.data_ptr(), eps, x.numel() // d, d, out.data_ptr(), d)
+        return out
+
+    def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        t, heads, dim = x.shape
+        self._lib.kv_rope(x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr())
+
+    def glu(self, x: torch.Tensor, act: str) -> torch.Tensor:
+        t, f = x.shape[0], x.shape[1] // 2
+        out = torch.empty(t, f)
+        self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
+        return out
+
+    def _paged(self, kv: PagedKV, angles: Angles | None = None) -> object:
+        """The C view of a layer's pages, by reference."""
+        key = (kv.basis.known, *(x.data_ptr() for x in angles or ()))
+        view = kv.descriptors.get(key)
+        if view is None:
+            r, basis = kv.record, kv.basis
+            half = angles[0].shape[1] if angles else 0
+            cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
+            view = kv.descriptors[key] = ctypes.byref(
+                _Paged(
+                    kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
+                    kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
+                    kv.front, kv.keep, kv.retained,
+                    _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
+                    _record(r), _record(kv.open.record if kv.open else r),
+                )
+            )  # fmt: skip
+        return view
+
+    def rotate_(self, x: torch.Tensor) -> None:
+        t, heads, dim = x.shape
+        self._lib.kv_rotate(x.data_ptr(), x.stride(0), t, heads, dim)
+
+    def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
+        self._lib.kv_seal(self._paged(kv, angles), first, end)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
+        self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        start: int,
+        window: int = 0,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        angles: Angles | None = None,
+        sink_q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        t, heads = q.shape[0], q.shape[1]
+        out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
+        second = (None, 0) if sink_q is None else (sink_q.data_ptr(), sink_q.stride(0))
+        self._lib.kv_attention(
+            q.data_ptr(), q.stride(0), *second, t, heads, start, window, scale, softcap, view, out.data_ptr()
+        )
+        return out

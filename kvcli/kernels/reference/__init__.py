@@ -1,0 +1,1 @@
+"""The specification: every operation in plain torch, float32."""

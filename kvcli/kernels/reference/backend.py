@@ -1,0 +1,54 @@
+"""The reference backend: every operation in plain torch, float32, rows independent of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import torch
+
+from kvcli.kernels.reference.attention import attention
+from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
+from kvcli.kernels.reference.pointwise import glu, rms_norm, rope_
+from kvcli.kernels.reference.rotation import rotate_
+from kvcli.kernels.reference.store import seal, store
+
+
+class ReferenceBackend:
+    """The specification that the other backends are checked against. Slow; exact in float32.
+
+    `threads` take slices of weight matrices one by one. They are not torch's, which all wait for each other in every
+    operation: a core that another program uses would hold up all of them.
+    """
+
+    name: Literal["reference"] = "reference"
+    device = torch.device("cpu")
+    place = staticmethod(place)
+    rows = staticmethod(rows)
+    rms_norm = staticmethod(rms_norm)
+    rope_ = staticmethod(rope_)
+    glu = staticmethod(glu)
+    rotate_ = staticmethod(rotate_)
+    store = staticmethod(store)
+    seal = staticmethod(seal)
+    attention = staticmethod(attention)
+
+    def __init__(self, threads: int = 1) -> None:
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def matmul(
+        self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `matmul.matmul`."""
+        return matmul(x, weights, add_to, self._each if self._pool else map)
+
+    def _each(self, work: Callable[..., torch.Tensor], *arguments: Iterable[object]) -> Iterable[torch.Tensor]:
+        inference = torch.is_inference_mode_enabled()  # a mode of the thread
+
+        def as_here(*values: object) -> torch.Tensor:
+            with torch.inference_mode(inference):
+                return work(*values)
+
+        assert self._pool is not None
+        return self._pool.map(as_here, *arguments)

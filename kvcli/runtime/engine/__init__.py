@@ -1,0 +1,1 @@
+"""Generation: an opened model, its pool, one step after the other, and how the next token is chosen."""

@@ -1,0 +1,95 @@
+"""From the logits of a prompt to token after token: on the host, or on the device without waiting for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.errors import DoesNotFit, KVError
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.engine.sampler import Sampler, uniform
+
+if TYPE_CHECKING:
+    from kvcli.kernels.gpu.sample import DeviceSampler
+    from kvcli.runtime.engine.graph.tokengraph import TokenGraph
+
+
+def host_tokens(
+    logits: torch.Tensor, history: list[int], sampler: Sampler, forward: Callable[[int], torch.Tensor]
+) -> Iterator[int]:
+    """Token after token, each chosen on the host; the caller appends each to `history` (prompt and answer).
+
+    `forward` runs a token as the next row -> logits [vocab].
+    """
+    while True:
+        yield sampler.sample(logits, history, len(history))
+        logits = forward(history[-1])
+
+
+class DeviceTokens:
+    """Tokens that are chosen on the device, while the row of the one before is on its way.
+
+    Iterate for ids. One row more than was asked for may be computed; `close` takes it back.
+    """
+
+    def __init__(self, graph: TokenGraph, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
+        self.graph, self.seq, self.sampler, self.device_sampler = graph, seq, sampler, device_sampler
+        self._uniform = torch.zeros(1, device=graph.device)
+        self._token = torch.zeros(1, dtype=torch.int64, device=graph.device)  # the newest one
+        self._waits = graph.device.type == "cuda"  # else it is Triton's interpreter, which is never behind
+        self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=self._waits)
+        self._events = [torch.cuda.Event() for _ in range(2 if self._waits else 0)]
+        self._chosen = 0  # tokens chosen so far, read or not
+        self._known = seq.length  # rows whose ids were read
+
+    @torch.inference_mode()
+    def iterate(self, logits: torch.Tensor) -> Iterator[int]:
+        """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full: without end where
+        old rows are evicted."""
+        position, read = self.seq.length, 0
+        self._choose(logits, position)
+        full: DoesNotFit | None = None  # told when the tokens that were chosen before are out
+        while read < self._chosen:
+            if full is None and (self.graph.layout.retention or self.seq.length < self.graph.ctx_size):
+                self.graph.token.copy_(self._token)
+                try:
+                    self._choose(self.graph.run(self.seq), self.seq.length)
+                except DoesNotFit as error:
+                    full = error
+            token = self._read(read)
+            if position < self.seq.length:
+                self.seq.tokens[position] = token
+            read, position = read + 1, position + 1
+            self._known = min(position, self.seq.length)
+            yield token
+        if full is not None:
+            raise full
+
+    def _choose(self, logits: torch.Tensor, position: int) -> None:
+        """Choose the token that is to stand at `position`, and send it to the host."""
+        if not self.device_sampler.greedy:
+            self._uniform.fill_(uniform(self.sampler.seed, self.sampler.sequence, position))
+        self.device_sampler.launch(logits, self._uniform, self._token)
+        slot = self._chosen % 2
+        self._ids[slot : slot + 1].copy_(self._token, non_blocking=True)
+        if self._waits:
+            self._events[slot].record()
+        self._chosen += 1
+
+    def _read(self, number: int) -> int:
+        if self._waits:
+            self._events[number % 2].synchronize()
+        token = int(self._ids[number % 2])
+        if token < 0:
+            raise KVError(
+                self.device_sampler.error(token), "check --logit-bias; the model file may be damaged: pull it again"
+            )
+        return token
+
+    def close(self) -> None:
+        """Give up rows whose tokens nobody has seen."""
+        if self._waits:
+            torch.cuda.synchronize(self.graph.device)
+        self.seq.rewind_to(self._known)

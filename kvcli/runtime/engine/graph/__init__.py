@@ -1,0 +1,1 @@
+"""Decoding on a GPU as one captured graph a token."""

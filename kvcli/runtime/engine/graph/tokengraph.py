@@ -1,0 +1,252 @@
+"""One token of a decoder on a GPU: kernels over buffers that never move, captured once as a CUDA graph and replayed.
+
+Per layer: q/k/v product; norms of heads, RoPE, rotation, store; attention in splits; their combination, which is also
+the next product's vector; output product; gate/up product; down product. Each product leaves the vector of the next
+one, already normed and quantized (see kernels/gpu/matvec.py). What changes from token to token (token, position, page
+tables) stands in device memory, so one graph serves a whole range of contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kvcli.kernels import PagedKV
+from kvcli.kernels.gpu import expand
+from kvcli.kernels.gpu.attention import Partials, attend, other_parts
+from kvcli.kernels.gpu.combine import MOST_PARTS, combine
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING, SERIAL
+from kvcli.kernels.gpu.launching import collecting, compile_all
+from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
+from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
+from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.seal import seal_step
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.model.decoder import Block, Decoder
+from kvcli.runtime.model.sealing import fix_bases, fixes_basis
+
+SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
+SEALING = 0
+PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
+PAGES_EACH = 4  # for a share to be worth a program
+
+
+def unsupported(model: Decoder) -> str:
+    """Why a model's tokens cannot be computed by these kernels; "" = they can."""
+    c = model.config
+    heads = max(c.n_heads * x.dim_v for x in c.layers)
+    for name, size in (("d_model", c.d_model), ("d_ff", c.d_ff), ("heads x head dim", heads)):
+        if size % GROUP:
+            return f"{name} is {size}, which is no multiple of {GROUP}"
+        if size > GROUP * MAX_GROUPS:
+            return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
+    return ""
+
+
+class TokenGraph:
+    """The model's next-token computation for one sequence at a time: `bind` it, then `run` row after row."""
+
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
+        self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self.device: torch.device = model.ops.device
+        c, w, floats = model.config, model.weights, self._floats
+        keep = any(m.format.kind == PLAIN for m in _matrices(model))
+        self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.logits, self.residual, self.row = floats(c.vocab_size), floats(c.d_model), floats(1, c.d_model)
+        self.x = Activations.empty(c.d_model, keep, self.device)
+        self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
+        self.gated = Activations.empty(c.d_ff, keep, self.device)
+        self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps)
+        self.qkv = [floats(1, sum(m.rows for m in b.attn.qkv)) for b in w.blocks]
+        self.y = floats(c.d_model)
+        self._pages = GraphPages(model, layout, ctx_size)
+        self._queries = [
+            Queries.empty(1 + p.keeps, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device)
+            for x, p in zip(c.layers, self._pages.layers, strict=True)
+        ]
+        self._partials: dict[tuple[int, int], Partials] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
+        self._next: tuple[Sequence | None, int] = (None, -1)
+        ahead = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.pdl = AFTER if ahead else SERIAL
+        self._post_squares: dict[int, torch.Tensor] = {}
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.float32, device=self.device)
+
+    def unbind(self) -> None:
+        """Forget which sequence comes next: position, means and scales are set again."""
+        self._next = (None, -1)
+
+    @torch.inference_mode()
+    def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
+        """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
+
+        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
+        graph is captured.
+        """
+        step = seq.reserve([-1 if token is None else token])
+        if token is not None:
+            self.token.fill_(token)
+        self._pages.bind(step)
+        if self._next != (seq, step.start):
+            self.position.fill_(step.start)
+            self._pages.bind_bases(step)
+        logits = self._replay(max(g.rows_seen(step.start + 1) for g in self.layout.groups))
+        self._fix_bases(step)
+        self._seal(step.start + 1)
+        seq.commit([-1 if token is None else token])
+        self._next = (seq, step.start + 1)
+        self.position.add_(1)
+        return logits
+
+    def _fix_bases(self, step: Step) -> None:
+        """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
+        fixed = False
+        for layers, group in zip(step.groups, self.layout.groups, strict=True):
+            if not fixes_basis(layers[0], step.start + 1):  # in a group all or none do
+                continue
+            alike: dict[RopeConfig | None, list[PagedKV]] = {}
+            for kv, layer in zip(layers, group.layers, strict=True):
+                alike.setdefault(self.model.config.layers[layer].rope, []).append(kv)
+            for rope, some in alike.items():
+                fix_bases(self.model.ops, some, self.model.ropes.table(rope))
+            fixed = True
+        if fixed:
+            self._pages.bind_bases(step)
+
+    def _replay(self, rows: int) -> torch.Tensor:
+        """Compute a row that sees `rows` rows, by the graph for that many."""
+        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+        if self.device.type != "cuda":  # Triton's interpreter
+            self.launch(bucket)
+            return self.logits
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            graph = self._capture(bucket, lambda: self.launch(bucket))
+        graph.replay()
+        return self.logits
+
+    def _seal(self, rows: int) -> None:
+        """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
+        leaving = (g.newly_sealed(rows - 1, rows) for g in self.layout.groups if g.sealed and g.tail)
+        if all(first >= last for first, last in leaving):
+            return
+        if self.device.type != "cuda":
+            self._launch_sealing()
+            return
+        graph = self._graphs.get(SEALING)
+        if graph is None:
+            graph = self._capture(SEALING, self._launch_sealing)
+        graph.replay()
+
+    def _launch_sealing(self) -> None:
+        for pages, layers, strides in self._pages.sealed_runs():
+            seal_step(pages, self.position, layers=layers, strides=strides)
+
+    def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
+        launch()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        self._graphs[key] = graph
+        return graph
+
+    def compile(self, forward: Callable[[], None]) -> None:
+        """Compile what `forward` (a prompt of more than two pages) and a token launch, in parallel; nothing is run."""
+        with collecting() as variants, torch.inference_mode():
+            forward()
+            bucket = SMALLEST_BUCKET
+            self.launch(bucket)
+            while bucket < self.ctx_size:
+                bucket *= 2
+                self.launch(bucket)
+            self._launch_sealing()
+        compile_all(variants)
+
+    def launch(self, bucket: int) -> None:
+        """Every kernel of a token, for up to `bucket` rows."""
+        c, w, pdl = self.model.config, self.model.weights, self.pdl
+        expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
+        following = [b.attn_norm for b in w.blocks[1:]] + [w.norm]
+        advance(self.row, self.residual, w.blocks[0].attn_norm, self.x, self.norm.squares)
+        for i, (block, next_norm) in enumerate(zip(w.blocks, following, strict=True)):
+            self._attention(i, block, bucket, pdl)
+            self._add(block.attn.out[0], self.heads[i], block.ffn_norm, block.post_attn_norm)
+            gelu = w.activation == "gelu"
+            matvec(block.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=pdl)
+            # 16 bits for what has the outliers, and for the logits; both cost a percent or two
+            self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, planes=2)
+        matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
+
+    def _attention(self, layer: int, block: Block, bucket: int, pdl: int) -> None:
+        """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
+        c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
+        shape, done = c.layers[layer], 0
+        for matrix in block.attn.qkv:  # of different formats: they run beside each other
+            how = BESIDE if done else LEADING
+            out = qkv[0, done : done + matrix.rows]
+            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how if pdl else SERIAL)
+            done += matrix.rows
+        rope = self.model.ropes.table(shape.rope)
+        frequencies = None if rope is None else rope.frequencies_on(self.device)
+        queries = prepare(
+            qkv, c.n_heads, pages, self.position, frequencies, block.attn.q_norm, block.attn.k_norm, c.norm_eps,
+            c.attn_scale, self._queries[layer], pdl,
+        )  # fmt: skip
+        if pages.open is not None and not pages.tail:  # the query reads its own row sealed
+            seal_step(pages, self.position, pdl)
+        splits, partials = self._partials_of(layer, bucket)
+        attend(queries, pages, self.position, shape.window, c.attn_softcap, splits, partials, pdl)
+        combine(partials, pages, self.heads[layer], pdl)
+
+    def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
+        """Into how many shares the layer's pages are cut, and where the results of the shares go."""
+        slot = self.layout.slots[layer]
+        assert slot is not None
+        group: GroupLayout = self.layout.groups[slot[0]]
+        pages, seen = self._pages.layers[layer], min(bucket, group.window) if group.window else bucket
+        most = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // group.kv_heads
+        splits = max(1, min(most, MOST_PARTS - other_parts(pages), seen // (PAGES_EACH * group.page_size)))
+        key = slot[0], splits
+        if key not in self._partials:
+            self._partials[key] = Partials.empty(1, self.model.config.n_heads, pages, splits)
+        return splits, self._partials[key]
+
+    def _add(
+        self, matrix: DeviceMatrix, x: Activations, next_norm: torch.Tensor, post: torch.Tensor | None, planes: int = 0
+    ) -> None:
+        """Add the product to the residual, normed first where there is a norm; `self.x` becomes the next vector."""
+        pdl = self.pdl
+        if post is None:
+            matvec(
+                matrix, x, RESIDUAL, residual=self.residual, next_norm=next_norm, into=self.x,
+                squares=self.norm.squares, pdl=pdl, planes=planes,
+            )  # fmt: skip
+            return
+        squares = self._squares(parts_of(matrix, STORE))
+        matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl, planes=planes)
+        advance(
+            self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, self.norm.eps)), pdl
+        )  # fmt: skip
+
+    def _squares(self, parts: int) -> torch.Tensor:
+        if parts not in self._post_squares:
+            self._post_squares[parts] = self._floats(parts)
+        return self._post_squares[parts]
+
+
+def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
+    w = model.weights
+    yield from w.embedding
+    yield from w.head
+    for b in w.blocks:
+        yield from (*b.attn.qkv, *b.attn.out, *b.gate_up, *b.down)

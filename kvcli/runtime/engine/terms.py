@@ -1,0 +1,61 @@
+"""`Terms`: how long a context is, what stays of a longer sequence, and the memory that takes. They can change while a
+model is open. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.plan.plan import Budget, Plan, Setting, plan_for_engine
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What `options` come to in `setting` with the memory of `budget`. `shortened`: why the context is less than the
+    training context although no size was asked for; "" = it is not."""
+
+    setting: Setting
+    budget: Budget
+    options: CacheOptions
+    layout: KVLayout
+    ctx_size: int
+    plan: Plan
+    shortened: str
+
+    @classmethod
+    def settle(cls, setting: Setting, budget: Budget, options: CacheOptions) -> Terms:
+        """Raises UsageError, and DoesNotFit."""
+        if options.ctx_size < 0:
+            raise UsageError(f"--ctx-size must be 0 or more, not {options.ctx_size}", "0 = as trained, or what fits")
+        config, layout = setting.config, KVLayout.of_options(setting.config, options)
+        found = plan_for_engine(config, setting.weights, options, budget, setting.threads)
+        settled = found.setting.settled(layout, found.ctx_size)
+        return cls(found.setting, budget, options, settled, found.ctx_size, found.plan, found.notice)
+
+    def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
+        """With another context or policy. Raises UsageError, and DoesNotFit."""
+        options = replace(self.options, ctx_size=ctx_size, evict=evict)
+        return Terms.settle(replace(self.setting, evict=evict), self.budget, options)
+
+    def same_rows(self, other: Terms, length: int) -> int:
+        """How many of the first `length` rows of a sequence are the same under both, bit for bit: those that see
+        everything. On a GPU none, where other rows stay: its kernels are others then, and round in another way."""
+        mine, theirs = self.layout.retention, other.layout.retention
+        if mine == theirs:
+            return length
+        return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pool may grow to: all that the plan leaves."""
+        return self.plan.kv_bytes + self.budget.bytes - self.plan.needed
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why answers may be worse than was asked for."""
+        asked, trained = self.options.ctx_size, self.setting.config.context_length
+        beyond = f"context {asked:,} is beyond the {trained:,} tokens the model was trained on"
+        return [*([beyond] if asked > trained else []), *([self.shortened] if self.shortened else [])]

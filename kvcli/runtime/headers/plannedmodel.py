@@ -1,0 +1,145 @@
+"""`PlannedModel`: what a plan needs to know of a model, from a header, a recipe or flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from kvcli.errors import ModelError
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.headers.anygguf import config_from_gguf_any
+from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
+from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.hub import store
+from kvcli.runtime.hub.recipes import Recipe, find_recipe
+from kvcli.runtime.hub.runnable import judge
+from kvcli.runtime.plan import footprint, repacked
+from kvcli.runtime.plan.footprint import ASSUMED, Tensor, WeightBytes
+
+ASSUMED_BITS = 4.9  # per weight, of a Q4_K_M file of several billion weights
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """`weights` is None where only the cache is asked for; `bytes_read` came over the network.
+
+    `runs`: see Recipe; if not by its name `problem` is why, and `remedy` what to do about it. `run_as`: what `-m` of
+    `kv run` is to be, "" = nothing that kv knows.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: WeightBytes | None
+    params: int | None
+    quantization: str
+    origin: str  # "header", "recipe" or "flags"
+    file_bytes: int = 0
+    bytes_read: int = 0
+    notices: Sequence[str] = ()
+    alternatives: Sequence[tuple[str, int | None]] = ()  # name and bytes of the repository's other models
+    runs: str = "yes"
+    problem: str = ""
+    remedy: str = ""
+    run_as: str = ""
+
+
+def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> PlannedModel:
+    """The model of that name for a plan on a device of `kind`; without a name the shape that the flags give.
+
+    Raises UsageError, ModelError, DownloadError.
+    """
+    if name is None:
+        return _by_hand(given)
+    recipe = find_recipe(name)
+    if recipe is None:
+        return _from_header(name, name, given, kind, offline)
+    path = store.stored_path(recipe)
+    if path is not None and store.stored_variant(recipe):
+        return _from_header(recipe.name, str(path), given, kind, offline)
+    return _from_recipe(recipe, given, kind)
+
+
+def _by_hand(given: Given) -> PlannedModel:
+    config = config_by_hand(given)
+    weights = None if given.params is None else _weights_of_number(given.params, given.params, given, ASSUMED_BITS)
+    return PlannedModel("by hand", config, weights, given.params, "", "flags")
+
+
+def _from_recipe(recipe: Recipe, given: Given, kind: str) -> PlannedModel:
+    shape = recipe.shape
+    if not shape:
+        raise ModelError(f"the sizes of {recipe.name} are not known", "download it with kv pull and try again")
+    config = override(config_from_recipe(recipe.name, shape), given)
+    params = given.params or shape["params"]
+    if given.bpw is None and given.params is None and recipe.file is not None:
+        size = recipe.file.size
+        source = footprint.EXACT if kind == CPU else footprint.COMPUTED  # a GPU may keep a little more
+        weights = WeightBytes(size, 0, size, source, "size of the file")
+    else:
+        read = recipe_params_read(shape) if given.params is None else params
+        weights = _weights_of_number(params, read, given, ASSUMED_BITS)
+    notice = f"planned from the published sizes of {recipe.title}: no file of it is here"
+    return PlannedModel(
+        recipe.name, config, weights, params, "", "recipe", notices=(notice,),
+        runs=recipe.runs, problem=recipe.problem, remedy=recipe.remedy if recipe.problem else "",
+        run_as={"yes": recipe.name, "hub": recipe.hf}.get(recipe.runs, ""),
+    )  # fmt: skip
+
+
+def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> WeightBytes:
+    if given.bpw is not None:
+        return footprint.weights_of_params(params, read, given.bpw, f"{given.bpw:g} bits per weight (--bpw)")
+    weights = footprint.weights_of_params(params, read, assumed, f"{assumed:g} bits per weight (--bpw)")
+    return WeightBytes(weights.packed, weights.copies, weights.read, ASSUMED, weights.detail)
+
+
+def _from_header(label: str, source: str, given: Given, kind: str, offline: bool) -> PlannedModel:
+    from kvcli.runtime.headers.reading import read_header
+
+    header = read_header(source, offline=offline)
+    assert header is not None  # None is the answer for recipes, which do not come here
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    problem, remedy = "kv runs GGUF files, and this is a safetensors model", "convert it to GGUF first"
+    if header.container == "gguf":
+        problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
+        config = config_from_gguf_any(header.metadata, shapes, given)
+    elif header.config:
+        from kvcli.runtime.headers.hfconfig import config_from_hf
+
+        config = config_from_hf(header.config, given)
+    else:
+        raise ModelError(f"{header.source} has no config.json beside its weights", "the shape can be given by flags")
+    params = sum(prod(shape) for shape in shapes.values())
+    if given.params is not None or given.bpw is not None:
+        weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)
+    else:
+        weights = footprint.weights_of_tensors(header.tensors, config, kind)
+    notices = tuple(header.notices)
+    if kind != CPU and header.container == "gguf":
+        reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
+        notices += (f"this model cannot be computed on a GPU: {reason}",) if reason else ()
+    return PlannedModel(
+        label if label != source else header.source,
+        config,
+        weights,
+        given.params or params,
+        _main_type(header.tensors),
+        "header",
+        header.file_bytes,
+        header.bytes_read,
+        notices,
+        header.alternatives,
+        "no" if problem else "yes",
+        problem,
+        remedy if problem else "",
+        "" if problem else label,
+    )
+
+
+def _main_type(tensors: Mapping[str, Tensor]) -> str:
+    """The block type that stores most bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default="")

@@ -1,0 +1,1 @@
+"""A model: its weights, its layers, and one file an architecture."""

@@ -1,0 +1,78 @@
+"""`Weights`: the named tensors of a model, packed as in the file and mapped, not read."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from kvcli.errors import ModelError
+from kvcli.kernels import QuantTensor
+from kvcli.kernels.reference import ggml
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats.gguf import GGUFFile
+
+
+class Weights:
+    """Tensors of an open GGUF file. Matrices stay packed and mapped; vectors (norms) are decoded to float32."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.used: set[str] = set()  # names that were asked for
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def matrix(self, name: str, rows: int, cols: int, padded: bool = False) -> QuantTensor:
+        """The matrix [rows, cols] of that name, the first rows of a `padded` one that has more.
+
+        Raises ModelError if it is missing, or of another shape or type.
+        """
+        info = self._info(name, (rows, cols), padded)
+        return QuantTensor(info.type, self._bytes(name).view(info.shape[0], -1)[:rows], cols)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """The vector of that name as float32 [size]."""
+        info = self._info(name, (size,))
+        return ggml.decode(info.type, self._bytes(name)).clone()
+
+    def embedding(self, config: ModelConfig) -> QuantTensor:
+        """The token embedding [vocab_size, d_model], without rows that belong to no token."""
+        return self.matrix("token_embd.weight", config.vocab_size, config.d_model, padded=True)
+
+    def head(self, config: ModelConfig) -> QuantTensor:
+        """The output matrix [vocab_size, d_model]: the embedding where the file has none of its own.
+
+        There are no logits of rows that belong to no token, so nothing can draw one and no softmax counts it.
+        """
+        name = "output.weight" if "output.weight" in self else "token_embd.weight"
+        return self.matrix(name, config.vocab_size, config.d_model, padded=True)
+
+    def _info(self, name: str, shape: tuple[int, ...], padded: bool = False):
+        info = self.file.tensors.get(name)
+        self.used.add(name)
+        if info is None:
+            raise ModelError(f"the file has no tensor {name}", "it is incomplete or of another architecture")
+        if info.shape != shape and not (padded and info.shape[1:] == shape[1:] and info.shape[0] > shape[0]):
+            raise ModelError(f"tensor {name} has the shape {list(info.shape)}, {list(shape)} is needed")
+        if info.type not in ggml.DECODERS:
+            raise ModelError(
+                f"tensor {name} is stored as {info.type}, which kv cannot compute with",
+                f"use a file quantized as one of {', '.join(ggml.DECODERS)}",
+            )
+        return info
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        with warnings.catch_warnings():  # the map is read-only and torch has no read-only tensors; nothing writes
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(self.file.data(name))
+
+
+def half_split_rows(w: QuantTensor, heads: int, rope_dim: int) -> QuantTensor:
+    """Reorder the rows of a query or key matrix from interleaved RoPE pairs (as llama files keep them) to halves.
+
+    Row 2i + j of a head becomes row j * rope_dim / 2 + i; rows from `rope_dim` on stay. Copies the packed rows.
+    """
+    packed = w.blocks.view(heads, -1, w.blocks.shape[1])
+    pairs = packed[:, :rope_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return QuantTensor(w.type, torch.cat([pairs, packed[:, rope_dim:]], 1).flatten(0, 1), w.cols)

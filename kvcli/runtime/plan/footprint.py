@@ -1,0 +1,190 @@
+"""The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch,
+tables.
+
+Formulas over `ModelConfig`, no torch. They follow the code: `weights.py`, `layers.py` and `archs/*` for what is kept
+and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a GPU needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
+from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.plan import repacked
+
+EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "assumed", "chosen"
+
+_HEADS = frozenset(("output.weight", "lm_head.weight"))
+_EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
+_LANES = 16  # floats of the widest vectors; rows are padded to whole ones
+_PANEL = 16  # weight rows that a thread decodes at a time
+_QUERY_BLOCK = 16  # queries that share a decoded page
+_SLICE_BYTES = 32 << 20  # GPU: float16 weights expanded at a time for a product with many rows
+_LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
+DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
+PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
+_LOGIT_COPIES = 4  # logits, and what the sampler makes of them
+TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
+PAGE_BYTES = 1024  # host: the objects that stand for a page
+_TOKENIZER_BYTES = (16 << 20, 220)  # host: fixed, and per token of the vocabulary
+
+
+class Tensor(Protocol):
+    """A tensor in a file's table: `formats.gguf.TensorInfo` or `headers.HeaderTensor`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Weights in memory. `packed`: as the file stores them, on a GPU as they lie there; `copies`: what the engine
+    keeps besides (reordered rows, norms in float32); `read`: what one token reads (no input embedding, only the
+    experts that are used); `in_file`: bytes of the file's tensors where `packed` may be others, else 0."""
+
+    packed: int
+    copies: int
+    read: int
+    source: str
+    detail: str = ""
+    in_file: int = 0
+
+    def part(self, ranks: int) -> WeightBytes:
+        """What each of `ranks` devices keeps of them."""
+        if ranks == 1:
+            return self
+        packed, copies, read, in_file = (-(-x // ranks) for x in (self.packed, self.copies, self.read, self.in_file))
+        source = ASSUMED if self.source == ASSUMED else COMPUTED
+        return WeightBytes(packed, copies, read, source, f"1/{ranks} of all", in_file)
+
+
+def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind: str) -> WeightBytes:
+    """The weights of a file. On a CPU it stays mapped, so copies come on top; a GPU gets one form of each."""
+    if kind != CPU:
+        return _weights_on_gpu(tensors, config)
+    packed = copies = read = 0
+    for name, tensor in tensors.items():
+        packed += tensor.nbytes
+        if len(tensor.shape) == 1:
+            copies += 4 * prod(tensor.shape)
+        elif config.arch == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            copies += tensor.nbytes  # rows reordered for half-split RoPE
+        read += _bytes_read(name, tensor.nbytes, tensors, config)
+    return WeightBytes(packed, copies, read, EXACT, "header")
+
+
+def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
+    """As repacked; a head that is the embedding stands in the file once, and so on the GPU."""
+    packed = read = in_file = 0
+    for name, tensor in tensors.items():
+        size = repacked.device_bytes(tensor.type, tensor.shape, tensor.nbytes)
+        packed, in_file = packed + size, in_file + tensor.nbytes
+        read += _bytes_read(name, size, tensors, config)
+    mib = 1 << 20
+    same = round(packed / mib) == round(in_file / mib)
+    return WeightBytes(
+        packed, 0, read, EXACT, "header" if same else f"repacked; {in_file / mib:,.0f} MiB in the file", in_file
+    )
+
+
+def _bytes_read(name: str, size: int, tensors: Mapping[str, Tensor], config: ModelConfig) -> int:
+    """Of a tensor of `size` bytes, those that one token reads."""
+    if name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors):
+        return 0
+    if config.n_experts and ("_exps." in name or ".experts." in name):
+        return size * config.n_experts_used // config.n_experts
+    return size
+
+
+def weights_of_params(params: int, active: int, bits: float, detail: str) -> WeightBytes:
+    """Weights known by their number only, at `bits` per weight; `active` of them are read for a token."""
+    return WeightBytes(round(params * bits / 8), 0, round(active * bits / 8), COMPUTED, detail)
+
+
+def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
+    """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
+    head, 2 with kept rows before evicted ones."""
+    width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
+    return rows * 4 * width + _angle_bytes(config, rows)
+
+
+def _angle_bytes(config: ModelConfig, rows: int) -> int:
+    """Tables of RoPE, and float64 to make them."""
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    return rows * (sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0))
+
+
+def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
+    """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one.
+    `queries`: see `activation_bytes`."""
+    d, f = config.d_model, config.d_ff
+    width = partials = 0
+    for layer in set(config.layers):
+        q, kv, out = _projections(config, layer)
+        normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+        # Each product has its input once more, scaled, as float32 and then as float16.
+        attention = 2 * d + queries * q + kv + normed_heads + out + 3 * max(d, out) // 2
+        mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
+        width = max(width, attention, mlp)
+        if layer.kind != RECURRENT:
+            parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
+            partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
+    matrix_rows = max(config.vocab_size, 2 * f)
+    slice_rows = min(matrix_rows, _SLICE_BYTES // (2 * max(1, d)))
+    products = rows * 4 * min(slice_rows, 2 * f)
+    expanded = 2 * slice_rows * d
+    return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + products + _LIBRARY_BYTES
+
+
+def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
+    """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
+    d, f = config.d_model, config.d_ff
+    q, kv, out = _projections(config, layer)
+    normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+    attention = 2 * d + queries * q + kv + normed_heads + out
+    mlp = d + max(out, d) + max(d + 2 * f, 3 * f)
+    padded = max((x for x in (d, f, out) if x % _LANES), default=0)
+    return max(attention, mlp) + padded
+
+
+def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
+    """Elements of a token's queries, of its keys and values, and of the attention output."""
+    if layer.kind == RECURRENT:
+        return config.d_model, 2 * config.d_model, config.d_model
+    q = config.n_heads * layer.dim_k
+    out = config.n_heads * (layer.dim_k if layer.kind == LATENT else layer.dim_v)
+    return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
+
+
+def scratch_bytes(config: ModelConfig, page_size: int, threads: int, queries: int = 1) -> int:
+    """Scratch of the CPU kernels: for each thread a panel of decoded weights, or a page and its queries."""
+    most = _PANEL * _whole(max(config.d_model, config.d_ff))
+    for layer in set(config.layers):
+        if layer.kind != RECURRENT:
+            dim_k, dim_v = _whole(layer.dim_k), _whole(layer.dim_v, 4 * _LANES)
+            rows = _QUERY_BLOCK * max(1, config.n_heads // layer.kv_heads)
+            page = page_size * (dim_k + dim_v + 1)
+            most = max(most, page + rows * (queries * dim_k + 3 * dim_v + 6))
+    return 4 * threads * most
+
+
+def _whole(elements: int, step: int = _LANES) -> int:
+    return -(-elements // step) * step
+
+
+def logit_bytes(config: ModelConfig) -> int:
+    """One row of logits (the last token's only) and the sampler's copies."""
+    return 4 * config.vocab_size * _LOGIT_COPIES
+
+
+def tokenizer_bytes(config: ModelConfig) -> int:
+    fixed, each = _TOKENIZER_BYTES
+    return fixed + each * config.vocab_size

@@ -1,0 +1,338 @@
+"""The memory plan as numbers: ideal cache formulas, what a run needs byte by byte, and the largest context
+that fits.
+
+No torch. Cache bytes come from `KVLayout`, the class that the allocator itself uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.layout import ADDRESS_BYTES, KVLayout
+from kvcli.runtime.config import LATENT, ModelConfig
+from kvcli.runtime.host.memory import CPU, process_bytes
+from kvcli.runtime.plan import footprint, overheads
+from kvcli.runtime.plan.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
+from kvcli.runtime.plan.overheads import assumed_bytes
+
+DEFAULT_MARGIN = 512 << 20
+CPU_STEP = 512  # rows of a prefill step where none are asked for
+# The same on a GPU, the fastest first, of which the first one is taken that leaves room for the context. Launching some
+# 400 kernels takes longer than computing 512 rows of an 8B model.
+GPU_STEPS = (2048, 1024, 512)
+SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
+
+# Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
+IDEAL_BYTES = {
+    "f32": Fraction(4), "f16": Fraction(2), "bf16": Fraction(2),
+    "fp8-bare": Fraction(1), "int8-bare": Fraction(1), "int4-bare": Fraction(1, 2),
+    "q8_0": Fraction(34, 32), "q5_1": Fraction(24, 32), "q5_0": Fraction(22, 32), "q4_1": Fraction(20, 32),
+    "q4_0": Fraction(18, 32), "iq4_nl": Fraction(18, 32),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IdealGroup:
+    """`layers` alike: elements per head of K and V, tokens seen (0 = all). MLA: one head, dim_v 0."""
+
+    layers: int
+    kv_heads: int
+    dim_k: int
+    dim_v: int
+    window: int = 0
+
+    def token_bytes(self, type_k: str, type_v: str) -> Fraction:
+        """Bytes of one token in all layers of the group."""
+        return self.layers * self.kv_heads * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
+
+    def per_rank(self, ranks: int) -> IdealGroup:
+        """The group on one of `ranks` devices: heads are divided while they last, then repeated."""
+        return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks))
+
+
+def ideal_token_bytes(groups: Iterable[IdealGroup], type_k: str, type_v: str | None = None) -> Fraction:
+    """Σ layers x KV heads x (dim_k x bytes_k + dim_v x bytes_v): a token's cost while no window is full."""
+    return sum((g.token_bytes(type_k, type_v or type_k) for g in groups), Fraction(0))
+
+
+def ideal_bytes(
+    groups: Iterable[IdealGroup], tokens: int, type_k: str, type_v: str | None = None, sequences: int = 1
+) -> Fraction:
+    """The same over the tokens that each layer keeps, min(tokens, window), without pages, chunks or tails."""
+    total = Fraction(0)
+    for g in groups:
+        total += g.token_bytes(type_k, type_v or type_k) * (min(tokens, g.window) if g.window else tokens)
+    return sequences * total
+
+
+def token_slots(sequences: int, tokens: int, shared: int = 0) -> int:
+    """Rows of `sequences` x `tokens` with the first `shared` in common: P + N (S - P)."""
+    if not 0 <= shared <= tokens:
+        raise UsageError(f"a shared prefix of {shared:,} tokens does not fit into {tokens:,}")
+    return shared + sequences * (tokens - shared)
+
+
+def heads_per_rank(kv_heads: int, ranks: int) -> int:
+    """KV heads on each of `ranks` devices; more devices than heads repeat heads."""
+    return -(-kv_heads // ranks)
+
+
+def per_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """What one of `ranks` tensor-parallel devices holds: its share of heads and MLP; a latent cache is
+    repeated.
+
+    Raises UsageError if the query heads cannot be divided evenly.
+    """
+    if ranks == 1:
+        return config
+    if ranks < 1 or config.n_heads % ranks:
+        raise UsageError(f"--tp {ranks} does not divide the {config.n_heads} query heads")
+    layers = tuple(
+        replace(
+            layer,
+            kv_heads=layer.kv_heads if layer.kind == LATENT else heads_per_rank(layer.kv_heads, ranks),
+            state_bytes=-(-layer.state_bytes // ranks),
+        )
+        for layer in config.layers
+    )
+    return replace(config, n_heads=config.n_heads // ranks, d_ff=-(-config.d_ff // ranks), layers=layers)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a plan. `source` is one of footprint's marks."""
+
+    name: str
+    bytes: int
+    source: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All memory of one run. `kv_bytes` is the pool alone, committed in full."""
+
+    rows: tuple[Row, ...]
+    tokens: int
+    kv_bytes: int
+    margin: int
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def needed(self) -> int:
+        """What must be free: the total and the margin."""
+        return self.total + self.margin
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a plan depends on but cache types and context."""
+
+    config: ModelConfig  # of one rank
+    weights: WeightBytes  # of one rank
+    kind: str = CPU
+    chunk: int = CPU_STEP
+    threads: int = 1
+    sequences: int = 1
+    shared: int = 0
+    runtime_bytes: int | None = None  # None = not measured: the default of the device's kind
+    margin: int = DEFAULT_MARGIN
+    runtime_source: str = footprint.MEASURED
+    evict: EvictOptions = FORGET_NOTHING
+
+    def stepping(self, layout: KVLayout, ctx_size: int, budget: int, asked: int) -> Setting:
+        """This setting with the rows of a prefill step that were `asked` for; 0 = the most of use that leave room
+        in `budget` bytes for a context of that size."""
+        steps = (asked,) if asked else (CPU_STEP,) if self.kind == CPU else GPU_STEPS
+        settings = [replace(self, chunk=rows) for rows in steps]
+        return next((s for s in settings if s.whole(layout, ctx_size).needed <= budget), settings[-1])
+
+    def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
+        """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
+        UsageError where that cannot be."""
+        there = layout.by_layer(self.kind != CPU)
+        return there.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
+
+    def whole(self, layout: KVLayout, ctx_size: int) -> Plan:
+        """What a run needs that fills its context, and where rows are evicted goes on for as long as it likes (token
+        ids aside). Raises UsageError as `settled` does."""
+        settled = self.settled(layout, ctx_size)
+        return replace(self.plan(settled, self.most(settled, ctx_size)), tokens=ctx_size)
+
+    def most(self, settled: KVLayout, ctx_size: int) -> int:
+        """Tokens after which a run needs no more pages: those of the context; where rows are evicted also a step that
+        comes on top of what is kept."""
+        return ctx_size + self.step(settled) if settled.retention else ctx_size
+
+    def plan(self, layout: KVLayout, tokens: int) -> Plan:
+        """What `sequences` of `tokens` need under `layout`."""
+        kv = layout.pool_bytes(tokens, self.step(layout), self.sequences, min(self.shared, tokens))
+        rows = [*self._fixed(layout, tokens), Row("KV pool", kv, EXACT), *self._per_sequence(layout, tokens)]
+        return Plan(tuple(rows), tokens, kv, self.margin)
+
+    def step(self, layout: KVLayout) -> int:
+        """Rows of a prefill step: `chunk`, but on a CPU no more 16-bit pages at once than sealing them saves."""
+        sealed = self.kind == CPU and any(g.sealed for g in layout.groups)
+        return min(self.chunk, SEALED_STEP) if sealed else self.chunk
+
+    def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
+        config, weights = self.config, self.weights
+        rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
+        queries = 2 if layout.retention and layout.retention.keep else 1
+        work = footprint.logit_bytes(config)
+        if self.kind == CPU:
+            work += footprint.activation_bytes(config, rows_at_once, queries)
+            work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)
+        else:
+            work += footprint.gpu_workspace_bytes(config, rows_at_once, queries)
+        rows = [Row("weights", weights.packed, weights.source, weights.detail)]
+        if weights.copies:
+            rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
+        rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
+        if self.kind == CPU:
+            rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
+        measured = self.runtime_bytes is not None
+        runtime = assumed_bytes(self.kind) if self.runtime_bytes is None else self.runtime_bytes
+        name = "runtime and libraries" if self.kind == CPU else "CUDA context + libraries"
+        rows.append(Row(name, runtime, self.runtime_source if measured else ASSUMED))
+        return rows
+
+    def _per_sequence(self, layout: KVLayout, tokens: int) -> list[Row]:
+        rows = []
+        constant = layout.constant_bytes * self.sequences
+        if constant:
+            rows.append(Row("per-sequence state", constant, EXACT))
+        step = self.step(layout)
+        pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
+        if self.kind == CPU:
+            tables = layout.table_bytes(tokens, step, self.sequences)
+            tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
+        else:
+            tables = pages * ADDRESS_BYTES
+        rows.append(Row("tables and token ids", tables, COMPUTED))
+        return rows
+
+    def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:
+        """The most tokens up to `limit` that need no more than `budget` bytes: whole pages, or `limit`; 0 =
+        none. Contexts that are too short for `evict` do not count.
+
+        Every row grows with the context, so a search over pages finds the end of the line whatever its
+        slope.
+        """
+        if self.whole(layout, limit).needed <= budget:
+            return limit
+        size, least = layout.page_size, eviction.least_context(self.evict, layout.page_size)
+        low, high = max(0, -(-least // size) - 1), -(-limit // size)  # in pages: `low` fits or is none, `high` does not
+        none = low
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.whole(layout, middle * size).needed <= budget:
+                low = middle
+            else:
+                high = middle
+        return 0 if low == none else low * size
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a device that a process may use in all, in words what they are, and what to leave of them.
+
+    `runtime_bytes`: what is measured of the interpreter and its libraries, or of a CUDA context; None = not measured.
+    """
+
+    bytes: int
+    label: str
+    margin: int = DEFAULT_MARGIN
+    runtime_bytes: int | None = None
+    kind: str = CPU
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """How an engine runs: what its plan depends on, its context, the memory of a run that fills it, and a notice (""
+    = nothing to say)."""
+
+    setting: Setting
+    ctx_size: int
+    plan: Plan
+    notice: str = ""
+
+
+def engine_setting(
+    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
+) -> Setting:
+    """What the plan of an engine on the budget's device (None = no limit) depends on, cache types, context and the rows
+    of a step aside. `weights`: as that kind of device holds them."""
+    if budget is None:
+        return Setting(config, weights, threads=threads, margin=0, evict=cache.evict)
+    return Setting(
+        config, weights, budget.kind, threads=threads, runtime_bytes=budget.runtime_bytes, margin=budget.margin,
+        evict=cache.evict,
+    )  # fmt: skip
+
+
+def plan_for_engine(
+    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
+) -> EnginePlan:
+    """The plan of an engine on the budget's device (None = no limit). `weights`: as that kind of device holds them.
+
+    `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
+    reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
+    UsageError for types, and for a context that is too short for what is to be kept of it.
+    """
+    layout, trained = KVLayout.of_options(config, cache), config.context_length
+    wanted = cache.ctx_size or trained
+    base = engine_setting(config, weights, cache, budget, threads)
+    if budget is None:
+        setting = replace(base, chunk=cache.ubatch or CPU_STEP)
+        return EnginePlan(setting, wanted, setting.whole(layout, wanted))
+    setting = base.stepping(layout, wanted, budget.bytes, cache.ubatch)
+    plan = setting.whole(layout, wanted)
+    if plan.needed <= budget.bytes:
+        return EnginePlan(setting, wanted, plan)
+    fits = setting.largest_context(layout, budget.bytes, wanted)
+    if fits == 0:
+        least = setting.plan(layout.by_layer(setting.kind != CPU), layout.page_size).needed
+        raise DoesNotFit(
+            f"the model needs {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
+            "use a smaller model or free memory; kv estimate shows what takes how much",
+        )
+    if cache.ctx_size:
+        raise DoesNotFit(
+            f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
+            f"the largest that fits is -c {fits}; kv estimate compares cache types",
+        )
+    notice = f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
+    return EnginePlan(setting, fits, setting.whole(layout, fits), notice)
+
+
+def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
+    """What an engine may use of the CPU's memory, or of GPU `index`: `limit` (--vram-limit) as it is, else what is
+    free and, on a CPU, ours already. To be asked before a CUDA context is made, which the plan counts. UsageError."""
+    from kvcli.runtime.host import memory as memories
+
+    if kind == CPU:
+        memory, ours = memories.main_memory(), process_bytes()
+    else:
+        memory, ours = memories.gpus()[index], 0
+    measured = overheads.load(CPU if kind == CPU else memory.name)[0].runtime_bytes
+    if limit is not None:
+        size = memories.parse_size(limit, "--vram-limit", memory.total)
+        return Budget(size, "allowed by --vram-limit", 0, measured, kind)
+    label = "available" if kind == CPU else f"free on {memory.name}"
+    return Budget(memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

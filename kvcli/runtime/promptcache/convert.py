@@ -1,0 +1,108 @@
+"""Rows of a 16-bit (or 32-bit) cache as pages of another cache type: what `--prompt-cache` does with a file of f16
+where int8 is asked for.
+
+The rows themselves are those of the file; a run with the smaller type would have computed them over its own coarser
+rows. So the result is near it, not equal to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from kvcli.errors import CacheFileError, UsageError
+from kvcli.kernels import NativeBackend, PagedKV, ReferenceBackend
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
+from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS, layout_fields
+from kvcli.runtime.promptcache.pagefiles import bases_of, load_pages
+from kvcli.runtime.promptcache.prefixpages import longest, needed
+from kvcli.runtime.promptcache.settings import pair, types_of
+
+STEP = 256  # rows that are converted at a time
+
+
+def source_layout(config: ModelConfig, target: KVLayout, file: PromptCacheFile) -> KVLayout:
+    """The layout of a file that may be converted. Raises CacheFileError, which says why it may not be."""
+    found = file.contents.identity
+    types = [set(found.get(name, "").split()) for name in ("cache_type_k", "cache_type_v")]
+    try:
+        size = int(found.get("page_size", ""))
+        source = KVLayout.build(config, types[0].pop(), types[1].pop(), size)
+    except (KeyError, ValueError, UsageError):
+        raise CacheFileError(f"{file.path}: its cache types make no sense") from None
+    pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
+             for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
+    if types[0] or types[1] or any(s.sealed for s, _ in pairs) or _fields(layout_fields(source)) != _fields(found):
+        raise _refused(file, "rows below 16 bits are not encoded twice")
+    if target.retention:
+        raise _refused(file, "rows were evicted")
+    if any(t.bits > s.bits for s, t in pairs):
+        raise _refused(file, "it would look more precise than it is")
+    return source
+
+
+def _fields(found: Mapping[str, str]) -> dict[str, str]:
+    return {name: found.get(name, "") for name in LAYOUT_FIELDS}
+
+
+def _refused(file: PromptCacheFile, why: str) -> CacheFileError:
+    types = pair(types_of(file.contents.identity))
+    return CacheFileError(f"{file.path}: its cache type {types} cannot become this run's: {why}")
+
+
+def convert(
+    file: PromptCacheFile,
+    agrees: int,
+    config: ModelConfig,
+    target: KVLayout,
+    rope_of: Callable[[int], RopeTable | None],
+    ops: NativeBackend | ReferenceBackend,
+) -> Sequence:
+    """A sequence in a pool of its own, on the CPU, with the first `agrees` rows of a file, or as many as it has whole.
+
+    Raises CacheFileError where the file cannot be converted or is damaged.
+    """
+    source = source_layout(config, target, file)
+    length = longest(source, agrees, dict.fromkeys(file.contents.pages, agrees))
+    for a, b in zip(source.groups, target.groups, strict=True):
+        if b.sealed and a.first_page(length):
+            raise CacheFileError(
+                f"{file.path}: the first rows of its sliding windows are gone, which fix the scales of this cache type"
+            )
+    pool = PagePool(source)
+    pages = load_pages(pool, dict.fromkeys(needed(source, length), file))
+    theirs, ours = Sequence(pool), Sequence(PagePool(target))
+    tokens = file.contents.tokens[:length]
+    theirs.adopt(tokens, pages, bases_of({}, source, length, pool.device))
+    views = theirs.views()
+    own = [(i, slot) for i, slot in enumerate(source.slots) if slot and config.layers[i].shares_kv_with is None]
+    for start in range(0, length, STEP):
+        end = min(length, start + STEP)
+        into = ours.reserve(tokens[start:end])
+        for layer, (group, index) in own:
+            kv = into.kv(layer)
+            for at, k, v in _rows(views[group][index], start, end):
+                if kv.rotated[0]:
+                    ops.rotate_(k)
+                if kv.rotated[1]:
+                    ops.rotate_(v)
+                ops.store(k, v, kv, at)
+            seal_step(ops, kv, start, end, rope_of(layer))
+        ours.commit(tokens[start:end])
+    return ours
+
+
+def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there."""
+    size = kv.record.page_size
+    for page in range(max(start // size, kv.first_page), -(-end // size)):
+        lo, hi = max(start, page * size), min(end, (page + 1) * size)
+        k, v = kv.rows(page, lo - page * size, hi - page * size)
+        yield lo, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()

@@ -1,0 +1,251 @@
+"""`PromptCacheFile`: rows of a prompt on disk, as a safetensors file. No torch.
+
+The header's `__metadata__` has FORMAT and a version, what the rows depend on (`identity`, compared field by field), and
+what is only told (`about`). Tensors: "arena0", "arena1", ...: whole pages, uint8 [pages, page bytes], each aligned to
+4 KiB, which page stands where in the metadata's `pages`; "tokens" int32; "basis...": means and scales; "crc32" uint32,
+one for each page; "digest": SHA-256 of all but the pages. Numbers are little-endian; pages are as the machine had them,
+which is part of the identity.
+
+A file covers the tokens from `start` on. Those before it are named by `parent`, the chained hash of their blocks
+(promptstore.py). promptwriting.py writes such files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import CacheFileError, ModelError
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.formats.ggufvalues import NeedMoreBytes
+from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
+from kvcli.runtime.promptcache.settings import differences, sentence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMAT, VERSION = "kv-prompt-cache", "1"
+ALIGN = 4096
+MAX_TOKENS = 1 << 28
+_MARK_BYTES = 80  # at the start of a file, which say whether it is one of ours
+_REDO = "kv cache build makes a new one"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file says: everything but the pages themselves, whose order is that of `pages`."""
+
+    identity: dict[str, str]
+    tokens: list[int]  # from `start` on
+    pages: list[PageKey]  # sorted
+    page_bytes: dict[int, int]  # by arena
+    basis: dict[str, np.ndarray] = field(default_factory=dict)  # float32
+    about: dict[str, str] = field(default_factory=dict)
+    start: int = 0
+    parent: str = ""
+
+    @property
+    def end(self) -> int:
+        """Tokens in all, those before `start` included."""
+        return self.start + len(self.tokens)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(self.page_bytes[arena] for arena, _ in self.pages)
+
+
+class PromptCacheFile:
+    """An open file, of which all but the pages was read and checked. Close it, or use it in a `with`."""
+
+    def __init__(self, path: Path, expected: Mapping[str, str] | None = None) -> None:
+        """`expected`: the identity that the file must have.
+
+        Raises CacheFileError, which names what is other than in this run, or what is wrong with the file.
+        """
+        self.path = path
+        self._fd = open_regular(path)
+        try:
+            self.status = os.fstat(self._fd)
+            self._parse(expected)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PromptCacheFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _parse(self, expected: Mapping[str, str] | None) -> None:
+        header, raw = self._read_header()
+        metadata = header.metadata
+        if metadata.get("version") != VERSION:
+            raise foreign(self.path, f"format version {metadata.get('version')}, this kv reads {VERSION}")
+        try:
+            self.contents = self._contents(header)
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise damaged(self.path, f"its header makes no sense ({type(error).__name__})") from None
+        if expected is not None and self.contents.identity != expected:
+            raise foreign(self.path, sentence(differences(self.contents.identity, expected)))
+        self._check_digest(header, raw)
+
+    def _read_header(self) -> tuple[Header, bytes]:
+        wanted, size = _MARK_BYTES, self.status.st_size
+        start = self._pread(min(wanted, size), 0)
+        if not start:
+            raise damaged(self.path, "it is empty")
+        if not _marked(start):
+            raise CacheFileError(f"{self.path} is not a prompt cache", "kv cache build makes one")
+        while True:
+            raw = self._pread(min(wanted, size), 0)
+            try:
+                header = parse_header(raw, size, str(self.path))
+                return header, raw[: header.data_offset]
+            except NeedMoreBytes as more:
+                wanted = more.needed
+            except ModelError as error:
+                told = error.message if str(self.path) in error.message else f"{self.path}: {error.message}"
+                raise CacheFileError(told, _REDO) from None
+
+    def _contents(self, header: Header) -> Contents:
+        """Raises KeyError, ValueError and the like where things do not fit together."""
+        metadata, tensors = header.metadata, header.tensors
+        identity, about = (_strings(json.loads(metadata[name])) for name in ("identity", "about"))
+        pages: list[PageKey] = []
+        page_bytes: dict[int, int] = {}
+        self._places: dict[PageKey, tuple[int, int]] = {}  # where a page stands, and the number of its checksum
+        for name, listed in json.loads(metadata["pages"]).items():
+            info, arena = tensors[f"arena{int(name)}"], int(name)
+            count, size = info.shape
+            if info.dtype != "U8" or size < 1 or sum(n for _, n in listed) != count or min(map(min, listed)) < 0:
+                raise ValueError("pages")
+            numbers = [number for first, n in listed for number in range(first, first + n)]
+            page_bytes[arena] = size
+            for i, number in enumerate(numbers):
+                self._places[arena, number] = info.offset + i * size, len(pages)
+                pages.append((arena, number))
+        if len(self._places) != len(pages) or tensors["crc32"].shape != (len(pages),):
+            raise ValueError("pages")
+        tokens = self._values(tensors["tokens"], "I32", "<i4").tolist()
+        self._sums = self._values(tensors["crc32"], "U32", "<u4")
+        basis = {n: self._values(t, "F32", "<f4") for n, t in tensors.items() if n.startswith("basis")}
+        start = int(metadata["start"])
+        if not 0 <= start <= MAX_TOKENS:
+            raise ValueError("start")
+        return Contents(identity, tokens, pages, page_bytes, basis, about, start, metadata["parent"])
+
+    def _values(self, info: TensorInfo, dtype: str, kind: str) -> np.ndarray:
+        import numpy as np
+
+        if info.dtype != dtype or info.nbytes > 4 * MAX_TOKENS:
+            raise ValueError(info.name)
+        return np.frombuffer(self._pread(info.nbytes, info.offset), kind).reshape(info.shape)
+
+    def _check_digest(self, header: Header, raw: bytes) -> None:
+        """Raises CacheFileError unless header and small tensors are as they were written."""
+        first = header.tensors["crc32"].offset
+        tail = self._pread(self.status.st_size - first, first)
+        if hashlib.sha256(raw + tail[:-32]).digest() != tail[-32:]:
+            raise damaged(self.path, "the checksum of its header is wrong")
+
+    def read(self, key: PageKey, into: memoryview) -> None:
+        """One page into memory of its size. Raises CacheFileError where it is not as it was written."""
+        offset, number = self._places[key]
+        done = 0
+        while done < len(into):
+            try:
+                n = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise damaged(self.path, error.strerror or str(error)) from None
+            if n == 0:
+                raise damaged(self.path, "it was cut off while it was read")
+            done += n
+        if zlib.crc32(into) != int(self._sums[number]):
+            raise damaged(self.path, f"the checksum of page {key[1]} (arena {key[0]}) is wrong")
+
+    def copy(self, key: PageKey) -> memoryview:
+        """One page in memory of its own. Raises CacheFileError."""
+        memory = memoryview(bytearray(self.contents.page_bytes[key[0]]))
+        self.read(key, memory)
+        return memory
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        try:
+            data = os.pread(self._fd, count, offset)
+        except OSError as error:
+            raise damaged(self.path, error.strerror or str(error)) from None
+        if len(data) != count:
+            raise damaged(self.path, "it is cut off")
+        return data
+
+
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a file of this user. Raises CacheFileError for anything else, and never waits."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        refused = CacheFileError(f"cannot open {path}: {reason}", _REDO)
+        refused.passing = isinstance(error, OSError) and error.errno in _PASSING
+        raise refused from None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise CacheFileError(f"{path} is not a regular file", "name a file")
+    raise CacheFileError(f"{path} belongs to another user", "kv reads prompt caches of the user that runs it only")
+
+
+def is_prompt_cache(path: Path) -> bool:
+    """Whether a file begins as ours do: whole or damaged, it may be replaced. An empty file counts."""
+    try:
+        descriptor = open_regular(path)
+    except CacheFileError:
+        return False
+    try:
+        start = os.read(descriptor, _MARK_BYTES)
+    finally:
+        os.close(descriptor)
+    return _marked(start) or not start
+
+
+def _marked(start: bytes) -> bool:
+    """Whether these are the first bytes of a file of ours."""
+    return start[8:].startswith(b'{"__metadata__":{"format":"' + FORMAT.encode())
+
+
+def foreign(path: Path, with_what: str) -> CacheFileError:
+    """The error for a file that is another's: of another model, another cache type and so on."""
+    error = CacheFileError(f"{path} cannot be used in this run: it was made with {with_what}", _REDO)
+    error.foreign = True
+    return error
+
+
+def damaged(path: Path, what: str) -> CacheFileError:
+    error = CacheFileError(f"{path} is damaged: {what}", _REDO)
+    error.path = str(path)
+    return error
+
+
+def _strings(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("not a table of strings")
+    return value

@@ -1,0 +1,68 @@
+"""`Trail` and `Held`: rows of a sequence that are yet to be written to a file, while the sequence goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache.pagefiles import host_bytes
+from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
+
+
+class Trail:
+    """What windows leave behind near the end of a prompt of `end` tokens, in host memory: the pool lets go of it."""
+
+    def __init__(self, layout: KVLayout, end: int) -> None:
+        self.layout, self.end = layout, end
+        self.copies: dict[PageKey, memoryview] = {}
+
+    def wants(self, key: PageKey, length: int) -> bool:
+        """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end."""
+        arena, number = self.layout.arenas[key[0]], key[1]
+        kept = arena.retention.kept_pages if arena.retention else 0
+        if not arena.windowed:
+            return False
+        return kept <= number < arena.first_page(length) and number >= arena.first_page(max(0, self.end - REWIND_ROWS))
+
+    def follow(self, seq: Sequence) -> None:
+        """Copy what the next step lets go of. To be called after every step of the prompt."""
+        for key, page in seq.numbered().items():
+            if key not in self.copies and self.wants(key, seq.length):
+                self.copies[key] = memoryview(bytes(host_bytes(seq.pool.page(key[0], page))))
+
+
+class Held:
+    """The pages `keys` of a sequence as they are now, and of its trail.
+
+    Full pages get one more holder, for they do not change; of the others there are copies. `close` lets go.
+    """
+
+    def __init__(self, seq: Sequence, copies: dict[PageKey, memoryview], keys: Iterable[PageKey]) -> None:
+        self.pool: PagePool = seq.pool
+        self.bases = seq.bases
+        self.pages: dict[PageKey, int] = {}
+        self.copies: dict[PageKey, memoryview] = {}
+        size, found = self.pool.layout.page_size, seq.numbered()
+        for key in keys:
+            if key not in found:
+                self.copies[key] = copies[key]
+            elif (key[1] + 1) * size <= seq.length:
+                self.pool.retain(key[0], found[key])
+                self.pages[key] = found[key]
+            else:
+                self.copies[key] = memoryview(bytes(host_bytes(self.pool.page(key[0], found[key]))))
+
+    def buffer(self, key: PageKey) -> memoryview:
+        """The bytes of one page. On a GPU a new copy."""
+        return self.copies[key] if key in self.copies else host_bytes(self.pool.page(key[0], self.pages[key]))
+
+    def close(self) -> None:
+        for (arena, _), page in self.pages.items():
+            self.pool.release(arena, page)
+        self.pages = {}
+
+    def holds(self) -> Iterator[tuple[int, int]]:
+        """(arena, page) of every reference, for `PagePool.check`."""
+        return ((arena, page) for (arena, _), page in self.pages.items())

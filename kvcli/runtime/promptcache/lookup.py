@@ -1,0 +1,248 @@
+"""`PromptCaches`: which rows of a prompt need not be computed. It asks the live sequence, the pages that stayed in the
+pool, a file that the user named, and the store on disk, and gives new rows to all of them.
+
+Whatever is found is a prefix of the prompt's token ids, and the last token is always run again. Rows that this machine
+would not compute bit for bit (converted ones, or another device's) are used where the user named the file, and never
+get into the store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvcli.errors import CacheFileError, DoesNotFit
+from kvcli.options import PromptCacheOptions
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache import missed
+from kvcli.runtime.promptcache.caches import Reuse, Written
+from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.keeper import Keeper, Setting, Tell
+from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
+from kvcli.runtime.promptcache.prefix import PrefixTree
+from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
+from kvcli.runtime.promptcache.settings import pair, types_of
+from kvcli.runtime.promptcache.store import Found, discard
+from kvcli.runtime.promptcache.userfile import UserFile
+
+PATIENCE_S = 1.0  # an exit is delayed by more only after a word
+
+
+class PromptCaches:
+    """The caches of one process. One sequence at a time goes through `restore`, `follow`..., `prefilled`."""
+
+    def __init__(self, setting: Setting, options: PromptCacheOptions, tell: Tell) -> None:
+        self.setting, self.options, self.tell = setting, options, tell
+        self.keeper = Keeper(setting, options, tell)
+        self.tree = PrefixTree(setting.pool)
+        self.elsewhere: Callable[[], Iterable[list[int]]] = lambda: ()  # the tokens of a chat's other branches
+        setting.pool.reclaim, setting.pool.soft_bytes = self._make_room, setting.pool_bytes
+
+    def _make_room(self, arena: int, last_resort: bool) -> None:
+        """Free a page of an arena that is here only in case it is of use again; at last, all that is held."""
+        if self.tree.evict(arena) or not last_resort:
+            return
+        self.tree.clear()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until all is written."""
+        tell = self.tell.announce
+        self.keeper.writer.finish(PATIENCE_S, lambda nbytes: tell(f"writing the prompt cache ({nbytes >> 20:,} MiB)"))
+
+    @torch.inference_mode()
+    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
+        """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
+        wanted, file = prompt[:-1], self.keeper.file
+        self._wait()  # what is being written is to be found
+        self.keeper.writer.tell()
+        self.keeper.begin(len(prompt))
+        reuse = self._from_memory(seq, wanted)
+        if file is not None and not file.asked:
+            reuse = self._from_file(file, seq, wanted, reuse)
+        if self.options.store is not None and len(prompt) >= self.options.stored_from:
+            reuse = self._from_store(seq, prompt, reuse)
+        self.keeper.base = reuse.tokens
+        return reuse
+
+    def find(self, seq: Sequence, tokens: list[int]) -> int:
+        """See `Caches`; a named file is not looked into."""
+        have = max(seq.rewindable(common_length(seq.tokens, tokens)), self.tree.find(tokens)[0])
+        store = self.keeper.store if len(tokens) >= self.options.stored_from else None
+        if store is None:
+            return have
+        self._wait()
+        with closing(store.find(tokens)) as found:
+            for told in found.removed:
+                self.tell.warn(told)
+            stored = longest(self.setting.pool.layout, len(tokens), found.valid) if found.valid else 0
+        return stored if stored >= have + store.page_size else have
+
+    def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
+        live = seq.rewindable(common_length(seq.tokens, wanted))
+        length, pages, bases = self.tree.find(wanted)
+        if length > live:
+            seq.adopt(wanted[:length], pages, bases)
+        else:
+            seq.rewind(live)
+        return Reuse(max(live, length))
+
+    def _from_file(self, named: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse) -> Reuse:
+        try:
+            with named.open(self.setting.identity()) as file:
+                if named.converts:
+                    length = self._convert(file, seq, wanted, reuse.tokens)
+                else:
+                    found = Found()
+                    found.add(file, common_length(file.contents.tokens, wanted))
+                    length = self._load(found, seq, wanted, reuse.tokens, trail=True)
+                    if file.contents.about.get("computed_on") != self.setting.computed_on and length > reuse.tokens:
+                        self.keeper.exact = False
+                        self.tell.notice(f"{file.path} was computed on {file.contents.about.get('computed_on')}")
+        except FileNotFoundError:
+            return reuse
+        except DoesNotFit:
+            return self._missed(reuse, missed.NO_ROOM)
+        except CacheFileError as error:
+            if self.options.strict:
+                raise
+            named.tokens = []  # nothing that is of use
+            self.tell.warn(f"{error.message}; {named.fate()}")
+            return replace(reuse, reason=error.message)
+        if length > reuse.tokens:
+            return Reuse(length, length)
+        name, held = str(named.path), named.tokens
+        why = missed.diverges(name, common_length(held, wanted), held, wanted, self.setting.text_of)
+        if common_length(held, wanted) < min(len(held), len(wanted)):
+            why += "; it is left as it is"
+        return self._missed(reuse, why)
+
+    def _missed(self, reuse: Reuse, why: str) -> Reuse:
+        """The same, with the reason why it is no more."""
+        if why:
+            self.tell.notice(why)
+        return replace(reuse, reason=why or reuse.reason)
+
+    def _convert(self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
+        """Rows of a file of a larger cache type, encoded as this run's."""
+        pool, shared = self.setting.pool, common_length(file.contents.tokens, wanted)
+        if shared <= have:
+            return have
+        converted = self.setting.convert(file, shared)
+        length = converted.rewindable(shared)
+        pages: dict[PageKey, int] = {}
+        held = converted.numbered()
+        try:
+            for key in needed(pool.layout, length):
+                pages[key] = pool.take(key[0])
+                pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
+        except DoesNotFit:
+            _release(pool, pages)
+            raise
+        arrays = basis_arrays(converted.bases)
+        seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
+        _release(pool, pages)
+        self.keeper.exact = False
+        types = pair(types_of(file.contents.identity))
+        self.tell.announce(
+            f"{file.path}: {length:,} tokens converted from {types}; answers may differ from those of a run without it"
+        )
+        return length
+
+    def _from_store(self, seq: Sequence, prompt: list[int], reuse: Reuse) -> Reuse:
+        store, wanted = self.keeper.store, prompt[:-1]
+        assert store is not None
+        while True:
+            found = store.find(prompt)
+            for told in found.removed:
+                self.tell.warn(told)
+            try:
+                length = self._load(found, seq, wanted, reuse.tokens)
+            except CacheFileError as error:  # found out while its pages were read
+                self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
+                if not error.path or os.path.lexists(error.path):
+                    return replace(reuse, reason=error.message)
+                continue
+            except DoesNotFit:
+                return self._missed(reuse, missed.NO_ROOM)
+            finally:
+                found.close()
+                self.keeper.found(found.kept)
+            if length > reuse.tokens:
+                return Reuse(length, length)
+            if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
+                return self._missed(reuse, missed.reason(store, found, prompt, self.setting.text_of))
+            return reuse
+
+    def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: bool = False) -> int:
+        """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
+        CacheFileError and DoesNotFit.
+
+        With `trail` also those that the keeper's trail wants: for a file that is written again as a whole.
+        """
+        pool, size = self.setting.pool, self.setting.pool.layout.page_size
+        length = longest(pool.layout, min(len(wanted), max(found.valid.values(), default=0)), found.valid)
+        if length < have + size:
+            return have
+        files = {key: found.files[key] for key in needed(pool.layout, length)}
+        basis = next((f.contents.basis for f in files.values() if f.contents.basis), {})
+        bases = bases_of(basis, pool.layout, length, pool.device)
+        whole = (key for key, valid in found.valid.items() if trail and valid >= (key[1] + 1) * size)
+        left = {key: found.files[key].copy(key) for key in whole if self.keeper.trail.wants(key, length)}
+        pages = load_pages(pool, files)
+        seq.adopt(wanted[:length], pages, bases)
+        _release(pool, pages)
+        self.keeper.trail.copies.update(left)
+        if not trail and self.keeper.store is not None:
+            self.keeper.store.touch(files.values())
+        return length
+
+    def follow(self, seq: Sequence) -> None:
+        self.keeper.follow(seq)
+        self.pump()
+
+    def prefilled(self, seq: Sequence, seconds: float) -> None:
+        if self.options.memory:
+            self.tree.insert(seq, whole=True)
+        if self.keeper.stores(seq.length):
+            self.keeper.to_store(seq, seconds, self.elsewhere())
+        if self.keeper.file is not None and not self.options.save_answer:
+            self.keeper.to_file(seq, seconds)
+
+    def answered(self, seq: Sequence) -> Written:
+        if self.options.memory:
+            self.tree.insert(seq)
+        if self.keeper.file is not None and self.options.save_answer:
+            self.keeper.to_file(seq, 0.0)
+        if self.options.awaited:
+            self._wait()
+        self.pump()
+        return self.keeper.written()
+
+    def save(self, seq: Sequence) -> None:
+        """Write all of `seq` to the store, however short it is."""
+        if self.options.store is not None and self.keeper.exact:
+            self.keeper.to_store(seq, 0.0, self.elsewhere())
+
+    def pump(self) -> None:
+        self.keeper.writer.pump()
+
+    def close(self) -> None:
+        """Wait until all is written, with a word if that takes more than a second; let go of all pages."""
+        try:
+            self._wait()
+        finally:
+            self.keeper.writer.give_up()
+            self.tree.clear()
+
+
+def _release(pool: PagePool, pages: dict[PageKey, int]) -> None:
+    for (arena, _), page in pages.items():
+        pool.release(arena, page)

@@ -1,0 +1,61 @@
+"""Why a prompt was not found in a cache, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcli.errors import CacheFileError
+from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.settings import differences, sentence
+from kvcli.runtime.promptcache.store import NEAR_MISSES, Found, PromptStore, entries, folders
+
+NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
+
+
+def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str]) -> str:
+    """Where a stored prompt and this one part."""
+    if shared == len(wanted) or shared == len(held):
+        return f"{name} shares {shared:,} tokens with this prompt, too few to be of use"
+    parted = f"{text_of([held[shared]])!r}, here {text_of([wanted[shared]])!r}"
+    return f"{name} shares the first {shared:,} tokens with this prompt; then it has {parted}"
+
+
+def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callable[[list[int]], str]) -> str:
+    """Why the store had nothing, or less than it might have; "" if it could not have."""
+    shared = max(found.closest, store.page_size - 1)
+    if other := _under_other_settings(store, prompt, shared):
+        return other
+    if found.closest >= store.page_size:
+        return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
+    if next(entries(store.folder), None) is None:
+        return ""
+    if found.closest and (found.closest_next is None or found.closest >= len(prompt)):
+        return f"a stored prompt shares {found.closest:,} tokens with this one; less than a page is not read"
+    parted = ""
+    if found.closest_next is not None:
+        parted = f" (it has {text_of([found.closest_next])!r}, this one {text_of([prompt[found.closest]])!r})"
+    return f"no stored prompt begins like this one: the closest differs at token {found.closest:,}{parted}"
+
+
+def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> str:
+    """Of the files that share more than `least` tokens with a prompt and were stored by this model under other
+    settings: what keeps the closest from being used. That has the fewest other settings, then the most tokens."""
+    close: list[tuple[int, int, int, str]] = []
+    begun = (entry for folder in folders(store.root) for entry in entries(folder) if entry.parent == folder.name)
+    others = (entry for entry in begun if entry.path.parent != store.folder)
+    for entry in sorted(others, key=lambda e: -e.used_at)[:NEAR_MISSES]:
+        try:
+            with PromptCacheFile(entry.path) as file:
+                contents = file.contents
+        except CacheFileError:
+            continue
+        shared = common_length(contents.tokens, prompt)
+        found, here = contents.identity, store.identity
+        if shared > least and found.get("weights") == here["weights"]:
+            differing, fields = differences(found, here), sum(found.get(name) != here[name] for name in here)
+            close.append((len(differing), fields, -shared, sentence(differing)))
+    if not close:
+        return ""
+    *_, shared, told = min(close)
+    return f"a stored prompt shares {-shared:,} tokens with this one, but was stored with {told}"

@@ -1,0 +1,136 @@
+"""`PrefixTree`: pages that stay in the pool after the sequence that filled them, found by the tokens of a prompt.
+
+A radix tree over blocks, the tokens of one page each; only a leaf may be shorter. A node holds the pages of its block,
+one reference each, so whoever uses them shares them. What was used longest ago goes first, leaves before what is above
+them; pages that a sequence holds too stay in the pool until it lets go as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.pagelist import Bases
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
+
+Block = tuple[int, ...]
+
+
+@dataclass
+class _Node:
+    """One block. `pages` by arena; all have the number `depth` - 1."""
+
+    block: Block
+    parent: _Node | None
+    depth: int
+    pages: dict[int, int] = field(default_factory=dict)
+    bases: Bases = ()
+    children: dict[Block, _Node] = field(default_factory=dict)
+    used: int = 0
+
+
+class PrefixTree:
+    """See above. Not for use from several threads."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._root = _Node((), None, 0)
+        self._clock = itertools.count(1)
+
+    def insert(self, seq: Sequence, whole: bool = False) -> None:
+        """Share the pages of a sequence for the blocks of its tokens; `whole`: not that of the block being filled,
+        which would have to be copied when more rows come."""
+        size, node, now = self.pool.layout.page_size, self._root, next(self._clock)
+        by_number: dict[int, dict[int, int]] = {}
+        for (arena, number), page in seq.numbered().items():
+            by_number.setdefault(number, {})[arena] = page
+        length = seq.length // size * size if whole else seq.length
+        for number, at in enumerate(range(0, length, size)):
+            block = tuple(seq.tokens[at : at + size])
+            node = self._child(node, block)
+            node.used, node.bases = now, seq.bases
+            for arena, page in by_number.get(number, {}).items():
+                if arena not in node.pages:
+                    self.pool.retain(arena, page)
+                    node.pages[arena] = page
+
+    def _child(self, node: _Node, block: Block) -> _Node:
+        """The child with that block; a shorter leaf that it continues goes."""
+        child = node.children.get(block)
+        if child is None:
+            for other in [b for b in node.children if len(b) < len(block) and b == block[: len(b)]]:
+                self._remove(node.children[other])
+            child = node.children[block] = _Node(block, node, node.depth + 1)
+        return child
+
+    def find(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases]:
+        """(length, pages, bases) of the longest prefix of `tokens` that a sequence can adopt; length 0 = there is none.
+
+        The pages are the tree's; whoever wants them retains them before the tree is touched again.
+        """
+        agree, pages, bases = self._match(tokens)
+        length = longest(self.pool.layout, agree if pages else 0, dict.fromkeys(pages, agree))
+        return length, {key: pages[key] for key in needed(self.pool.layout, length)}, bases
+
+    def _match(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases]:
+        """How many tokens agree with the nodes on the way, the nodes' pages, and the bases of the last one."""
+        size, node, at, now = self.pool.layout.page_size, self._root, 0, next(self._clock)
+        pages: dict[PageKey, int] = {}
+        bases: Bases = ()
+        while node.children:
+            asked = tokens[at : at + size]
+            child = node.children.get(tuple(asked)) or max(
+                node.children.values(), key=lambda c: common_length(list(c.block), asked)
+            )
+            same = common_length(list(child.block), asked)
+            if same == 0:
+                break
+            pages.update(((arena, node.depth), page) for arena, page in child.pages.items())
+            at, node, bases, child.used = at + same, child, child.bases, now
+            if same < size:
+                break
+        return at, pages, bases
+
+    def evict(self, arena: int) -> bool:
+        """Let go of what was used longest ago until a page of the arena is free; whether one is."""
+        for node in sorted(self._nodes(), key=lambda n: (n.used, -n.depth)):
+            held = node.pages.get(arena)
+            if held is not None and self.pool.refcount(arena, held) == 1:
+                for below in self._below(node):
+                    self._remove(below)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for child in list(self._root.children.values()):
+            for node in self._below(child):
+                self._remove(node)
+
+    def _nodes(self) -> list[_Node]:
+        return [node for child in self._root.children.values() for node in self._below(child)]
+
+    def _below(self, node: _Node) -> list[_Node]:
+        """The node and all below it, those below first. A prompt may be thousands of blocks deep."""
+        found, waiting = [], [node]
+        while waiting:
+            found.append(waiting.pop())
+            waiting.extend(found[-1].children.values())
+        return found[::-1]
+
+    def _remove(self, node: _Node) -> None:
+        """Let go of a leaf's pages and forget it."""
+        for arena, page in node.pages.items():
+            self.pool.release(arena, page)
+        node.pages = {}
+        if node.parent is not None:
+            node.parent.children.pop(node.block, None)
+
+    def holds(self) -> Iterator[tuple[int, int]]:
+        """(arena, page) of every reference, for `PagePool.check`."""
+        for node in self._nodes():
+            yield from node.pages.items()

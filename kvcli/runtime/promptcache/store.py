@@ -1,0 +1,249 @@
+"""`PromptStore`: a folder of prompt-cache files that are found by the tokens of a prompt. No torch.
+
+A file is a segment: rows of some pages of a prompt, under a name that says where it fits: the hash of all blocks (pages
+of tokens) before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what
+the rows depend on (fingerprint.py). So a longer prompt adds only its new pages, prompts share what they have in common,
+and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many, or
+when a chat has gone on from them (chatfiles.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcli import paths
+from kvcli.errors import CacheFileError
+from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
+from kvcli.runtime.promptcache.filewriting import Checkpoint, nothing, remove_parts, write
+from kvcli.runtime.promptcache.prefixpages import common_length
+
+SUFFIX = ".safetensors"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
+NEAR_MISSES = 32  # files opened for part of a block, or to tell how far they agree
+_HEX = 32  # digits of a hash in a file's name
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is kept, and for how long after its last use."""
+
+    max_bytes: int
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file of the store, and how many tokens of a prompt it agrees with."""
+
+    path: Path
+    contents: Contents
+    agrees: int
+
+
+@dataclass
+class Found:
+    """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
+
+    `kept`: all of them. `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
+    """
+
+    kept: list[Kept] = field(default_factory=list)
+    valid: dict[PageKey, int] = field(default_factory=dict)
+    files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
+    closest: int = 0
+    closest_next: int | None = None  # the token that the closest one has there
+    removed: list[str] = field(default_factory=list)  # why a file was thrown out
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def add(self, file: PromptCacheFile, agrees: int) -> None:
+        self.kept.append(Kept(file.path, file.contents, agrees))
+        for key in file.contents.pages:
+            if agrees > self.valid.get(key, -1):
+                self.valid[key], self.files[key] = agrees, file
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class PromptStore:
+    """The segments of one model under one set of cache options, in the folder ROOT/KEY."""
+
+    def __init__(self, root: Path, identity: Mapping[str, str], page_size: int, limits: Limits) -> None:
+        self.root, self.identity, self.page_size, self.limits = root, dict(identity), page_size, limits
+        self.seed = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
+        self.folder = root / self.seed[:_HEX]
+
+    def chain(self, tokens: list[int]) -> list[str]:
+        """Hashes at the start and behind every whole block of `tokens`."""
+        data, step = _packed(tokens), 4 * self.page_size
+        hashes = [self.seed]
+        for at in range(0, len(data) - step + 1, step):
+            hashes.append(hashlib.sha256(bytes.fromhex(hashes[-1]) + data[at : at + step]).hexdigest())
+        return hashes
+
+    def find(self, tokens: list[int]) -> Found:
+        """What there is of a prompt. Damaged files are removed."""
+        hashes = self.chain(tokens)
+        places = {h[:_HEX]: i for i, h in enumerate(hashes)}
+        sure: list[Entry] = []
+        near: list[Entry] = []
+        for entry in entries(self.folder):
+            if entry.parent in places and time.time() - entry.used_at <= self.limits.ttl_s:
+                at = places[entry.parent]
+                begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
+                (sure if begins_alike else near).append(entry)
+        found = Found()
+        for entry in sure + sorted(near, key=lambda e: -e.used_at)[:NEAR_MISSES]:
+            self._open(entry, tokens, hashes, found)
+        return found
+
+    def _open(self, entry: Entry, tokens: list[int], hashes: list[str], found: Found) -> None:
+        try:
+            file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
+        except CacheFileError as error:
+            if not error.passing and os.path.lexists(entry.path):  # else another process has just removed it
+                found.removed.append(discard(entry.path, error))
+            return
+        contents = file.contents
+        block = contents.start // self.page_size
+        if contents.start % self.page_size or block >= len(hashes) or contents.parent != hashes[block]:
+            return
+        agrees = contents.start + common_length(contents.tokens, tokens[contents.start : contents.end])
+        found.add(file, agrees)
+        if agrees > found.closest:
+            found.closest = agrees
+            found.closest_next = contents.tokens[agrees - contents.start] if agrees < contents.end else None
+
+    def touch(self, files: Iterable[PromptCacheFile | Kept]) -> None:
+        """These were of use now."""
+        for path in {file.path for file in files}:
+            with suppress(OSError):  # gone, or a folder that cannot be written
+                os.utime(path)
+
+    def add(
+        self,
+        contents: Contents,
+        blocks: Iterable[Any],
+        checkpoint: Checkpoint = nothing,
+        replaced: Iterable[Path] = (),
+    ) -> Path:
+        """Write a segment, then remove those that it replaces (chatfiles.py).
+
+        Raises OSError, and CacheFileError for one larger than the whole store may be.
+        """
+        if contents.payload_bytes > self.limits.max_bytes:
+            size, most = contents.payload_bytes, self.limits.max_bytes
+            raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store (--cache-size)")
+        self.open_folder()
+        path = self.path_of(contents)
+        if not path.exists():
+            write(path, contents, blocks, checkpoint)
+        for old in replaced:
+            if old != path:
+                with suppress(OSError):  # it is of no use, and does no harm
+                    old.unlink()
+                checkpoint("removed")
+        prune(self.root, self.limits)
+        return path
+
+    def open_folder(self) -> None:
+        """Make the folder of the store, for this user only. Raises OSError."""
+        paths.make_private(self.folder)
+        tag = self.root / "CACHEDIR.TAG"
+        if not tag.exists():
+            tag.write_text(TAG, "utf-8")
+
+    def path_of(self, contents: Contents) -> Path:
+        """Where a segment lies: PARENT-FIRST-CONTENT, the hashes of what comes before it, of its first block, and of
+        all that it holds."""
+        tokens, size = contents.tokens, self.page_size
+        digests = [contents.parent]
+        for at in range(0, max(1, len(tokens)), size):
+            block = bytes.fromhex(digests[-1]) + _packed(tokens[at : at + size])
+            digests.append(hashlib.sha256(block).hexdigest())
+        last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
+        return self.folder / ("-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX)
+
+
+def _packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a store, judged by its name. `used_at`: time of its last use."""
+
+    path: Path
+    parent: str
+    first: str
+    size: int
+    used_at: float
+
+
+def entries(folder: Path) -> Iterator[Entry]:
+    """The segments in one folder."""
+    try:
+        listing = list(os.scandir(folder))
+    except OSError:  # mostly: not there
+        return
+    for item in listing:
+        parts = item.name.removesuffix(SUFFIX).split("-")
+        try:
+            if len(parts) != 3 or not item.name.endswith(SUFFIX) or item.is_dir(follow_symlinks=False):
+                continue
+            status = item.stat(follow_symlinks=False)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        yield Entry(Path(item.path), parts[0], parts[1], status.st_size, status.st_mtime)
+
+
+def folders(root: Path) -> list[Path]:
+    """The folders of a store's models."""
+    try:
+        return sorted(Path(item.path) for item in os.scandir(root) if item.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def discard(path: Path, error: CacheFileError) -> str:
+    """Remove a file of the store that is not what it should be; what to tell."""
+    try:
+        path.unlink()
+    except OSError as failure:
+        return f"{error.message}; it could not be removed: {failure.strerror or failure}"
+    return f"{error.message}; it was removed"
+
+
+def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
+    """Remove what was not used for `ttl_s`, then what was used longest ago until the rest is within `max_bytes`.
+
+    Also what killed processes left. Returns the segments removed (or, `dry_run`, that would be). Raises OSError.
+    """
+    now = time.time()
+    kept: list[Entry] = []
+    gone: list[Entry] = []
+    for folder in folders(root):
+        for entry in entries(folder):
+            (gone if now - entry.used_at > limits.ttl_s else kept).append(entry)
+        if not dry_run:
+            remove_parts(folder, now)
+    excess = sum(entry.size for entry in kept) - limits.max_bytes
+    for entry in sorted(kept, key=lambda e: e.used_at):
+        if excess <= 0:
+            break
+        excess -= entry.size
+        gone.append(entry)
+    if not dry_run:
+        for entry in gone:
+            entry.path.unlink(missing_ok=True)
+    return gone

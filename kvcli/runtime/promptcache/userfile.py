@@ -1,0 +1,101 @@
+"""`UserFile`: the prompt cache that `--prompt-cache FILE` names. When it is read, replaced or left alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcli import __version__
+from kvcli.errors import CacheFileError
+from kvcli.options import PromptCacheOptions
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, is_prompt_cache
+from kvcli.runtime.promptcache.filewriting import remove_parts, write
+from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
+from kvcli.runtime.promptcache.prefixpages import common_length
+
+Convert = Callable[[PromptCacheFile, int], Sequence]
+
+
+class UserFile:
+    """One named file of a run, read once. It is written where there is none, where it is empty or damaged, and when the
+    run's tokens go on from those that it holds: it loses nothing that could be of use."""
+
+    def __init__(self, options: PromptCacheOptions) -> None:
+        assert options.file is not None
+        self.path: Path = options.file
+        self.read_only, self.replaces = options.read_only, options.replace
+        self.tokens: list[int] = []  # what it holds
+        self.asked = False
+        self.converts = False  # it is of another cache type
+        self._keep = False  # not ours to replace
+
+    def open(self, identity: Mapping[str, str]) -> PromptCacheFile:
+        """The file, checked but for its pages. Raises FileNotFoundError if there is none, or none that is wanted, and
+        CacheFileError."""
+        self.asked = True
+        if not os.path.lexists(self.path):
+            if self.read_only:
+                raise CacheFileError(f"there is no prompt cache {self.path}", "kv cache build makes one")
+            raise FileNotFoundError(self.path)
+        self._keep = not is_prompt_cache(self.path)
+        if self.replaces and not self._keep:
+            raise FileNotFoundError(self.path)
+        try:
+            file = PromptCacheFile(self.path, identity)
+        except CacheFileError as error:
+            if not error.foreign:
+                self._keep = self._keep or error.passing
+                raise
+            file = self._open_other(identity)
+        self.tokens = file.contents.tokens
+        return file
+
+    def _open_other(self, identity: Mapping[str, str]) -> PromptCacheFile:
+        """A file that is not as this run would write it: it may be of another cache type, or the store's."""
+        with PromptCacheFile(self.path) as other:  # damaged, or another's
+            contents = other.contents
+        self._keep = True
+        found = contents.identity
+        alike = {name: found.get(name, "") for name in LAYOUT_FIELDS}
+        self.converts = any(identity[name] != value for name, value in alike.items())
+        own = {name: value for name, value in found.items() if name == "computed_on"}  # is compared in the store only
+        file = PromptCacheFile(self.path, {**identity, **alike, **own})
+        if contents.start:
+            file.close()
+            what = f"holds only tokens {contents.start:,} to {contents.end:,} of a longer prompt"
+            raise CacheFileError(f"{self.path} {what}", "the store puts its parts together by itself")
+        return file
+
+    def fate(self) -> str:
+        """What becomes of a file that cannot be used."""
+        if not os.path.lexists(self.path):
+            return "the prompt is computed"
+        return "it is left as it is" if self._keep or self.read_only else "it will be replaced"
+
+    def wants(self, tokens: list[int]) -> bool:
+        """Whether these rows are to be written."""
+        goes_on = common_length(self.tokens, tokens) == len(self.tokens) < len(tokens)
+        return goes_on and not self.read_only and not self._keep
+
+    def write(self, contents: Contents, blocks: Iterator[Any]) -> None:
+        """Put a file there. Raises OSError."""
+        remove_parts(self.path.parent, time.time(), self.path.name)
+        write(self.path, contents, blocks)
+        self.tokens = contents.tokens
+
+
+def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:
+    """What a file tells of its making; none of it decides whether it is used. `losses`: see `Sequence.losses`."""
+    lossless = f"no: {'; '.join(losses)}" if losses else "yes"
+    return {
+        "model": model,
+        "kv_version": __version__,
+        "computed_on": computed_on,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "prefill_s": f"{seconds:.3f}",
+        "lossless": lossless if exact else "no: converted from another cache type, or computed elsewhere",
+    }

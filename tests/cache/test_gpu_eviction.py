@@ -1,0 +1,215 @@
+"""Eviction on a GPU: what kernels make of a page list with a gap, and of a ring of pages, is what plain torch makes of
+it. Pages are full of NaN where nothing was written, and so is the page that the unused slots of a ring lead to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
+from kernelcases import one_thread
+
+from kvcli.kernels.gpu.attention import attend, part_count
+from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.pages import DevicePages
+from kvcli.kernels.gpu.rows import LOG2_E
+from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.engine.graph.pages import GroupTables
+from kvcli.runtime.plan import footprint
+
+SIZE, FAR = 16, 10_000_000
+F16, INT8, INT4 = (("f16", "f16"), ("int8", "int8"), ("int4", "int4"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+class Evicting(Layer):
+    """A layer whose old rows are evicted; the rows of all steps but the last come from the reference."""
+
+    def fill(self, steps: tuple[int, ...]) -> None:
+        for t in steps:
+            at = self.cache.seq.length
+            k = self.random(t, self.kv_heads, self.dims[0]) + self.mean
+            OPS.rope_(k, *self.cache.rope.at(at, t))
+            self.cache.append(k, self.random(t, self.kv_heads, self.dims[1]))
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return 2 * torch.randn(self.dims[0], generator=torch.manual_seed(1))
+
+    def far(self) -> None:
+        """As if FAR tokens had gone by; what is kept stays."""
+        seq = self.cache.seq
+        seq.tokens.extend([0] * FAR)
+        seq.drop()
+        for held in seq._lists:
+            held.pages, held.first = [], FAR // SIZE + seq.length % FAR // SIZE
+
+    def begin(self, t: int, ring: bool) -> tuple[int, DevicePages]:
+        """Where the last step starts, and its pages."""
+        cache, start = self.cache, self.cache.seq.length
+        kv = self.step(t).kv(0)
+        if kv.basis.centre is not None:
+            cache.angles = cache.rope.centres(-(-(start + t) // SIZE) * SIZE, kv.first_page * SIZE, kv.front * SIZE)
+        pages = cache.on_device()
+        return start, in_a_ring(cache, pages) if ring else pages
+
+    def seal(self, start: int, t: int) -> None:
+        """What the last step seals, by the kernel."""
+        group = self.cache.layout.groups[0]
+        first, last = (max(group.sealed_rows(n), group.sinks * SIZE) for n in (start, start + t))
+        if group.sealed and first < last:
+            if t == 1:
+                seal_step(self.pages, position(start))
+            else:
+                seal(self.pages, first, last)
+
+
+def in_a_ring(cache: GpuCache, pages: DevicePages) -> DevicePages:
+    """The same pages as a token graph has them."""
+    poison = torch.full((1 << 16,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    tables = GroupTables(cache.layout.groups[0], 4096, True, torch.device(DEVICE))
+    tables.staging.fill_(poison.data_ptr())
+    angles = tables.slot_angles(cache.rope) if pages.angles is not None else None
+    if angles is not None:
+        angles.fill_(float("nan"))
+    tables.bind((cache.there,))
+    assert tables.device.shape[1] < 16
+    cache.poison = poison  # type: ignore[attr-defined]  # it lives as long as the cache
+    return replace(
+        pages,
+        table=tables.device[0],
+        open=replace(pages.open, table=tables.device[1]) if pages.open else None,
+        angles=angles,
+        first_page=tables.front,
+        front=tables.front,
+        ring=tables.ring,
+    )
+
+
+def check(layer: Evicting, t: int, ring: bool, splits: int = 3, softcap: float = 0.0) -> None:
+    """The last step's queries and what they get, against plain torch over the same pages."""
+    cache, (start, pages) = layer.cache, layer.begin(t, ring)
+    qkv = layer.projections(t)
+    queries = layer.prepare(qkv, start, pages)
+    _, q, _, _ = layer.rows(qkv, start)
+    sink_q = layer.sink_queries(qkv, start)
+    if pages.keeps:
+        for found, expected in zip(queries.q.split(t), (q, sink_q), strict=True):
+            assert error(found.float(), expected * layer.scale * LOG2_E) < 4e-4
+    assert queries.q.shape[0] == t * (1 + pages.keeps)
+    layer.seal(start, t)
+    partials = attend(queries, pages, position(start), softcap=softcap, splits=splits)
+    assert partials.out.shape[:3] == (t, layer.heads, part_count(pages, splits))
+    assert part_count(pages, 1) <= footprint.PREFILL_PARTS[pages.keeps]
+    found = combine(partials, pages)
+    cache.back()
+    second = sink_q if cache.kv.gaps(start, t).any() else None
+    expected = OPS.attention(q, cache.kv, start, 0, layer.scale, softcap, cache.angles, second)
+    if pages.rotated[1]:
+        OPS.rotate_(expected.view(t, layer.heads, -1))
+    assert found is not None and error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("types", "heads", "retention", "steps", "more", "ring"),
+    [
+        (F16, (2, 4), (0, 40), (100,), {}, True),
+        (F16, (1, 3), (4, 40), (150, 21), {}, False),
+        (F16, (1, 1), (70, 40), (230,), {}, True),
+        (INT8, (1, 3), (4, 40), (100,), {}, True),
+        (INT8, (2, 4), (70, 40), (150, 21), {}, False),
+        (INT8, (1, 1), (70, 40), (150, 21), {}, True),
+        (INT8, (1, 2), (64, 40), (150, 3), {"sinks": 2}, True),
+        (INT8, (1, 2), (20, 40), (150, 3), {"sinks": 5}, False),
+        (INT8, (1, 1), (70, 40), (150, 21), {"tail": 0}, True),
+        (INT4, (1, 2), (0, 40), (100,), {}, True),
+        (INT4, (1, 2), (70, 40), (150,), {"sinks": 2}, True),
+        (("fp8", "int6"), (1, 2), (40, 40), (150,), {"sinks": 0}, True),
+    ],
+)
+def test_one_query(types, heads, retention, steps, more, ring):
+    layer = Evicting(types, (64, 64), *heads, norm=True, retention=Retention(*retention, SIZE), **more)
+    layer.fill(steps)
+    assert layer.cache.seq.evicted
+    check(layer, 1, ring)
+
+
+@pytest.mark.parametrize(
+    ("types", "keep", "rows", "more"),
+    [
+        (F16, 70, 3, {}),
+        (F16, 70, 75, {}),
+        (F16, 70, 126, {}),
+        (F16, 32, 60, {}),
+        (INT8, 70, 30, {}),
+        (INT8, 70, 76, {}),
+        (INT8, 70, 118, {}),
+        (INT8, 70, 119, {}),
+        (INT8, 32, 60, {}),
+        (INT8, 70, 78, {"tail": 0}),
+        (INT8, 70, 110, {"tail": 0}),
+    ],
+)
+def test_before_and_at_the_first_eviction(types, keep, rows, more):
+    """Kept pages that are the query's own, that are not there yet, and from which nothing is gone yet."""
+    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(keep, 40, SIZE), **more)
+    layer.fill((rows,))
+    check(layer, 1, True, splits=1)
+    assert layer.cache.kv.gaps(rows, 1)[0] == (10 if rows >= 119 else 0)
+
+
+@pytest.mark.parametrize(
+    ("types", "heads", "retention", "steps", "t", "more"),
+    [
+        (F16, (1, 2), (0, 40), (100,), 20, {}),
+        (F16, (1, 4), (20, 40), (68,), 5, {}),
+        (F16, (1, 3), (70, 40), (113,), 8, {}),
+        (INT8, (1, 2), (4, 40), (100,), 5, {}),
+        (INT8, (1, 1), (70, 40), (113, 3), 13, {"sinks": 2}),
+        (INT8, (1, 1), (20, 40), (100,), 6, {"tail": 0}),
+        (INT4, (1, 2), (20, 40), (68,), 9, {}),
+    ],
+)
+def test_blocks_of_queries(types, heads, retention, steps, t, more):
+    """Within a block some see more than others."""
+    layer = Evicting(types, (64, 64), *heads, retention=Retention(*retention, SIZE), **more)
+    layer.fill(steps)
+    check(layer, t, False, splits=1, softcap=3.0)
+    assert len(set(layer.cache.kv.gaps(sum(steps), t))) > 1
+
+
+@pytest.mark.parametrize(("types", "t", "ring"), [(F16, 1, True), (INT8, 1, True), (INT4, 5, False)])
+def test_positions_beyond_ten_million(types, t, ring):
+    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(20, 40, SIZE))
+    layer.fill((48,))
+    layer.far()
+    layer.fill((48, 35))
+    check(layer, t, ring)
+
+
+@pytest.mark.parametrize(("types", "more"), [(INT8, {}), (("fp8", "int8"), {}), (INT8, {"tail": 0})])
+def test_sealing_in_a_ring(types, more):
+    """The same bytes as the reference."""
+    sealed = []
+    for kernel in (True, False):
+        layer = Evicting(types, (64, 64), 1, 1, retention=Retention(20, 40, SIZE), **more)
+        cache = layer.cache
+        layer.fill((150, 9))
+        start, pages = layer.begin(1, True)
+        OPS.store(layer.random(1, 1, 64), layer.random(1, 1, 64), cache.kv, start)
+        pages = in_a_ring(cache, cache.on_device())  # with the row just stored
+        if kernel:
+            seal_step(pages, position(start))
+            cache.back()
+        else:
+            OPS.seal(cache.kv, start - (15 if cache.layout.groups[0].tail else 0), start + 1, cache.angles)
+        sealed.append([p for p in cache.kv.pages if p is not None])
+    for a, b in zip(*sealed, strict=True):
+        assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)

@@ -1,0 +1,188 @@
+"""What names of hub models mean, in every spelling that people paste, and which files of a repository are models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcli.errors import DownloadError, ModelError
+from kvcli.runtime.hub import modelfiles
+from kvcli.runtime.hub.hubnames import Reference, Variant, choose, matching, parse_reference, quant_of, variants
+
+HOME = "https://huggingface.co/org/repo"
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("org/repo", ""),
+        ("hf:org/repo", ""),
+        ("hf://org/repo", ""),
+        ("hf.co/org/repo", ""),
+        ("HF.co/org/repo", ""),
+        ("huggingface.co/org/repo", ""),
+        (HOME, ""),
+        (f"{HOME}/", ""),
+        (f"{HOME}/tree/main", ""),
+        ("https://hf.co/org/repo?show=files#top", ""),
+        ("org/repo:latest", ""),
+        ("org/repo:Q4_K_M", "Q4_K_M"),
+        ("hf.co/org/repo:UD-Q4_K_XL", "UD-Q4_K_XL"),
+        (f"{HOME}:iq4_xs", "iq4_xs"),
+        (f"{HOME}/tree/main/Q4_K_M", "Q4_K_M"),
+        ("org/repo/m.gguf", "m.gguf"),
+        ("org/repo/sub/m.gguf", "sub/m.gguf"),
+        ("org/repo:m.gguf", "m.gguf"),
+        ("hf:org/repo/m.gguf", "m.gguf"),
+        (f"{HOME}/resolve/main/m.gguf", "m.gguf"),
+        (f"{HOME}/resolve/main/a%20b.gguf?download=true", "a b.gguf"),
+        (f"{HOME}/blob/main/sub/m.gguf", "sub/m.gguf"),
+    ],
+)
+def test_spellings(text: str, wanted: str) -> None:
+    reference = parse_reference(text)
+    assert reference == Reference("org/repo", wanted)
+    assert parse_reference(str(reference)) == reference, "what hints say can be typed"
+    assert not modelfiles.is_path(text)
+
+
+@pytest.mark.parametrize("text", [f"{HOME}/resolve/v2/m.gguf", f"{HOME}/tree/v2"])
+def test_revisions(text: str) -> None:
+    reference = parse_reference(text)
+    assert reference is not None and reference.revision == "v2" and parse_reference(str(reference)) == reference
+
+
+def test_addresses_of_another_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub/")
+    assert parse_reference("https://mirror.example/hub/org/repo/resolve/main/m.gguf") == Reference("org/repo", "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "a/b/c", "../b", "./b", "a/b:", "/a", "a b/c", "https://a/b", "https://example.org/a/b/m.gguf", ""]
+)
+def test_what_is_no_reference(text: str) -> None:
+    assert parse_reference(text) is None
+
+
+def test_addresses_elsewhere_are_told_apart_from_paths() -> None:
+    with pytest.raises(ModelError, match="is not an address of a model on the hub") as caught:
+        modelfiles.find_model("https://example.org/a/b/m.gguf")
+    assert "give the path of a file" in caught.value.hint
+
+
+def test_a_file_name_after_two_folders_may_be_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        not modelfiles.is_path("org/repo/m.gguf") and modelfiles.is_path("repo/m.gguf") and modelfiles.is_path("m.gguf")
+    )
+    (tmp_path / "org" / "repo").mkdir(parents=True)
+    assert modelfiles.is_path("org/repo/m.gguf") and not modelfiles.is_path("hf:org/repo/m.gguf")
+
+
+@pytest.mark.parametrize(
+    "name, quant",
+    [
+        ("folder/m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("m.i1-Q4_K_M.gguf", "i1-Q4_K_M"),
+        ("m-IQ4_XS-imat.gguf", "IQ4_XS-imat"),
+        ("m-imat-q4_k_m.gguf", "imat-Q4_K_M"),
+        ("m-Q6_K_L.gguf", "Q6_K_L"),
+        ("m.fp16.gguf", "F16"),
+        ("m-bf16.gguf", "BF16"),
+        ("m-Q4_0_4_4.gguf", "Q4_0_4_4"),
+        ("m-MXFP4_MOE.gguf", "MXFP4_MOE"),
+        ("q8_0.gguf", "Q8_0"),
+        ("Q5_K_M/model.gguf", "Q5_K_M"),
+        ("m-q5_0/model.gguf", "Q5_0"),
+        ("Qwen3-8B.gguf", ""),
+        ("phi-2.gguf", ""),
+    ],
+)
+def test_quantizations_in_names(name: str, quant: str) -> None:
+    assert quant_of(name) == quant
+
+
+NAMES = [
+    "m-Q4_K_M.gguf",
+    "sub/m.Q8_0.gguf",
+    "m-bf16.gguf",
+    "m-UD-Q4_K_XL.gguf",
+    "m-UD-Q4_K_M.gguf",
+    "m-Q4_0_4_4.gguf",
+    "m-Q6_K-00001-of-00002.gguf",
+    "m-Q6_K-00002-of-00002.gguf",
+    "m-Q5_K_M-00002-of-00002.gguf",
+    "m-IQ3_M-imatrix.gguf",
+    "mmproj-m-F16.gguf",
+    "m-imatrix.gguf",
+    "imatrix.dat",
+    "README.md",
+]
+ALL = "Q4_K_M, Q8_0, BF16, UD-Q4_K_XL, UD-Q4_K_M, Q4_0_4_4, Q6_K, IQ3_M-imatrix"
+
+
+def test_what_is_a_model() -> None:
+    offered = variants(NAMES)
+    assert ", ".join(variant.label for variant in offered) == ALL
+    assert Variant("Q6_K", ("m-Q6_K-00001-of-00002.gguf", "m-Q6_K-00002-of-00002.gguf")) in offered
+
+
+@pytest.mark.parametrize(
+    "wanted, file",
+    [
+        ("", "m-Q4_K_M.gguf"),
+        ("q4_k_m", "m-Q4_K_M.gguf"),
+        ("Q8_0", "sub/m.Q8_0.gguf"),
+        ("m.Q8_0.gguf", "sub/m.Q8_0.gguf"),
+        ("SUB/m.q8_0.gguf", "sub/m.Q8_0.gguf"),
+        ("ud-q4_k_xl", "m-UD-Q4_K_XL.gguf"),
+        ("Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
+        ("UD-Q4_K_M", "m-UD-Q4_K_M.gguf"),
+        ("Q6_K", "m-Q6_K-00001-of-00002.gguf"),
+        ("m-Q6_K-00002-of-00002.gguf", "m-Q6_K-00001-of-00002.gguf"),
+        ("m-Q6_K.gguf", "m-Q6_K-00001-of-00002.gguf"),
+        ("IQ3_M", "m-IQ3_M-imatrix.gguf"),
+        ("BF16", "m-bf16.gguf"),
+    ],
+)
+def test_choosing(wanted: str, file: str) -> None:
+    assert choose(Reference("org/repo", wanted), variants(NAMES)).files[0] == file
+
+
+@pytest.mark.parametrize(
+    "wanted, error, message, hint",
+    [
+        ("Q4_K", DownloadError, "has no file for 'Q4_K'", f"there are {ALL}"),
+        ("Q5_K_M", DownloadError, "has no file for 'Q5_K_M'", ALL),
+        ("mmproj-m-F16.gguf", DownloadError, "'mmproj-m-F16.gguf' is not a model by itself", ALL),
+        ("Q4_0_4_4", ModelError, "Q4_0_4_4 is an old format that no longer exists", "use org/repo:Q4_0"),
+    ],
+)
+def test_what_cannot_be_chosen(wanted: str, error: type[Exception], message: str, hint: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        choose(Reference("org/repo", wanted), variants(NAMES))
+    assert hint in caught.value.hint  # type: ignore[attr-defined]
+
+
+def test_several_models_of_one_quantization_go_by_their_names() -> None:
+    offered = variants(["a-Q8_0.gguf", "b-Q8_0.gguf", "b-Q6_K.gguf"])
+    assert [variant.label for variant in offered] == ["a-Q8_0.gguf", "b-Q8_0.gguf", "Q6_K"]
+    with pytest.raises(DownloadError, match="'q8_0' means several models of org/repo") as caught:
+        choose(Reference("org/repo", "q8_0"), offered)
+    assert caught.value.hint.endswith("there are a-Q8_0.gguf, b-Q8_0.gguf")
+    assert choose(Reference("org/repo", "b-Q8_0.gguf"), offered).files == ("b-Q8_0.gguf",)
+
+
+def test_one_model_needs_no_quantization() -> None:
+    assert choose(Reference("org/repo"), variants(["only.gguf", "README.md"])).files == ("only.gguf",)
+    assert choose(Reference("org/repo"), variants(["m.i1-Q4_K_M.gguf", "m.i1-Q6_K.gguf"])).label == "i1-Q4_K_M"
+    with pytest.raises(DownloadError, match="has no Q4_K_M but several others"):
+        choose(Reference("org/repo"), variants(["a-Q8_0.gguf", "b-Q6_K.gguf"]))
+
+
+def test_what_is_here_answers_only_to_its_own_name() -> None:
+    """Else a UD-Q4_K_M that is in the cache would hide the Q4_K_M of the repository."""
+    here = variants(["m-UD-Q4_K_M.gguf"])
+    assert matching(here, "Q4_K_M", loose=False) == matching(here, "", loose=False) == []
+    assert matching(here, "UD-Q4_K_M", loose=False) == matching(here, "Q4_K_M") == here

@@ -1,0 +1,159 @@
+"""Attention on a GPU against float64 over the rows that pages hold; pages are full of NaN where nothing was written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpucases import DEVICE, GpuCache, error, expect_activations, position
+from kernelcases import one_thread
+
+from kvcli.kernels.gpu.attention import attend, part_count
+from kvcli.kernels.gpu.combine import combine, quantize
+from kvcli.kernels.gpu.products import Activations
+from kvcli.kernels.reference.rotation import rotate_
+
+LIMIT = 2e-3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def written(cache: GpuCache, rows: int, last: int = 1, seed: int = 0) -> int:
+    """Random rows whose keys have a mean, the `last` ones as a step of their own; returns where that starts."""
+    layer, generator = cache.layout.groups[0], torch.manual_seed(seed)
+    shape = (rows, layer.kv_heads)
+    k = torch.randn(*shape, layer.dim_k, generator=generator) + 2 * torch.randn(layer.dim_k, generator=generator)
+    v = torch.randn(*shape, layer.dim_v, generator=generator)
+    start = rows - last
+    for a, b in ((0, start), (start, rows)):
+        if a < b:
+            cache.append(k[a:b], v[a:b])
+    return start
+
+
+def check(cache: GpuCache, heads: int, start: int, t: int = 1, window: int = 0, softcap: float = 0.0, splits: int = 2):
+    pages = cache.on_device()
+    q = torch.randn(t, heads, pages.record.dim_k, generator=torch.manual_seed(start))
+    q, queries = cache.queries(q, pages)
+    expected = cache.dense(q, start, window, softcap).float()
+    if pages.rotated[1]:
+        rotate_(expected.view(t, heads, -1))
+    partials = attend(queries, pages, position(start), window, softcap, splits)
+    assert partials.out.shape == (t, heads, part_count(pages, splits), pages.record.dim_v)
+    found = combine(partials, pages)
+    assert found is not None and error(found, expected) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("types", "dims", "size"),
+    [
+        (("f16", "f16"), (128, 128), 32),
+        (("f32", "bf16"), (64, 64), 16),
+        (("bf16", "f32"), (256, 256), 16),
+        (("f16", "f16"), (72, 40), 64),
+        (("int4", "int4"), (128, 128), 64),
+        (("int4", "int4"), (256, 256), 32),
+        (("int8", "int8"), (64, 64), 128),
+        (("int8", "int4"), (80, 80), 16),
+        (("int4", "int8"), (192, 128), 32),
+        (("int6", "int6"), (72, 72), 32),
+        (("int6", "f16"), (112, 96), 16),
+        (("f16", "int6"), (96, 112), 16),
+        (("int8", "f32"), (64, 64), 16),
+        (("fp8", "fp8_e5m2"), (128, 64), 32),
+        (("fp8_e5m2", "fp8"), (64, 128), 32),
+    ],
+)
+def test_codecs_and_dims(types, dims, size):
+    cache = GpuCache(types, dims, 2, size)
+    check(cache, 4, written(cache, 2 * size + 37))
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int4"), ("fp8", "int8")])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 64, 65, 100])
+def test_lengths(types, rows):
+    cache = GpuCache(types, (64, 64))
+    check(cache, 2, written(cache, rows))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int8")])
+def test_splits(types, splits):
+    cache = GpuCache(types, (64, 64), size=32)
+    check(cache, 2, written(cache, 300), splits=splits)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 8, 16, 24])
+def test_groups_of_heads(heads):
+    cache = GpuCache(("int8", "int4"), (64, 64))
+    check(cache, heads, written(cache, 70))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 20, 64])
+@pytest.mark.parametrize(("types", "tail"), [(("f16", "f16"), 1), (("int4", "int4"), 1), (("fp8_e5m2", "int6"), 0)])
+def test_windows(types, tail, window):
+    cache = GpuCache(types, (64, 64), tail=tail)
+    check(cache, 2, written(cache, 90), window=window)
+
+
+@pytest.mark.parametrize(("sinks", "tail"), [(0, 1), (1, 1), (2, 1), (1, 0), (2, 0), (5, 1), (9, 0)])
+@pytest.mark.parametrize("rows", [20, 70])
+def test_sinks_and_tails(sinks, tail, rows):
+    cache = GpuCache(("int4", "int6"), (64, 64), sinks=sinks, tail=tail)
+    check(cache, 2, written(cache, rows))
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int8")])
+def test_softcap(types):
+    cache = GpuCache(types, (64, 64))
+    check(cache, 2, written(cache, 50), softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("types", "rows", "t", "heads", "window", "more"),
+    [
+        (("f16", "f16"), 40, 40, 1, 0, {}),
+        (("f16", "f16"), 40, 20, 3, 18, {}),
+        (("int4", "int4"), 50, 18, 4, 0, {}),
+        (("int8", "int4"), 35, 12, 8, 7, {"size": 32}),
+        (("int8", "fp8"), 40, 9, 1, 0, {"tail": 0}),
+        (("int4", "f16"), 50, 2, 2, 0, {"sinks": 2}),
+        (("int8", "int4"), 300, 40, 4, 0, {"size": 64}),
+    ],
+)
+def test_blocks_of_queries(types, rows, t, heads, window, more):
+    cache = GpuCache(types, (64, 64), **more)
+    check(cache, heads, written(cache, rows, t), t, window, splits=1)
+
+
+def test_same_bits_again():
+    cache = GpuCache(("int4", "int4"), (64, 64))
+    start, pages = written(cache, 100), cache.on_device()
+    _, queries = cache.queries(torch.randn(1, 4, 64), pages)
+    first, second = (combine(attend(queries, pages, position(start), splits=3), pages) for _ in range(2))
+    assert first is not None and second is not None and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("types", [("int8", "int8"), ("f16", "f16")])
+@pytest.mark.parametrize(("dims", "heads"), [((64, 64), 2), ((64, 96), 2), ((72, 72), 4)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_output_as_the_next_vector(types, dims, heads, keep):
+    cache = GpuCache(types, dims)
+    start, pages = written(cache, 40), cache.on_device()
+    _, queries = cache.queries(torch.randn(1, heads, dims[0]), pages)
+    partials, n = attend(queries, pages, position(start)), heads * dims[1]
+    into, plain = Activations.empty(n, keep, torch.device(DEVICE)), combine(partials, pages)
+    assert plain is not None and combine(partials, pages, into) is None
+    expect_activations(plain[0], into)
+
+
+def test_quantize():
+    x = torch.randn(288) * torch.logspace(-20, 3, 9).repeat_interleave(32)
+    x[32:64] = 0
+    x[70], x[71] = -5 * x[64:96].abs().max(), 0
+    into = Activations.empty(288, False, torch.device(DEVICE))
+    quantize(x[None].to(DEVICE), into)
+    expect_activations(x, into)

@@ -1,0 +1,208 @@
+"""Preparing queries and rows, and sealing pages, on a GPU, against the operations of the facade in plain torch."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
+from kernelcases import one_thread, record
+
+from kvcli.kernels.gpu.attention import attend
+from kvcli.kernels.gpu.combine import combine, quantize
+from kvcli.kernels.gpu.launching import collecting
+from kvcli.kernels.gpu.pages import check, padded
+from kvcli.kernels.gpu.products import Activations
+from kvcli.kernels.gpu.rows import LOG2_E, Queries
+from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
+from kvcli.runtime.model.sealing import fix_bases
+from kvcli.runtime.model.sealing import seal_step as reference_seal_step
+from kvcli.runtime.plan import repacked
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("types", "dims", "start", "t", "options"),
+    [
+        (("f16", "f16"), (64, 64), 14, 5, {}),
+        (("bf16", "f32"), (80, 72), 31, 2, {"norm": True}),
+        (("int4", "int4"), (128, 64), 40, 1, {"norm": True}),
+        (("int6", "int8"), (72, 40), 15, 3, {}),
+        (("int8", "f16"), (192, 112), 47, 1, {}),
+        (("f16", "fp8"), (256, 96), 0, 1, {"norm": True}),
+        (("int8", "int8"), (64, 64), 5, 1, {"rope": False}),
+    ],
+)
+def test_prepare(types, dims, start, t, options):
+    layer = Layer(types, dims, 2, 6, **options)
+    cache = layer.cache
+    if start:
+        cache.append(layer.random(start, 2, dims[0]), layer.random(start, 2, dims[1]))
+    layer.step(t)
+    if cache.layout.groups[0].codec_k.centred:
+        cache.kv.basis.centre = layer.random(2, dims[0])
+    cache.angles = cache.rope.centres(start + t) if layer.rope else None
+    qkv = layer.projections(t)
+    made = layer.prepare(qkv, start)
+    turned, q, k, v = layer.rows(qkv, start)
+    factor = layer.scale * LOG2_E
+    assert error(made.q.float(), q * factor) < 4e-4
+    if layer.pages.centre is not None:
+        check_centre(layer, turned * factor, made, (start + t) // 16)
+    found = cache.there.open or cache.there
+    expected = Layer(types, dims, 2, 6, **options)
+    expected.cache.append(torch.zeros(start + t, 2, dims[0]), torch.zeros(start + t, 2, dims[1]))
+    target = expected.cache.kv.open or expected.cache.kv
+    page = (start + t - 1) // 16
+    if target.pages[page] is None:
+        return
+    OPS.store(k, v, expected.cache.kv, start)
+    lo, hi = max(start - 16 * page, 0), start + t - 16 * page
+    for a, b in zip(found.slots(page, lo, hi), target.slots(page, lo, hi), strict=True):
+        assert (a.cpu() != b).float().mean() < (0 if DEVICE == "cpu" else 0.01) + 1e-9
+
+
+def check_centre(layer: Layer, q: torch.Tensor, made: Queries, group: int) -> None:
+    """What qc and qb give with the angles of a group of rows: the score of the mean, turned by them."""
+    centre = layer.cache.kv.basis.centre[None].clone()
+    found = made.qb.cpu().clone()
+    if layer.rope:
+        cos, sin = (x[group : group + 1] for x in layer.rope.centres(1024))
+        OPS.rope_(centre, cos, sin)
+        found += made.qc.cpu().float() @ torch.cat((cos, sin), 1)[0]
+    expected = (q * centre[0].repeat_interleave(layer.heads // layer.kv_heads, 0)).sum(-1)
+    assert error(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("types", "dims", "more", "chunks"),
+    [
+        (("f16", "f16"), (64, 64), {}, (15, 1, 1)),
+        (("int4", "int4"), (64, 64), {}, (31, 1, 1)),
+        (("int8", "fp8"), (72, 40), {"sinks": 0}, (10, 7, 15)),
+        (("int6", "int8"), (64, 64), {"tail": 0}, (17, 1)),
+    ],
+)
+def test_a_layer_step_by_step(types, dims, more, chunks):
+    """Prefill and decode, each step's rows written and sealed by the kernels, as the reference does on its own."""
+    layer, other = (Layer(types, dims, 1, 2, norm=True, **more) for _ in range(2))
+    start = 0
+    for t in chunks:
+        qkv = layer.projections(t)
+        layer.step(t)
+        other.step(t)
+        _, q, k, v = other.rows(qkv, start)
+        kv = other.cache.kv
+        OPS.store(k, v, kv, start)
+        angles = reference_seal_step(OPS, kv, start, start + t, other.rope)
+        expected = OPS.attention(q, kv, start, 0, other.scale, 0.0, angles)
+        if kv.rotated[1]:
+            OPS.rotate_(expected.view(t, 2, -1))
+        cache, mine = layer.cache, layer.cache.kv
+        mine.basis.__dict__.update(kv.basis.__dict__)
+        cache.angles = cache.rope.centres(start + t)
+        queries = layer.prepare(qkv, start)
+        group = cache.layout.groups[0]
+        first, last = (max(group.sealed_rows(n), group.sinks * 16) for n in (start, start + t))
+        if mine.open is not None and first < last:
+            if t == 1:
+                seal_step(layer.pages, position(start))
+            else:
+                seal(layer.pages, first, last)
+        found = combine(attend(queries, layer.pages, position(start)), layer.pages)
+        cache.back()
+        assert found is not None and error(found, expected) < 2e-3, start
+        for one in (cache, other.cache):
+            one.seq.commit([0] * t)
+        start += t
+
+
+@pytest.mark.parametrize(
+    ("types", "dims", "more"),
+    [
+        (("int4", "int8"), (128, 128), {}),
+        (("int6", "int4"), (72, 40), {}),
+        (("fp8", "fp8_e5m2"), (64, 96), {"sinks": 0}),
+        (("fp8_e5m2", "fp8"), (80, 64), {"sinks": 2}),
+        (("f16", "int4"), (64, 112), {}),
+        (("int8", "f32"), (64, 64), {"size": 32}),
+        (("int8", "int6"), (64, 64), {"tail": 0}),
+    ],
+)
+@pytest.mark.parametrize("in_step", [False, True])
+def test_seal(types, dims, more, in_step):
+    """The same bytes as the reference; on a GPU, where sums are made in another order, nearly."""
+    sealed = []
+    for kernel in (True, False):
+        layer = Layer(types, dims, 2, 2, **more)
+        cache, group = layer.cache, layer.cache.layout.groups[0]
+        n = 3 * group.page_size - (0 if group.tail else 3)
+        layer.step(n)
+        k, v = layer.random(n, 2, dims[0]) * layer.random(dims[0]), layer.random(n, 2, dims[1])
+        k[5], v[-4, 0] = 0, 0
+        OPS.store(k, v, cache.kv, 0)
+        fix_bases(OPS, [cache.kv], cache.rope)
+        cache.angles = cache.rope.centres(n)
+        first = max(group.sinks * group.page_size, n - group.page_size if group.tail else n - 1)
+        if not in_step:
+            first = group.sinks * group.page_size
+        if kernel:
+            pages = cache.on_device()
+            if in_step:
+                seal_step(pages, position(n - 1))
+            else:
+                seal(pages, first, n)
+            cache.back()
+        else:
+            OPS.seal(cache.kv, first, n, cache.angles)
+        sealed.append([p for p in cache.kv.pages if p is not None])
+    assert sealed[0]
+    for a, b in zip(*sealed, strict=True):
+        assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)
+
+
+@pytest.mark.parametrize("at", [0, 14, 15, 16, 30])
+def test_nothing_is_sealed_before_a_page_is_full(at):
+    layer = Layer(("int4", "int8"), (64, 64), 1, 1)
+    layer.step(40)
+    pages = layer.cache.on_device()
+    seal_step(pages, position(at))
+    layer.cache.back()
+    for page in layer.cache.kv.pages:
+        assert page is None or bool((page == 0xFF).all())
+
+
+def test_what_the_kernels_refuse():
+    layer = Layer(("f16", "f16"), (64, 64), 1, 1)
+    layer.step(1)
+    with pytest.raises(ValueError, match="no pages to seal"):
+        seal(layer.cache.on_device(), 0, 16)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        check(GpuCache(("f16", "f16"), (68, 64)).append(torch.zeros(1, 1, 68), torch.zeros(1, 1, 64)).record)
+    for dim in (60, 64, 256, 264):  # the plan refuses what the kernels do
+        layers = (LayerConfig(FULL, 1, dim, 64),)
+        unfit = repacked.unfit(ModelConfig("llama", "", 64, 64, 64, 1, 64, 1e-5, layers, 1.0), {})
+        with pytest.raises(ValueError, match="head dims") if unfit else nullcontext():
+            check(record(1, dim, 64))
+        assert bool(unfit) == (dim in (60, 264))
+    assert [padded(d) for d in (8, 64, 72, 128, 192, 256)] == [64, 64, 128, 128, 256, 256]
+
+
+def test_variants_that_are_collected_hold_no_memory() -> None:
+    x, to = torch.randn(1, 64, device=DEVICE), Activations.empty(64, False, torch.device(DEVICE))
+    with collecting() as variants:
+        quantize(x, to)
+        quantize(x, Activations.empty(64, False, torch.device(DEVICE)))
+    with collecting() as others:
+        quantize(torch.randn(1, 65, device=DEVICE)[:, 1:], to)
+    memory = weakref.ref(x)
+    del x
+    assert len(variants) == len(variants - others) == 1 and memory() is None

@@ -1,0 +1,218 @@
+"""Products, norms, rotations and activations: the compiled kernels and their reference against float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import PACKAGE_ROOT
+from kernelcases import FORMATS, ISAS, backend, native, need_native, one_thread, packed, same_bits
+
+from kvcli import kernels
+from kvcli.errors import UsageError
+from kvcli.kernels import QuantTensor
+from kvcli.kernels.cpu.backend import FORMATS as NATIVE_FORMATS
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.reference import ggml
+from kvcli.kernels.reference.backend import ReferenceBackend
+
+BACKENDS = (*ISAS, "reference")
+ROWS_OF_X = (1, 2, 3, 4, 5, 17)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def columns(type: str) -> tuple[int, ...]:
+    """Row lengths with every kind of remainder that the format allows."""
+    elements = ggml.DECODERS[type].elements
+    return {1: (20, 33, 48, 160, 256), 32: (32, 96, 160, 544), 256: (256, 768)}[elements]
+
+
+def product(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x . W^T in float64, and the sum of the terms' absolute values, which rounding errors are measured by."""
+    exact = ggml.decode(w.type, w.blocks).double()
+    return x.double() @ exact.T, x.double().abs() @ exact.abs().T
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, tolerance: float = 4e-6) -> bool:
+    return found.dtype == torch.float32 and bool(((found - expected).abs() <= tolerance * size).all())
+
+
+def test_both_backends_know_the_same_formats():
+    assert set(NATIVE_FORMATS) == set(FORMATS) and len(FORMATS) == 13
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("type", FORMATS)
+def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: str):
+    ops = backend(name)
+    for cols in columns(type):
+        x = torch.randn(17, cols, generator=torch.manual_seed(cols))
+        for rows in (1, 3, 37):
+            w = packed(type, rows, cols)
+            whole = ops.matmul(x, (w,))
+            assert whole.shape == (17, rows) and close(whole, *product(x, w))
+            for m in ROWS_OF_X:
+                assert same_bits(ops.matmul(x[:m], (w,)), whole[:m]), (cols, rows, m)
+            for i in range(17):
+                assert same_bits(ops.matmul(x[i : i + 1], (w,)), whole[i : i + 1]), (cols, rows, i)
+
+
+@pytest.mark.parametrize("name", ("", "reference"))
+def test_rows_of_long_products_do_not_depend_on_each_other(name: str):
+    """Nor on how many threads there are, and how their tasks are cut."""
+    make = NativeBackend if name == "" else ReferenceBackend
+    w, x = packed("F32", 640, 2048), torch.randn(130, 2048, generator=torch.manual_seed(0))
+    need_native()
+    whole = make(1).matmul(x, (w,))
+    for threads in (2, 3):
+        ops = make(threads)
+        for m in (1, 7, 64, 100):
+            assert same_bits(ops.matmul(x[:m], (w,)), whole[:m]), (threads, m)
+        with torch.inference_mode():
+            assert same_bits(ops.matmul(x, (w,)), whole), threads
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("m", ROWS_OF_X)
+def test_stacked_matrices_of_all_formats(m: int, name: str):
+    ops = backend(name)
+    weights = tuple(
+        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2, strict=False))
+    )
+    x = torch.randn(m, 256, generator=torch.manual_seed(m))
+    found = ops.matmul(x, weights)
+    assert found.shape == (m, sum(w.rows for w in weights))
+    exact, size = (torch.cat(parts, 1) for parts in zip(*(product(x, w) for w in weights), strict=True))
+    assert close(found, exact, size)
+    for part, w in zip(found.split([w.rows for w in weights], 1), weights, strict=True):
+        assert same_bits(part, ops.matmul(x, (w,)))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_matmul_adds_in_place_and_takes_views(name: str):
+    ops, w = backend(name), packed("Q5_1", 37, 96)
+    for m in (1, 2, 17):
+        wide = torch.randn(m, 200, generator=torch.manual_seed(m))
+        x, before = wide[:, 50:146], torch.randn(m, 40)
+        added = before.clone()
+        target = added[:, 2:39]
+        assert ops.matmul(x, (w,), add_to=target) is target
+        assert same_bits(target, before[:, 2:39] + ops.matmul(x.contiguous(), (w,)))
+        assert torch.equal(added[:, :2], before[:, :2]) and torch.equal(added[:, 39:], before[:, 39:])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("type", FORMATS)
+def test_rows_are_the_specified_values_to_the_bit(type: str, name: str):
+    ops = backend(name)
+    ids = torch.tensor([4, 0, 36, 4, 17])
+    for cols in columns(type):
+        w = packed(type, 37, cols, wild=True)
+        expected = ggml.decode(type, w.blocks)[ids]
+        assert expected.isfinite().all() and expected.abs().max() > 0
+        assert same_bits(ops.rows(w, ids), expected)
+        assert same_bits(ops.rows(w, ids, 25.298221), expected * 25.298221)
+    with pytest.raises(IndexError):
+        ops.rows(w, torch.tensor([0, 37]))
+
+
+@pytest.mark.parametrize("type", FORMATS)
+def test_threads_change_no_bit(type: str):
+    w, x = packed(type, 613, 256), torch.randn(33, 256, generator=torch.manual_seed(1))
+    results = []
+    for threads in (1, 2):
+        ops = native("", threads)
+        assert ops._lib.kv_threads() == threads
+        results.append((ops.matmul(x, (w,)), ops.matmul(x[:1], (w,)), ops.glu(x, "gelu")))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+MORE_THREADS = """
+import torch
+from kvcli.kernels import QuantTensor
+from kvcli.kernels.cpu.backend import NativeBackend
+w = QuantTensor("F32", torch.randn(700, 64).view(torch.uint8), 64)
+x = torch.randn(9, 64)
+expected = NativeBackend(1).matmul(x, (w,))
+for threads in (2, 3, 5, 2, 7, 1, 8):
+    ops = NativeBackend(threads)
+    for _ in range(30):
+        added = torch.zeros(9, 700)
+        assert torch.equal(ops.matmul(x, (w,), add_to=added), expected), threads
+print("equal")
+"""
+
+
+def test_threads_can_be_added_and_taken_away():
+    """In a process of its own: workers stay until the end."""
+    native()
+    command = [sys.executable, "-c", MORE_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE_ROOT)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_an_instruction_set_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+    for isa in reversed(ISAS):
+        native(isa)  # skips from there on what this processor lacks
+        monkeypatch.setenv("KV_CPU_ISA", isa)
+        assert kernels.backend("auto", 1)[0].isa == isa
+    monkeypatch.setenv("KV_CPU_ISA", "sse9")
+    with pytest.raises(UsageError, match="KV_CPU_ISA must be one of avx512, avx2, base, not 'sse9'"):
+        kernels.backend("auto", 1)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dim", (1, 7, 16, 48, 64, 100, 576))
+def test_rms_norm(dim: int, name: str):
+    ops = backend(name)
+    generator = torch.manual_seed(dim)
+    wide, weight = 3 * torch.randn(5, 4 * dim + 3, generator=generator), torch.randn(dim, generator=generator)
+    heads = wide[:, 3:].unflatten(1, (4, dim))  # rows of a wider matrix, [5, 4, dim]
+    for x in (wide[:, :dim], heads):
+        exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        found = ops.rms_norm(x, weight, 1e-6)
+        assert found.shape == x.shape and close(found, exact, exact.abs(), 1e-6)
+        for i in range(5):
+            assert same_bits(ops.rms_norm(x[i : i + 1], weight, 1e-6), found[i : i + 1])
+    assert torch.isfinite(ops.rms_norm(torch.zeros(2, dim), weight, 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("dim", "rope_dim"), ((8, 8), (64, 64), (72, 72), (80, 32), (128, 2)))
+def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str):
+    ops = backend(name)
+    wide = torch.randn(6, 3 * dim + 5, generator=torch.manual_seed(dim))
+    before, half = wide.clone(), rope_dim // 2
+    angles = torch.randn(6, half, dtype=torch.float64)
+    x = wide[:, 5:].unflatten(1, (3, dim))
+    ops.rope_(x, angles.cos().float(), angles.sin().float())
+    old = before[:, 5:].unflatten(1, (3, dim)).double()
+    turned = (
+        torch.complex(old[..., :half], old[..., half:rope_dim]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    )
+    expected = torch.cat([turned.real, turned.imag, old[..., rope_dim:]], -1)
+    assert torch.allclose(x.double(), expected, atol=1e-6, rtol=0)
+    assert torch.equal(wide[:, :5], before[:, :5]) and torch.equal(x[..., rope_dim:].double(), old[..., rope_dim:])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("act", ("silu", "gelu"))
+@pytest.mark.parametrize("width", (1, 5, 16, 31, 80, 257))
+def test_glu(width: int, act: str, name: str):
+    ops = backend(name)
+    x = 4 * torch.randn(7, 2 * width, generator=torch.manual_seed(width))
+    x[:, 0] = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4])
+    gate, up = x.double().chunk(2, 1)
+    inner = gate if act == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    exact = gate * torch.sigmoid(inner) * up
+    found = ops.glu(x, act)
+    assert close(found, exact, exact.abs() + up.abs(), 2e-6)
+    for i in range(7):
+        assert same_bits(ops.glu(x[i : i + 1], act), found[i : i + 1])

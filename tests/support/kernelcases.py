@@ -1,0 +1,124 @@
+"""What the kernel tests compute on: backends by name, packed matrices, and pages full of NaN."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+
+from kvcli.errors import KVError
+from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout
+from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
+from kvcli.kernels.reference import codecs
+from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.ggml import DECODERS
+from kvcli.runtime.host.cores import physical_cores
+
+FORMATS = tuple(DECODERS)
+
+# Where the half-precision scales stand in a block.
+_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+
+
+def need_native() -> None:
+    """Skip where the kernels could not be compiled; with a compiler at hand their absence is a failure."""
+    try:
+        library()
+    except KVError as e:
+        if shutil.which(os.environ.get("CC", "cc")):
+            raise
+        pytest.skip(e.message)
+
+
+def native(isa: str = "", threads: int = 2) -> NativeBackend:
+    """The compiled backend, with that instruction set for the whole process; skips where there is none."""
+    need_native()
+    try:
+        return NativeBackend(threads, isa)
+    except KVError as e:
+        assert isa in ISAS[:-1], f"{isa} kernels must run everywhere"
+        pytest.skip(e.message)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread: on small tensors its threads wait for each other longer than they work.
+
+    Afterwards the compiled backend, which is the process's, is back at its best.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    with suppress(KVError):
+        NativeBackend(physical_cores())
+
+
+def backend(name: str) -> Backend:
+    """ "reference", or an instruction set of the compiled backend ("" = the best here)."""
+    return ReferenceBackend() if name == "reference" else native(name)
+
+
+def packed(type: str, rows: int, cols: int, seed: int = 0, wild: bool = False) -> QuantTensor:
+    """A random matrix of that format. `wild`: any finite bits; else values that sums over a row make sense of."""
+    rng = np.random.default_rng([seed, rows, cols, len(type)])
+    decoder = DECODERS[type]
+    n_blocks = cols // decoder.elements
+    assert n_blocks * decoder.elements == cols
+    if type in ("F32", "F16", "BF16"):
+        return QuantTensor(type, _plain(type, rng, rows, cols, wild), cols)
+    raw = rng.integers(0, 256, (rows, n_blocks, decoder.bytes), dtype=np.uint8)
+    for at in _SCALES[type]:
+        if wild:
+            bits = rng.integers(0, 1 << 16, (rows, n_blocks)).astype(np.uint16)
+            bits[bits & 0x7C00 == 0x7C00] ^= 0x4000  # no infinities, no NaN
+        else:
+            bits = rng.uniform(-0.02, 0.02, (rows, n_blocks)).astype(np.float16).view(np.uint16)
+        raw[..., at], raw[..., at + 1] = bits & 255, bits >> 8
+    return QuantTensor(type, torch.from_numpy(raw.reshape(rows, -1)), cols)
+
+
+def _plain(type: str, rng: np.random.Generator, rows: int, cols: int, wild: bool) -> torch.Tensor:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
+    if not wild:
+        return torch.from_numpy(rng.standard_normal((rows, cols))).to(dtype).view(torch.uint8)
+    words = rng.integers(0, 256, (rows, cols * dtype.itemsize), dtype=np.uint8)
+    values = torch.from_numpy(words).view(dtype)
+    return torch.where(values.isfinite(), values, torch.zeros_like(values)).view(torch.uint8)
+
+
+def record(
+    heads: int, dim_k: int, dim_v: int, codec_k: str = "f32", codec_v: str = "f32", page_size: int = 16
+) -> RecordLayout:
+    """A record with gaps before V and at its end, as an aligned layout may have."""
+    bytes_k, bytes_v = (d * (4 if c == "f32" else 2) for d, c in ((dim_k, codec_k), (dim_v, codec_v)))
+    v_offset = page_size * bytes_k + 64
+    total = v_offset + page_size * bytes_v + 128
+    return RecordLayout(page_size, heads, dim_k, dim_v, codec_k, codec_v, bytes_k, bytes_v, v_offset, total)
+
+
+def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
+    """Pages for rows [first_row, end_row) of the second of two layers; every byte is set, so every number NaN."""
+    first, end = first_row // r.page_size, -(-end_row // r.page_size)
+    layer_bytes = r.kv_heads * r.record_bytes
+    pages = tuple(torch.full((2, layer_bytes), 0xFF, dtype=torch.uint8) for _ in range(first, end))
+    addresses = np.array([p[1].data_ptr() for p in pages], dtype=np.int64)
+    return PagedKV(r, addresses, pages, 1, first)
+
+
+def stored(x: torch.Tensor, codec: str) -> torch.Tensor:
+    """What a codec keeps of x, in float64."""
+    kept = codecs.load(codec)
+    return kept.decode(kept.encode(x), x.shape[-1]).double()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))

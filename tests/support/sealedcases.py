@@ -1,0 +1,94 @@
+"""Sealed caches for tests: sequences over one or more layers whose pages are full of NaN until they are written."""
+
+from __future__ import annotations
+
+import torch
+from cachecases import SmallPool
+
+from kvcli.kernels import Angles, Backend, PagedKV
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
+
+SEALED = ("fp8", "fp8_e5m2", "int8", "int6", "int4")
+DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (72, 40))
+PAIRS = (("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"))
+
+
+class PoisonedPool(SmallPool):
+    """Pages come with every byte set: every number in them is NaN, of codes and of scales."""
+
+    def take(self, group: int) -> int:
+        page = super().take(group)
+        self.page(group, page).fill_(0xFF)
+        return page
+
+
+def layout(types: tuple[str, str], dims: tuple[int, int], kv_heads: int = 1, size: int = 16, **more: int) -> KVLayout:
+    """One full layer."""
+    layer = LayerConfig(FULL, kv_heads, *dims, 0, RopeConfig(10000.0, dims[0] - dims[0] % 4))
+    return KVLayout.build(ModelConfig("llama", "", 10, 2, 2, 1, 4096, 1e-5, (layer,), 1.0), *types, size, **more)
+
+
+class Cache:
+    """One layer's rows on a poisoned pool, written in the order and the pieces that `append` is called with."""
+
+    def __init__(self, ops: Backend, where: KVLayout) -> None:
+        self.ops, self.layout = ops, where
+        self.pool = PoisonedPool(where)
+        self.seq = Sequence(self.pool)
+        layer = where.groups[0]
+        self.rope = RopeTable(RopeConfig(10000.0, layer.dim_k - layer.dim_k % 4))
+        self.kv: PagedKV
+        self.angles: Angles | None = None
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> PagedKV:
+        """Rows as a model gives them (they are rotated here where the cache wants it); returns the step's view."""
+        step = self.seq.reserve([0] * len(k))
+        self.kv = step.kv(0)
+        k, v = k.clone(), v.clone()
+        for rows, rotated in zip((k, v), self.kv.rotated, strict=True):
+            if rotated:
+                self.ops.rotate_(rows)
+        self.ops.store(k, v, self.kv, step.start)
+        self.angles = seal_step(self.ops, self.kv, step.start, step.start + len(k), self.rope)
+        self.seq.commit([0] * len(k))
+        return self.kv
+
+    def attend(
+        self, q: torch.Tensor, start: int, window: int = 0, softcap: float = 0.0, ops: Backend | None = None
+    ) -> torch.Tensor:
+        """Queries [T, heads, dim_k], in the basis of the keys, from position `start` on."""
+        scale = self.kv.record.dim_k**-0.5
+        return (ops or self.ops).attention(q, self.kv, start, window, scale, softcap, self.angles)
+
+    def rows(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 [kv_heads, n, dim]: a page up to slot `end`, as a query of page `own` has to read it."""
+        source = self.kv.view(page, own)
+        k, v = (x.double() for x in source.rows(page, 0, end))
+        centre = source.centre(page, self.angles)
+        return (k if centre is None else k + centre[:, :end].double()), v
+
+    def dense(self, q: torch.Tensor, start: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        """Attention in float64 over decoded rows: q [T, heads, dim_k] -> [T, heads * dim_v], query by query."""
+        record, out = self.kv.record, []
+        size, group = record.page_size, q.shape[1] // record.kv_heads
+        decoded: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}  # by page and form
+        for i, query in enumerate(q.double()):
+            position = start + i
+            own = position // size
+            first = max(0, position - window + 1) if window else 0
+            seen = slice(first % size, position + 1 - first // size * size)
+            keys = [(p, self.kv.view(p, own) is self.kv) for p in range(first // size, own + 1)]
+            for key in keys:
+                if key not in decoded:
+                    decoded[key] = self.rows(key[0], own, size)
+            parts = zip(*(decoded[key] for key in keys), strict=True)
+            k, v = (torch.cat(x, 1)[:, seen].repeat_interleave(group, 0) for x in parts)
+            scores = torch.einsum("hd,hnd->hn", query, k) * record.dim_k**-0.5
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            out.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), v).flatten())
+        return torch.stack(out)
