@@ -72,16 +72,16 @@ def filled(where: KVLayout, rows: int, last: int, rope: RopeTable) -> tuple[Page
     sequence, generator = Sequence(pool), torch.manual_seed(rows)
     angles = tuple(x.half().float() for x in rope.centres(rows))
     for n in (rows - last, last):
-        step = sequence.reserve([0] * n)
-        kv = step.kv(0)
+        part = sequence.reserve([0] * n)
+        kv = part.kv(0)
         k = torch.randn(n, group.kv_heads, group.dim_k, generator=generator)
         k = k + 2 * torch.randn(group.dim_k, generator=torch.manual_seed(1))
         v = torch.randn(n, group.kv_heads, group.dim_v, generator=generator)
         for x, rotated in zip((k, v), kv.rotated, strict=True):
             if rotated:
                 OPS.rotate_(x)
-        OPS.store(k, v, kv, step.start)
-        seal_step(OPS, kv, step.start, step.start + n, rope)
+        OPS.store(k, v, kv, part.start)
+        seal_step(OPS, kv, part.start, part.start + n, rope)
         sequence.commit([0] * n)
     return kv, (angles[0], angles[1])
 

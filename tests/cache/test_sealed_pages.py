@@ -23,7 +23,7 @@ from kvcli.options import CacheOptions
 from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.model.sealing import seal_step
@@ -66,15 +66,15 @@ def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch
     return torch.sin(token * d * 0.37 + at * 0.11)[:, None], torch.cos(token * d * 0.73 - at * 0.05)[:, None]
 
 
-def write(step: Step, tokens: list[int]) -> None:
+def write(part: Part, tokens: list[int]) -> None:
     for layer in range(len(KINDS)):
-        kv = step.kv(layer)
-        k, v = rows(tokens, step.start, layer)
+        kv = part.kv(layer)
+        k, v = rows(tokens, part.start, layer)
         for x, rotated in zip((k, v), kv.rotated, strict=True):
             if rotated:
                 OPS.rotate_(x)
-        OPS.store(k, v, kv, step.start)
-        seal_step(OPS, kv, step.start, step.start + len(tokens), None)
+        OPS.store(k, v, kv, part.start)
+        seal_step(OPS, kv, part.start, part.start + len(tokens), None)
 
 
 def append(seq: Sequence, tokens: list[int], ubatch: int = 512) -> None:

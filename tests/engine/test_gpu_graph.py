@@ -29,7 +29,7 @@ from kvcli.runtime.cache import layout
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING, from_gguf
 from kvcli.runtime.engine.decoding import DeviceTokens, host_tokens
 from kvcli.runtime.engine.engine import Engine
@@ -90,8 +90,8 @@ class Model:
 
     def feed(self, ids: list[int], decoder: Decoder | None = None) -> torch.Tensor:
         """Logits [vocab] after rows that come as one step."""
-        decoder, step = decoder or self.prompts, self.seq.reserve(ids)
-        hidden = decoder.hidden(step)
+        decoder, part = decoder or self.prompts, self.seq.reserve(ids)
+        hidden = decoder.hidden(Step((part,)))
         self.seq.commit(ids)
         if self.graph:
             self.graph.unbind()

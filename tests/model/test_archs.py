@@ -14,7 +14,7 @@ from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.pointwise import rope_
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import FULL, SLIDING, from_gguf
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model import archs
@@ -42,7 +42,7 @@ class Loaded:
     @torch.inference_mode()
     def run(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
         """Logits of the next rows, [n, vocab]."""
-        hidden = self.model.hidden(seq.reserve(ids))
+        hidden = self.model.hidden(Step((seq.reserve(ids),)))
         seq.commit(ids)
         return self.model.logits(hidden)
 

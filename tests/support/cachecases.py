@@ -13,7 +13,7 @@ from kvcli.kernels.reference.store import store
 from kvcli.runtime.cache import grouplayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool, _Arena
-from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine.engine import Engine
 
@@ -49,9 +49,9 @@ def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch
     return torch.stack([token, position], 1)[:, None], torch.stack([token + 0.5, position + 1000 * layer], 1)[:, None]
 
 
-def write(step: Step, tokens: list[int]) -> None:
+def write(part: Part, tokens: list[int]) -> None:
     for layer in range(len(KINDS)):
-        store(*rows(tokens, step.start, layer), step.kv(layer), step.start)
+        store(*rows(tokens, part.start, layer), part.kv(layer), part.start)
 
 
 def append(seq: Sequence, tokens: list[int]) -> None:

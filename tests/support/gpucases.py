@@ -52,7 +52,7 @@ from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
 from kvcli.kernels.reference.backend import ReferenceBackend  # noqa: E402
 from kvcli.kernels.reference.rotation import rotate  # noqa: E402
 from kvcli.runtime.cache.eviction import Retention  # noqa: E402
-from kvcli.runtime.cache.sequence import Step  # noqa: E402
+from kvcli.runtime.cache.sequence import Part  # noqa: E402
 from kvcli.runtime.model.rope import RopeTable  # noqa: E402
 
 OPS = ReferenceBackend()
@@ -157,11 +157,11 @@ class Layer:
                 OPS.rotate_(x)
         return turned, q, k, v
 
-    def step(self, t: int) -> Step:
+    def step(self, t: int) -> Part:
         """Pages for t more rows."""
-        step = self.cache.seq.reserve([0] * t)
-        self.cache.kv = step.kv(0)
-        return step
+        part = self.cache.seq.reserve([0] * t)
+        self.cache.kv = part.kv(0)
+        return part
 
     def prepare(self, qkv: torch.Tensor, start: int, pages: DevicePages | None = None) -> Queries:
         self.pages = pages or self.cache.on_device()

@@ -46,14 +46,14 @@ class Cache:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> PagedKV:
         """Rows as a model gives them (they are rotated here where the cache wants it); returns the step's view."""
-        step = self.seq.reserve([0] * len(k))
-        self.kv = step.kv(0)
+        part = self.seq.reserve([0] * len(k))
+        self.kv = part.kv(0)
         k, v = k.clone(), v.clone()
         for rows, rotated in zip((k, v), self.kv.rotated, strict=True):
             if rotated:
                 self.ops.rotate_(rows)
-        self.ops.store(k, v, self.kv, step.start)
-        self.angles = seal_step(self.ops, self.kv, step.start, step.start + len(k), self.rope)
+        self.ops.store(k, v, self.kv, part.start)
+        self.angles = seal_step(self.ops, self.kv, part.start, part.start + len(k), self.rope)
         self.seq.commit([0] * len(k))
         return self.kv
 

@@ -1,9 +1,11 @@
-"""`Sequence`: the tokens of one context and which pages hold their rows. `Step`: one forward pass over it."""
+"""`Sequence`: the tokens of one context and their pages. `Part`: rows of one that a step computes. `Step`: one pass."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,8 +17,8 @@ from kvcli.runtime.cache.pool import PagePool
 
 
 @dataclass(frozen=True)
-class Step:
-    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T], on the host, and every layer's cache."""
+class Part:
+    """Rows [start, start + T) of one sequence, ready for a model: ids int64 [T], on the host, and every layer's cache."""
 
     ids: torch.Tensor
     start: int
@@ -29,6 +31,30 @@ class Step:
         if slot is None:
             raise ValueError(f"layer {layer} keeps no rows")
         return self.groups[slot[0]][slot[1]]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: parts of different sequences, one after the other. What has no look at the cache is computed
+    for all their rows at once."""
+
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """int64 [T], of all parts."""
+        return self.parts[0].ids if len(self.parts) == 1 else torch.cat([part.ids for part in self.parts])
+
+    @cached_property
+    def rows(self) -> tuple[tuple[slice, Part], ...]:
+        """Each part, with its rows among those of the step."""
+        ends = tuple(itertools.accumulate(len(part.ids) for part in self.parts))
+        return tuple((slice(end - len(part.ids), end), part) for part, end in zip(self.parts, ends, strict=True))
 
 
 class Sequence:
@@ -66,8 +92,8 @@ class Sequence:
         sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
         return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 
-    def reserve(self, ids: list[int]) -> Step:
-        """Pages for `ids` as the next rows, and the step that computes them.
+    def reserve(self, ids: list[int]) -> Part:
+        """Pages for `ids` as the next rows: this sequence's part of a step that computes them.
 
         Pages that fell out of a window are released first. Raises DoesNotFit, with nothing changed but that.
         """
@@ -80,12 +106,7 @@ class Sequence:
         except DoesNotFit:
             self._trim(start)
             raise
-        return Step(
-            torch.tensor(ids, dtype=torch.int64),
-            start,
-            self.views(),
-            self.pool.layout.slots,
-        )
+        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(), self.pool.layout.slots)
 
     def _take(self, group: int, start: int, end: int) -> None:
         """The pages of one group that rows [start, end) go into, and those that they fill."""

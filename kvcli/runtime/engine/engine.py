@@ -19,7 +19,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.engine import guard, sampling
 from kvcli.runtime.engine.decoding import DeviceTokens, host_tokens
@@ -271,8 +271,7 @@ class Engine:
 
         Raises ModelError where the model's file was truncated meanwhile; then `seq` is as it was.
         """
-        step = seq.reserve(ids)
-        hidden = self.model.hidden(step)
+        hidden = self.model.hidden(Step((seq.reserve(ids),)))
         self._check_weights()
         seq.commit(ids)
         return hidden

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.kernels import Backend, PagedKV
-from kvcli.runtime.cache.sequence import Step
+from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.config import LayerConfig, ModelConfig
 from kvcli.runtime.model.rope import RopeTable, RopeTables
 from kvcli.runtime.model.sealing import seal_step
@@ -38,12 +38,29 @@ def attention(
     layer: int,
     ropes: RopeTables,
 ) -> torch.Tensor:
-    """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer."""
-    shape: LayerConfig = config.layers[layer]
-    kv = step.kv(layer)
-    t, qkv = x.shape[0], ops.matmul(x, weights.qkv)
+    """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer.
+
+    The projections are of all rows at once; each part then looks at its own pages.
+    """
+    qkv = ops.matmul(x, weights.qkv)
+    found = [_attend(ops, qkv[rows], weights, config, part, layer, ropes) for rows, part in step.rows]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _attend(
+    ops: Backend,
+    qkv: torch.Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    part: Part,
+    layer: int,
+    ropes: RopeTables,
+) -> torch.Tensor:
+    """The projections of one part, q, k and v side by side [T, ...] -> its heads' outputs [T, heads * dim_v]."""
     if ops.name == "cuda":
-        return _attention_on_gpu(ops, qkv, weights, config, step, layer, ropes)
+        return _attend_on_gpu(ops, qkv, weights, config, part, layer, ropes)
+    shape: LayerConfig = config.layers[layer]
+    kv, t = part.kv(layer), qkv.shape[0]
     n_q, n_k = config.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k
     q = qkv[:, :n_q].view(t, config.n_heads, shape.dim_k)  # [T, heads, dim_k], rows of a wider matrix
     k = qkv[:, n_q : n_q + n_k].view(t, shape.kv_heads, shape.dim_k)
@@ -53,9 +70,9 @@ def attention(
     if weights.k_norm is not None:
         k = ops.rms_norm(k, weights.k_norm, config.norm_eps)
     rope = ropes.table(shape.rope)
-    sink_q = _sink_queries(ops, q, kv, step.start, rope)
+    sink_q = _sink_queries(ops, q, kv, part.start, rope)
     if rope is not None:
-        cos, sin = rope.at(step.start, t)
+        cos, sin = rope.at(part.start, t)
         ops.rope_(q, cos, sin)
         ops.rope_(k, cos, sin)
     rotated_k, rotated_v = kv.rotated
@@ -66,9 +83,9 @@ def attention(
             ops.rotate_(sink_q)
     if rotated_v:
         ops.rotate_(v)
-    ops.store(k, v, kv, step.start)
-    centres = seal_step(ops, kv, step.start, step.start + t, rope)
-    out = ops.attention(q, kv, step.start, shape.window, config.attn_scale, config.attn_softcap, centres, sink_q)
+    ops.store(k, v, kv, part.start)
+    centres = seal_step(ops, kv, part.start, part.end, rope)
+    out = ops.attention(q, kv, part.start, shape.window, config.attn_scale, config.attn_softcap, centres, sink_q)
     if rotated_v:
         ops.rotate_(out.view(t, config.n_heads, shape.dim_v))
     return out
@@ -89,17 +106,17 @@ def _sink_queries(
     return sink_q
 
 
-def _attention_on_gpu(
+def _attend_on_gpu(
     ops: GpuBackend,
     qkv: torch.Tensor,
     weights: AttentionWeights,
     config: ModelConfig,
-    step: Step,
+    part: Part,
     layer: int,
     ropes: RopeTables,
 ) -> torch.Tensor:
     """The same from the projections on, by kernels that do several of its steps at once."""
-    shape, kv, start = config.layers[layer], step.kv(layer), step.start
+    shape, kv, start = config.layers[layer], part.kv(layer), part.start
     rope = ropes.table(shape.rope)
     frequencies = None if rope is None else rope.frequencies_on(ops.device)
     known = kv.basis.known
@@ -108,7 +125,7 @@ def _attention_on_gpu(
             qkv, config.n_heads, kv, start, frequencies, weights.q_norm, weights.k_norm, config.norm_eps,
             config.attn_scale,
         )  # fmt: skip
-        centres = seal_step(ops, kv, start, start + qkv.shape[0], rope)
+        centres = seal_step(ops, kv, start, part.end, rope)
         if kv.basis.known == known:
             return ops.attention(queries, kv, start, shape.window, config.attn_softcap, centres)
         known = True  # the mean of keys is now known, and queries carry its share of the scores: once more

@@ -13,7 +13,7 @@ from kvcli.kernels.paged import CENTRE_ROWS
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pagelist import Layers, paged_record
-from kvcli.runtime.cache.sequence import Step
+from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
@@ -146,15 +146,15 @@ class GraphPages:
             self._angles[rope] = half_angles(rope.centres(rows), self.device)
         return self._angles[rope]
 
-    def bind(self, step: Step) -> None:
-        """The pages of the step's sequence."""
-        for tables, layers in zip(self._tables, step.groups, strict=True):
+    def bind(self, part: Part) -> None:
+        """The pages of the part's sequence."""
+        for tables, layers in zip(self._tables, part.groups, strict=True):
             tables.bind(layers)
 
-    def bind_bases(self, step: Step) -> None:
-        """The means and scales of the step's sequence, where they are known: else no page is sealed yet."""
+    def bind_bases(self, part: Part) -> None:
+        """The means and scales of the part's sequence, where they are known: else no page is sealed yet."""
         for i, pages in enumerate(self.layers):
-            basis = step.kv(i).basis
+            basis = part.kv(i).basis
             for mine, theirs in (
                 (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
             ):  # fmt: skip

@@ -25,7 +25,7 @@ from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Block, Decoder
@@ -91,26 +91,26 @@ class TokenGraph:
         The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
         graph is captured.
         """
-        step = seq.reserve([-1 if token is None else token])
+        part = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        self._pages.bind(step)
-        if self._next != (seq, step.start):
-            self.position.fill_(step.start)
-            self._pages.bind_bases(step)
-        logits = self._replay(max(g.rows_seen(step.start + 1) for g in self.layout.groups))
-        self._fix_bases(step)
-        self._seal(step.start + 1)
+        self._pages.bind(part)
+        if self._next != (seq, part.start):
+            self.position.fill_(part.start)
+            self._pages.bind_bases(part)
+        logits = self._replay(max(g.rows_seen(part.start + 1) for g in self.layout.groups))
+        self._fix_bases(part)
+        self._seal(part.start + 1)
         seq.commit([-1 if token is None else token])
-        self._next = (seq, step.start + 1)
+        self._next = (seq, part.start + 1)
         self.position.add_(1)
         return logits
 
-    def _fix_bases(self, step: Step) -> None:
+    def _fix_bases(self, part: Step) -> None:
         """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
         fixed = False
-        for layers, group in zip(step.groups, self.layout.groups, strict=True):
-            if not fixes_basis(layers[0], step.start + 1):  # in a group all or none do
+        for layers, group in zip(part.groups, self.layout.groups, strict=True):
+            if not fixes_basis(layers[0], part.start + 1):  # in a group all or none do
                 continue
             alike: dict[RopeConfig | None, list[PagedKV]] = {}
             for kv, layer in zip(layers, group.layers, strict=True):
@@ -119,7 +119,7 @@ class TokenGraph:
                 fix_bases(self.model.ops, some, self.model.ropes.table(rope))
             fixed = True
         if fixed:
-            self._pages.bind_bases(step)
+            self._pages.bind_bases(part)
 
     def _replay(self, rows: int) -> torch.Tensor:
         """Compute a row that sees `rows` rows, by the graph for that many."""
