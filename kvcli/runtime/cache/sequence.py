@@ -18,7 +18,7 @@ from kvcli.runtime.cache.pool import PagePool
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, start + T) of one sequence, ready for a model: ids int64 [T], on the host, and every layer's cache."""
+    """Rows [start, start + T) of a sequence, ready for a model: ids int64 [T], on the host, and every layer's cache."""
 
     ids: torch.Tensor
     start: int

@@ -25,7 +25,7 @@ from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Block, Decoder
@@ -106,7 +106,7 @@ class TokenGraph:
         self.position.add_(1)
         return logits
 
-    def _fix_bases(self, part: Step) -> None:
+    def _fix_bases(self, part: Part) -> None:
         """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
         fixed = False
         for layers, group in zip(part.groups, self.layout.groups, strict=True):
