@@ -289,7 +289,7 @@ def test_what_cannot_be_saved_is_said(kv, talk):
     for part in (
         "/save needs a NAME",
         "a saved chat 'ann' already",
-        "is not a name for a session",
+        "is not a name for a chat",
         "open in another kv chat",
     ):
         assert part in outcome.err

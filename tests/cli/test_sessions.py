@@ -150,8 +150,8 @@ def test_with_another_tokenizer_no_branch_keeps_its_old_ids(kv, tmp_path):
     ("flags", "hint"),
     [
         (("--resume", "bob"), "no saved chat 'bob'"),
-        (("--session", "../x"), "is not a name for a session"),
-        (("--session", ".x"), "is not a name for a session"),
+        (("--session", "../x"), "is not a name for a chat"),
+        (("--session", ".x"), "is not a name for a chat"),
         (("--session", "a", "--continue"), "cannot be used together"),
     ],
 )
@@ -249,6 +249,13 @@ def test_show_and_export(kv, two, tmp_path):
     for command in ("show", "export", "rm"):
         outcome = kv("chat", command, "eve")
         assert outcome.code == 2 and "no saved chat 'eve'" in outcome.err
+
+
+def test_removing_a_chat_that_has_just_gone_leaves_no_lock_file(kv, two):
+    before = sorted(sessions.folder().iterdir())
+    with pytest.raises(UsageError, match="no saved chat 'eve'"):
+        sessions.remove("eve")
+    assert sorted(sessions.folder().iterdir()) == before
 
 
 def test_rm_asks_and_leaves_what_is_open(kv, two):

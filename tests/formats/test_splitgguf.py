@@ -19,7 +19,7 @@ from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.splitgguf import part_name, part_of
 from kvcli.runtime.headers.reading import read_header
-from kvcli.runtime.promptcache.fingerprint import model_hashes
+from kvcli.runtime.promptcache.fingerprint import model_hashes, text_hashes
 
 PARTS = 3
 
@@ -78,6 +78,18 @@ def test_a_change_of_any_part_is_another_model(split: list[Path], tmp_path: Path
     paths[2].write_bytes(content)
     after = model_hashes(GGUFFile.open(paths[0]))
     assert after["weights"] != before["weights"] and after["tokenizer"] == before["tokenizer"]
+
+
+def test_text_hashes_are_those_of_the_model_and_need_no_weights(
+    split: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with no hashes on record
+    file = GGUFFile.open(split[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(GGUFFile, "data", lambda self, name: pytest.fail(f"{name} was read"))
+        hashes = text_hashes(file)
+    assert set(hashes) == {"tokenizer", "template"} and hashes.items() <= model_hashes(file).items()
+    assert text_hashes(file) == hashes, "now on record"
 
 
 def test_commands_take_any_part(split: list[Path], kv_here: KvHere) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -268,6 +269,15 @@ def test_another_torch_takes_another_amount(state: Path, monkeypatch: pytest.Mon
     assert overheads.load("cpu") == (Overheads(456, 30.0), "")
 
 
+@pytest.fixture
+def fresh_build() -> Iterator[None]:
+    """Which build of torch is installed is looked for anew, and what the test finds is forgotten."""
+    overheads._built_for_gpus.cache_clear()
+    yield
+    overheads._built_for_gpus.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_build")
 @pytest.mark.parametrize(
     ("files", "mib"),
     [((), 230), (("libtorch_cpu.so",), 230), (("libtorch_cuda.so",), 522), (("libtorch_hip.so",), 522)],
@@ -286,6 +296,7 @@ def test_what_is_assumed_depends_on_the_build_of_torch(
     assert overheads.assumed_bytes("cuda") == 450 * MIB
 
 
+@pytest.mark.usefixtures("fresh_build")
 def test_without_torch_the_smaller_build_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overheads.importlib.util, "find_spec", lambda name: None)
     assert overheads.assumed_bytes("cpu") == 230 * MIB

@@ -40,7 +40,8 @@ class Chat:
 
     def __init__(self, engine: Engine, root: Path, name: str = "ann", tokens: tuple[int, ...] | list[int] = ()) -> None:
         self.engine, self.root, self.tokens = engine, root, list(tokens)
-        self.caches = engine.use_caches(store_in(root, chat=name, memory=True), Told())
+        self.told = Told()
+        self.caches = engine.use_caches(store_in(root, chat=name, memory=True), self.told)
         self.sequence = engine.new_sequence()
         self.live_bytes = 0
 
@@ -176,6 +177,21 @@ def test_other_branches_keep_their_rows(tmp_path: Path) -> None:
     again.close()
     found = ask(engine, [*main, 5], store_in(tmp_path))
     assert found.usage.disk_tokens == 16
+
+
+def test_a_damaged_file_of_another_branch_is_told(tmp_path: Path) -> None:
+    chat = Chat(evicting("llama", "f16"), tmp_path)
+    chat.turns(3)
+    branch = list(chat.tokens)
+    chat.caches.save(chat.sequence)
+    chat.caches._wait()
+    damaged = files_in(tmp_path)[0]
+    damaged.write_bytes(b"")
+    chat.caches.elsewhere = lambda: [branch]
+    chat.caches.save(chat.sequence)
+    chat.say([5, 6, 7])
+    chat.close()
+    assert [str(damaged) in line and line.endswith("it was removed") for line in chat.told.lines].count(True) == 1
 
 
 def test_chats_do_not_rely_on_windows_of_other_chats(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_names_and_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
         "import sys; sys.path[:0] = sys.argv[1].split(':'); from pathlib import Path; import promptfiles\n"
         "from kvcli.runtime.promptcache.store import Limits, PromptStore; import hashlib\n"
         "path = Path(sys.argv[2]) / 'x'; c = promptfiles.make(path, list(range(100)))\n"
-        "store = PromptStore(path.parent, promptfiles.IDENTITY, 16, Limits(1, 1))\n"
+        "store = PromptStore(path.parent, promptfiles.IDENTITY, 16, Limits(1, 1), print)\n"
         "print(store.path_of(c).name, store.chain(c.tokens)[-1], hashlib.sha256(path.read_bytes()).hexdigest())"
     )
     found = set()

@@ -214,7 +214,7 @@ def test_a_store_that_cannot_be_written_costs_nothing_but_a_line(tmp_path: Path)
     assert len(told.lines) == 1 and "was not written" in told.lines[0]
     small, told = store_in(tmp_path / "small", max_bytes=1000, awaited=True), Told()
     end = ask(engine, PROMPT, small, told)
-    assert any("more than the 1,000 of the store" in line for line in told.lines)
+    assert any("more than the 1000 B of the store" in line for line in told.lines)
     assert end.usage.cache_write_tokens == 0 and end.unwritten == (told.lines[-1],)
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -21,8 +21,10 @@ from kvcli.runtime.promptcache.store import Limits, PromptStore
 LIMITS = Limits(1 << 30, 3600)
 
 
-def store_at(root: Path, limits: Limits = LIMITS, **changed: str) -> PromptStore:
-    return PromptStore(root / "prompts", {**IDENTITY, **changed}, SIZE, limits)
+def store_at(
+    root: Path, limits: Limits = LIMITS, warn: Callable[[str], None] = lambda text: None, **changed: str
+) -> PromptStore:
+    return PromptStore(root / "prompts", {**IDENTITY, **changed}, SIZE, limits, warn)
 
 
 def segment(store: PromptStore, tokens: list[int], start: int = 0) -> Contents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,13 +63,12 @@ def collecting() -> Iterator[set[Variant]]:
         _collected = None
 
 
-def compile_all(variants: set[Variant]) -> None:
-    """Compile them, or load them from the cache on disk, in as many threads as there are processors.
+def compile_all(variants: set[Variant], threads: int) -> None:
+    """Compile them, or load them from the cache on disk, in `threads` threads.
 
     With what launches each: Triton has a C compiler make it, one after the other, when kernels are first launched.
     """
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as executor:
+    with ThreadPoolExecutor(threads) as executor:
         with AsyncCompileMode(executor):
             kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in variants]
         compiled = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]

@@ -7,6 +7,7 @@ another torch was installed since ("torch" is its version), defaults stand in.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -40,6 +41,7 @@ def assumed_bytes(kind: str) -> int:
     return _GPU_BUILD_BYTES if _built_for_gpus() else _CPU_BUILD_BYTES
 
 
+@functools.cache
 def _built_for_gpus() -> bool:
     """Told by the files of torch: its version need not say so. It is not imported."""
     found = importlib.util.find_spec("torch")

@@ -1,14 +1,12 @@
-"""The memory plan as numbers: ideal cache formulas, what a run needs byte by byte, and the largest context
-that fits.
+"""The memory plan as numbers: what a run needs byte by byte, and the largest context that fits.
 
 No torch. Cache bytes come from `KVLayout`, the class that the allocator itself uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
@@ -22,59 +20,10 @@ from kvcli.runtime.plan.overheads import assumed_bytes
 
 DEFAULT_MARGIN = 512 << 20
 CPU_STEP = 512  # rows of a prefill step where none are asked for
-# The same on a GPU, the fastest first, of which the first one is taken that leaves room for the context. Launching some
-# 400 kernels takes longer than computing 512 rows of an 8B model.
+# The same on a GPU, fastest first: the first that leaves room for the context is taken. Launching some 400 kernels
+# takes longer than computing 512 rows of an 8B model.
 GPU_STEPS = (2048, 1024, 512)
 SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
-
-# Bytes per element of the ideal formula. "-bare" types carry no scales; qN_M are llama.cpp's blocks of 32.
-IDEAL_BYTES = {
-    "f32": Fraction(4), "f16": Fraction(2), "bf16": Fraction(2),
-    "fp8-bare": Fraction(1), "int8-bare": Fraction(1), "int4-bare": Fraction(1, 2),
-    "q8_0": Fraction(34, 32), "q5_1": Fraction(24, 32), "q5_0": Fraction(22, 32), "q4_1": Fraction(20, 32),
-    "q4_0": Fraction(18, 32), "iq4_nl": Fraction(18, 32),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class IdealGroup:
-    """`layers` alike: elements per head of K and V, tokens seen (0 = all). MLA: one head, dim_v 0."""
-
-    layers: int
-    kv_heads: int
-    dim_k: int
-    dim_v: int
-    window: int = 0
-
-    def token_bytes(self, type_k: str, type_v: str) -> Fraction:
-        """Bytes of one token in all layers of the group."""
-        return self.layers * self.kv_heads * (self.dim_k * IDEAL_BYTES[type_k] + self.dim_v * IDEAL_BYTES[type_v])
-
-    def per_rank(self, ranks: int) -> IdealGroup:
-        """The group on one of `ranks` devices: heads are divided while they last, then repeated."""
-        return replace(self, kv_heads=heads_per_rank(self.kv_heads, ranks))
-
-
-def ideal_token_bytes(groups: Iterable[IdealGroup], type_k: str, type_v: str | None = None) -> Fraction:
-    """Σ layers x KV heads x (dim_k x bytes_k + dim_v x bytes_v): a token's cost while no window is full."""
-    return sum((g.token_bytes(type_k, type_v or type_k) for g in groups), Fraction(0))
-
-
-def ideal_bytes(
-    groups: Iterable[IdealGroup], tokens: int, type_k: str, type_v: str | None = None, sequences: int = 1
-) -> Fraction:
-    """The same over the tokens that each layer keeps, min(tokens, window), without pages, chunks or tails."""
-    total = Fraction(0)
-    for g in groups:
-        total += g.token_bytes(type_k, type_v or type_k) * (min(tokens, g.window) if g.window else tokens)
-    return sequences * total
-
-
-def token_slots(sequences: int, tokens: int, shared: int = 0) -> int:
-    """Rows of `sequences` x `tokens` with the first `shared` in common: P + N (S - P)."""
-    if not 0 <= shared <= tokens:
-        raise UsageError(f"a shared prefix of {shared:,} tokens does not fit into {tokens:,}")
-    return shared + sequences * (tokens - shared)
 
 
 def heads_per_rank(kv_heads: int, ranks: int) -> int:
@@ -151,12 +100,12 @@ class Setting:
     runtime_source: str = footprint.MEASURED
     evict: EvictOptions = FORGET_NOTHING
 
-    def stepping(self, layout: KVLayout, ctx_size: int, budget: int, asked: int) -> Setting:
-        """This setting with the rows of a prefill step that were `asked` for; 0 = the most of use that leave room
-        in `budget` bytes for a context of that size."""
+    def stepping(self, layout: KVLayout, ctx_size: int, budget: float, asked: int) -> Setting:
+        """This setting with the rows of a prefill step that were `asked` for; 0 = the most useful ones that leave
+        room in `budget` bytes for a context of that size."""
         steps = (asked,) if asked else (CPU_STEP,) if self.kind == CPU else GPU_STEPS
         settings = [replace(self, chunk=rows) for rows in steps]
-        return next((s for s in settings if s.whole(layout, ctx_size).needed <= budget), settings[-1])
+        return next((s for s in settings[:-1] if s.whole(layout, ctx_size).needed <= budget), settings[-1])
 
     def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
         """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
@@ -274,12 +223,10 @@ def engine_setting(
 ) -> Setting:
     """What the plan of an engine on the budget's device (None = no limit) depends on, cache types, context and the rows
     of a step aside. `weights`: as that kind of device holds them."""
+    setting = Setting(config, weights, threads=threads, margin=0, evict=cache.evict)
     if budget is None:
-        return Setting(config, weights, threads=threads, margin=0, evict=cache.evict)
-    return Setting(
-        config, weights, budget.kind, threads=threads, runtime_bytes=budget.runtime_bytes, margin=budget.margin,
-        evict=cache.evict,
-    )  # fmt: skip
+        return setting
+    return replace(setting, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)
 
 
 def plan_for_engine(
@@ -294,12 +241,9 @@ def plan_for_engine(
     layout, trained = KVLayout.of_options(config, cache), config.context_length
     wanted = cache.ctx_size or trained
     base = engine_setting(config, weights, cache, budget, threads)
-    if budget is None:
-        setting = replace(base, chunk=cache.ubatch or CPU_STEP)
-        return EnginePlan(setting, wanted, setting.whole(layout, wanted))
-    setting = base.stepping(layout, wanted, budget.bytes, cache.ubatch)
+    setting = base.stepping(layout, wanted, math.inf if budget is None else budget.bytes, cache.ubatch)
     plan = setting.whole(layout, wanted)
-    if plan.needed <= budget.bytes:
+    if budget is None or plan.needed <= budget.bytes:
         return EnginePlan(setting, wanted, plan)
     fits = setting.largest_context(layout, budget.bytes, wanted)
     if fits == 0:

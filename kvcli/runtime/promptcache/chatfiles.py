@@ -36,7 +36,7 @@ class State:
     length: int
     base: int
     held: Collection[PageKey]
-    kept: Iterable[Kept]
+    kept: list[Kept]
     owner: str = ""  # the chat, "" = it is none
 
     def end(self, key: PageKey) -> int:
@@ -91,8 +91,10 @@ def plan(state: State, owned: Mapping[Path, Contents], spared: Collection[Path])
     """How the state of a chat gets into the store. Its files `owned` may be replaced, those of `spared` may not."""
     own = state.rows(state.new) < LONG_ROWS
     pages = state.new & state.lasting if own else set(state.new)
+    if not pages:
+        return Plan([], own=own)
     replaced = []
-    for path, contents in owned.items() if pages else ():
+    for path, contents in owned.items():
         live = None if path in spared else _live(state, path, contents)
         if live is None or not live - pages <= set(state.held):
             continue
@@ -121,7 +123,7 @@ def relied_on(store: PromptStore, layout: KVLayout, states: Iterable[list[int]])
     paths: set[Path] = set()
     for tokens in states:
         found = store.find(tokens)
-        length = longest(layout, min(len(tokens), max(found.valid.values(), default=0)), found.valid)
+        length = longest(layout, len(tokens), found.valid)
         paths.update(found.files[key].path for key in needed(layout, length))
         found.close()
     return paths

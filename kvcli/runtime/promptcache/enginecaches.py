@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Protocol
 
 import torch
@@ -12,6 +11,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.host.cores import physical_cores
 from kvcli.runtime.host.device import Device
 from kvcli.runtime.host.memory import CUDA
 from kvcli.runtime.model.decoder import Decoder
@@ -63,7 +63,7 @@ def computed_on(engine: Opened) -> str:
 def _convert(engine: Opened, file: PromptCacheFile, agrees: int) -> Sequence:
     ops = engine.model.ops
     if ops.name == "cuda":  # rows are converted on the host
-        ops, _ = kernels.backend("auto", os.cpu_count() or 1)
+        ops, _ = kernels.backend("auto", physical_cores())
     assert ops.name != "cuda"
     layers, ropes = engine.config.layers, engine.model.ropes
     return convert(file, agrees, engine.config, engine.layout, lambda i: ropes.table(layers[i].rope), ops)

@@ -7,7 +7,7 @@ one for each page; "digest": SHA-256 of all but the pages. Numbers are little-en
 which is part of the identity.
 
 A file covers the tokens from `start` on. Those before it are named by `parent`, the chained hash of their blocks
-(promptstore.py). promptwriting.py writes such files.
+(store.py). filewriting.py writes such files.
 """
 
 from __future__ import annotations
@@ -104,19 +104,18 @@ class PromptCacheFile:
         self._check_digest(header, raw)
 
     def _read_header(self) -> tuple[Header, bytes]:
-        wanted, size = _MARK_BYTES, self.status.st_size
-        start = self._pread(min(wanted, size), 0)
-        if not start:
+        size = self.status.st_size
+        raw = self._pread(min(_MARK_BYTES, size), 0)
+        if not raw:
             raise damaged(self.path, "it is empty")
-        if not _marked(start):
+        if not _marked(raw):
             raise CacheFileError(f"{self.path} is not a prompt cache", "kv cache build makes one")
         while True:
-            raw = self._pread(min(wanted, size), 0)
             try:
                 header = parse_header(raw, size, str(self.path))
                 return header, raw[: header.data_offset]
             except NeedMoreBytes as more:
-                wanted = more.needed
+                raw = self._pread(min(more.needed, size), 0)
             except ModelError as error:
                 told = error.message if str(self.path) in error.message else f"{self.path}: {error.message}"
                 raise CacheFileError(told, _REDO) from None

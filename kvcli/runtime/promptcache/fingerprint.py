@@ -20,8 +20,10 @@ from kvcli import paths
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.host.cores import usable_cpus
 
 _BLOCK = 8 << 20
+_TEXT_HASHES = ("tokenizer", "template")
 LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")  # of which a file may be converted
 
 
@@ -51,22 +53,30 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
 
 def model_hashes(file: GGUFFile) -> dict[str, str]:
     """Hashes of the weights, the tokenizer and the chat template of a model; its files are read only once."""
-    record, key = _record(file.path), _stamp(file.paths)
-    try:
-        kept = json.loads(record.read_text("utf-8"))
-        if kept["file"] == key and set(kept["hashes"]) == {"weights", "tokenizer", "template"}:
-            return {name: str(value) for name, value in kept["hashes"].items()}
-    except (OSError, ValueError, LookupError, TypeError):
-        pass  # mostly: not there yet
-    hashes = _hash(file)
-    if _stamp(file.paths) == key:
-        _keep(record, {"file": key, "hashes": hashes})
+    key = _stamp(file.paths)
+    hashes = _recorded(file.path, key)
+    if hashes is None:
+        hashes = {"weights": _weights_hash(file), **_text_hashes(file.metadata)}
+        if _stamp(file.paths) == key:
+            _keep(_record(file.path), {"file": key, "hashes": hashes})
     return hashes
 
 
 def text_hashes(file: GGUFFile) -> dict[str, str]:
-    """Of these, the ones that decide which token ids a text has."""
-    return {name: value for name, value in model_hashes(file).items() if name != "weights"}
+    """The hashes of `model_hashes` that decide which token ids a text has; no weights are read for them."""
+    hashes = _recorded(file.path, _stamp(file.paths)) or _text_hashes(file.metadata)
+    return {name: hashes[name] for name in _TEXT_HASHES}
+
+
+def _recorded(path: Path, key: list[Any]) -> dict[str, str] | None:
+    """The hashes on record for a model's files with the stamp `key`; None = there are none."""
+    try:
+        kept = json.loads(_record(path).read_text("utf-8"))
+        if kept["file"] == key and set(kept["hashes"]) == {"weights", *_TEXT_HASHES}:
+            return {name: str(value) for name, value in kept["hashes"].items()}
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # mostly: not there yet
+    return None
 
 
 def _record(path: Path) -> Path:
@@ -96,14 +106,18 @@ def tokenizer_hash(metadata: Mapping[str, Any]) -> str:
     return _sha256({k: v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")})
 
 
-def _hash(file: GGUFFile) -> dict[str, str]:
+def _text_hashes(metadata: Mapping[str, Any]) -> dict[str, str]:
+    template = {k: v for k, v in metadata.items() if k.startswith("tokenizer.chat_template")}
+    return {"tokenizer": tokenizer_hash(metadata), "template": _sha256(template)}
+
+
+def _weights_hash(file: GGUFFile) -> str:
     tensors = [file.tensors[name] for name in sorted(file.tensors)]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+    with ThreadPoolExecutor(len(usable_cpus())) as threads:
         digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
     file.check()
     described = [[t.name, list(t.shape), t.type, digest] for t, digest in zip(tensors, digests, strict=True)]
-    template = {k: v for k, v in file.metadata.items() if k.startswith("tokenizer.chat_template")}
-    return {"weights": _sha256(described), "tokenizer": tokenizer_hash(file.metadata), "template": _sha256(template)}
+    return _sha256(described)
 
 
 def _digest(file: GGUFFile, name: str) -> str:

@@ -70,7 +70,8 @@ class Keeper:
         if self._store is None and self.options.store is not None:
             identity = {**self.setting.identity(), "computed_on": self.setting.computed_on}
             limits = Limits(self.options.max_bytes, self.options.ttl_s)
-            self._store = PromptStore(self.options.store, identity, self.setting.pool.layout.page_size, limits)
+            page_size = self.setting.pool.layout.page_size
+            self._store = PromptStore(self.options.store, identity, page_size, limits, self.tell.warn)
         return self._store
 
     def begin(self, n_tokens: int) -> None:
@@ -122,9 +123,10 @@ class Keeper:
         held = {**self.trail.copies, **seq.numbered()}
         kept = [file for file in self.kept if file.path not in self._parts]
         state = State(self._layout, seq.length, self.base, held, kept, self.owner)
-        plan = Plan(sorted(state.new))
-        if self.owner and plan.pages:
+        if self.owner and state.new:
             plan = chatfiles.plan(state, self._owned, relied_on(store, self._layout, elsewhere))
+        else:
+            plan = Plan(sorted(state.new))
         self._write(seq, state, replace(plan, replaced=(*plan.replaced, *self._parts)), seconds)
         self._parts.clear()
 

@@ -31,6 +31,7 @@ from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcache.settings import pair, types_of
 from kvcli.runtime.promptcache.store import Found, discard
 from kvcli.runtime.promptcache.userfile import UserFile
+from kvcli.words import human_bytes
 
 PATIENCE_S = 1.0  # an exit is delayed by more only after a word
 
@@ -55,7 +56,7 @@ class PromptCaches:
     def _wait(self) -> None:
         """Until all is written."""
         tell = self.tell.announce
-        self.keeper.writer.finish(PATIENCE_S, lambda nbytes: tell(f"writing the prompt cache ({nbytes >> 20:,} MiB)"))
+        self.keeper.writer.finish(PATIENCE_S, lambda left: tell(f"writing the prompt cache ({human_bytes(left)})"))
 
     @torch.inference_mode()
     def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
@@ -80,9 +81,7 @@ class PromptCaches:
             return have
         self._wait()
         with closing(store.find(tokens)) as found:
-            for told in found.removed:
-                self.tell.warn(told)
-            stored = longest(self.setting.pool.layout, len(tokens), found.valid) if found.valid else 0
+            stored = longest(self.setting.pool.layout, len(tokens), found.valid)
         return stored if stored >= have + store.page_size else have
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
@@ -161,8 +160,6 @@ class PromptCaches:
         assert store is not None
         while True:
             found = store.find(prompt)
-            for told in found.removed:
-                self.tell.warn(told)
             try:
                 length = self._load(found, seq, wanted, reuse.tokens)
             except CacheFileError as error:  # found out while its pages were read
@@ -188,7 +185,7 @@ class PromptCaches:
         With `trail` also those that the keeper's trail wants: for a file that is written again as a whole.
         """
         pool, size = self.setting.pool, self.setting.pool.layout.page_size
-        length = longest(pool.layout, min(len(wanted), max(found.valid.values(), default=0)), found.valid)
+        length = longest(pool.layout, len(wanted), found.valid)
         if length < have + size:
             return have
         files = {key: found.files[key] for key in needed(pool.layout, length)}

@@ -41,7 +41,7 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
 def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> str:
     """Of the files that share more than `least` tokens with a prompt and were stored by this model under other
     settings: what keeps the closest from being used. That has the fewest other settings, then the most tokens."""
-    close: list[tuple[int, int, int, str]] = []
+    close: list[tuple[tuple[int, int, int], int, str]] = []  # how far off, tokens shared, what differs
     begun = (entry for folder in folders(store.root) for entry in entries(folder) if entry.parent == folder.name)
     others = (entry for entry in begun if entry.path.parent != store.folder)
     for entry in sorted(others, key=lambda e: -e.used_at)[:NEAR_MISSES]:
@@ -54,8 +54,8 @@ def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> 
         found, here = contents.identity, store.identity
         if shared > least and found.get("weights") == here["weights"]:
             differing, fields = differences(found, here), sum(found.get(name) != here[name] for name in here)
-            close.append((len(differing), fields, -shared, sentence(differing)))
+            close.append(((len(differing), fields, -shared), shared, sentence(differing)))
     if not close:
         return ""
-    *_, shared, told = min(close)
-    return f"a stored prompt shares {-shared:,} tokens with this one, but was stored with {told}"
+    _, shared, told = min(close)
+    return f"a stored prompt shares {shared:,} tokens with this one, but was stored with {told}"

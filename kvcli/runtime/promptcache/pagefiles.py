@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ from kvcli.kernels import Basis
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.promptcache.file import PromptCacheFile, damaged
 
 READERS = 4  # threads that read and check pages
@@ -36,7 +36,7 @@ def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dic
             if file.contents.page_bytes[key[0]] != pool.layout.arenas[key[0]].page_bytes:
                 raise damaged(file.path, "its pages have another size")
             taken[key] = pool.take(key[0])
-        with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(min(READERS, len(usable_cpus()))) as threads:
             list(threads.map(lambda key: _load(wanted[key], key, pool.page(key[0], taken[key])), taken))
     except BaseException:
         for key, page in taken.items():

@@ -73,7 +73,7 @@ class PrefixTree:
         The pages are the tree's; whoever wants them retains them before the tree is touched again.
         """
         agree, pages, bases = self._match(tokens)
-        length = longest(self.pool.layout, agree if pages else 0, dict.fromkeys(pages, agree))
+        length = longest(self.pool.layout, agree, dict.fromkeys(pages, agree))
         return length, {key: pages[key] for key in needed(self.pool.layout, length)}, bases
 
     def _match(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases]:

@@ -34,6 +34,7 @@ def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
     the page in a form that takes more rows; else to a page's end.
     """
     size = layout.page_size
+    length = min(length, max(valid.values(), default=0))
     for candidate in (length, *range(length // size * size, 0, -size)):
         ends = ((key, min(candidate, (key[1] + 1) * size)) for key in needed(layout, candidate))
         if all(valid.get(key, -1) >= end for key, end in ends):

@@ -44,10 +44,10 @@ def names() -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def check_name(name: str) -> str:
-    """The name. Raises UsageError for one that makes no good file name."""
+def check_name(name: str, of: str = "chat") -> str:
+    """The name of a chat, or of what `of` says. Raises UsageError for one that makes no good file name."""
     if not NAME.fullmatch(name):
-        raise UsageError(f"'{name}' is not a name for a session", "use letters, digits, dots, - and _, at most 64")
+        raise UsageError(f"'{name}' is not a name for a {of}", "use letters, digits, dots, - and _, at most 64")
     return name
 
 
@@ -71,7 +71,7 @@ class Branches:
     def switch(self, name: str, conversation: Conversation) -> bool:
         """Go on in the branch of that name, which begins here if it is new; whether it was there. Raises UsageError
         and TemplateError, with nothing changed."""
-        check_name(name)
+        check_name(name, "branch")
         self.states[self.branch] = conversation.state()
         before, there, self.branch = self.branch, name in self.states, name
         try:
@@ -129,7 +129,7 @@ def read(name: str) -> Saved:
             raw, saved_at = file.read(MAX_DOCUMENT_BYTES + 1), os.fstat(file.fileno()).st_mtime
         value = load_object(raw, str(path), UsageError)
         if value["kv_session"] != VERSION:
-            raise UsageError(f"the session {name} was saved by another version of kv", f"see {path}")
+            raise UsageError(f"the chat {name} was saved by another version of kv", f"see {path}")
         found = Saved(name, value["model"], value["hashes"], value["branch"], dict(value["branches"]), saved_at)
         for branch in ("", *found.states):
             if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
@@ -150,8 +150,10 @@ def remove(name: str) -> None:
     """Delete a session. Raises UsageError where it is not there or another process has it, OutputError."""
     lock = _lock(name)
     try:
-        path_of(name).unlink()
-        _lock_file(name).unlink()
+        try:
+            path_of(name).unlink()
+        finally:
+            _lock_file(name).unlink(missing_ok=True)
     except FileNotFoundError:
         raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them") from None
     except OSError as error:
@@ -177,7 +179,7 @@ def _lock(name: str) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UsageError(f"the session {name} is open in another kv chat", "close that one first") from None
+            raise UsageError(f"the chat {name} is open in another kv chat", "close that one first") from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 return lock
@@ -239,5 +241,5 @@ class Session(Branches):
         try:
             paths.replace_file(self.path, data, flush=True)
         except OSError as error:
-            raise OutputError(f"cannot save the session in {self.path}: {error.strerror or error}") from None
+            raise OutputError(f"cannot save the chat in {self.path}: {error.strerror or error}") from None
         self._saved = data

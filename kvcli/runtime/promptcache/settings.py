@@ -15,9 +15,9 @@ _OTHER = {
     "weights": "the weights of another model",
     "tokenizer": "another tokenizer",
     "template": "another chat template",
-    "model_config": "other sizes of the model, or other positions",
+    "model_config": "another model configuration",
     "positions": "other positions",
-    "byte_order": "another order of bytes",
+    "byte_order": "another byte order",
 }
 
 
@@ -31,8 +31,8 @@ class Difference:
 
 
 def chosen(per_group: list[str]) -> str:
-    """What the user chose: that of a group with a full cache, which is never the larger type. See `KVLayout`. Raises
-    IndexError for none."""
+    """What the user chose: the type of the groups that keep all tokens; windows may have a larger one (see `KVLayout`).
+    Raises IndexError for none."""
     return sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))[0]
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.filewriting import Checkpoint, nothing, remove_parts, write
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.words import human_bytes
 
 SUFFIX = ".safetensors"
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
@@ -62,7 +63,6 @@ class Found:
     files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
     closest: int = 0
     closest_next: int | None = None  # the token that the closest one has there
-    removed: list[str] = field(default_factory=list)  # why a file was thrown out
     stack: ExitStack = field(default_factory=ExitStack)
 
     def add(self, file: PromptCacheFile, agrees: int) -> None:
@@ -76,10 +76,14 @@ class Found:
 
 
 class PromptStore:
-    """The segments of one model under one set of cache options, in the folder ROOT/KEY."""
+    """The segments of one model under one set of cache options, in the folder ROOT/KEY. `warn` is told which damaged
+    files were removed."""
 
-    def __init__(self, root: Path, identity: Mapping[str, str], page_size: int, limits: Limits) -> None:
+    def __init__(
+        self, root: Path, identity: Mapping[str, str], page_size: int, limits: Limits, warn: Callable[[str], None]
+    ) -> None:
         self.root, self.identity, self.page_size, self.limits = root, dict(identity), page_size, limits
+        self.warn = warn
         self.seed = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
         self.folder = root / self.seed[:_HEX]
 
@@ -92,7 +96,7 @@ class PromptStore:
         return hashes
 
     def find(self, tokens: list[int]) -> Found:
-        """What there is of a prompt. Damaged files are removed."""
+        """What there is of a prompt. Damaged files are removed, and `warn` says so."""
         hashes = self.chain(tokens)
         places = {h[:_HEX]: i for i, h in enumerate(hashes)}
         sure: list[Entry] = []
@@ -112,7 +116,7 @@ class PromptStore:
             file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
         except CacheFileError as error:
             if not error.passing and os.path.lexists(entry.path):  # else another process has just removed it
-                found.removed.append(discard(entry.path, error))
+                self.warn(discard(entry.path, error))
             return
         contents = file.contents
         block = contents.start // self.page_size
@@ -143,10 +147,14 @@ class PromptStore:
         """
         if contents.payload_bytes > self.limits.max_bytes:
             size, most = contents.payload_bytes, self.limits.max_bytes
-            raise CacheFileError(f"it takes {size:,} bytes, more than the {most:,} of the store (--cache-size)")
+            raise CacheFileError(
+                f"it takes {human_bytes(size)}, more than the {human_bytes(most)} of the store (--cache-size)"
+            )
         self.open_folder()
         path = self.path_of(contents)
-        if not path.exists():
+        try:
+            os.utime(path)  # it is there, and of use now
+        except OSError:
             write(path, contents, blocks, checkpoint)
         for old in replaced:
             if old != path:

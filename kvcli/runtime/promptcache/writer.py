@@ -53,7 +53,8 @@ class CacheWriter:
         self._gave_up = threading.Event()
 
     def start(self, contents: Contents, held: Held, write: Write, name: str) -> Job:
-        """Write a file from the pages in `held`, which is closed when that is done. `name` is told if it fails."""
+        """Write a file from the pages in `held`, which is closed when that is done. `name` is what the
+        message calls it if it fails."""
         job = Job(contents, held, write, name)
         self._jobs.append(job)
         self.pump()

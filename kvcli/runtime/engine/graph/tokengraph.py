@@ -28,6 +28,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Block, Decoder
 from kvcli.runtime.model.sealing import fix_bases, fixes_basis
 
@@ -170,7 +171,7 @@ class TokenGraph:
                 bucket *= 2
                 self.launch(bucket)
             self._launch_sealing()
-        compile_all(variants)
+        compile_all(variants, len(usable_cpus()))
 
     def launch(self, bucket: int) -> None:
         """Every kernel of a token, for up to `bucket` rows."""
