@@ -16,11 +16,12 @@ class Tuner(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("limit", "active", "before", "next", "pause", "calls")),
         *((name, ctypes.c_double) for name in ("alone", "passed", "speed")),
+        ("up", ctypes.c_int64),
     ]
 
 
 class World:
-    """Calls that take 0.4 ms; `speed` of n threads against one that is undisturbed."""
+    """Calls that take 0.4 ms; `speed` of n threads against one that is undisturbed, as far as the tuner can see it."""
 
     def __init__(self, limit: int) -> None:
         need_native()
@@ -76,6 +77,16 @@ def test_a_programs_half_of_the_cores_is_left_to_it():
     shares = world.run(20_000, half_taken)
     assert sum(share for n, share in shares.items() if 7 <= n <= 9) > 0.9, shares
     world.run(3000, free)
+    assert world.tuner.active == 16
+
+
+@pytest.mark.parametrize(("seen", "taken"), [(0.8, half_taken), (0.6, half_taken), (0.6, lambda n: 1 - 0.02 * n)])
+def test_all_threads_come_back_where_all_numbers_look_poor(seen: float, taken: Callable[[int], float]):
+    """Tasks differ in length, so that the speed of even undisturbed threads looks low."""
+    world = World(16)
+    world.run(5000, lambda n: seen * taken(n))
+    assert world.tuner.active < 12
+    world.run(5000, lambda n: seen * free(n))
     assert world.tuner.active == 16
 
 

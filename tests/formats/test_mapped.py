@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from kvcli.runtime.formats import mapped
 from kvcli.runtime.formats.localfile import LocalFile
 
 SIZE = 100_000
+FILES = 2048  # as in mapped.c
 TRUNCATED = "was truncated while kv was using it"
 
 
@@ -70,7 +73,7 @@ def test_a_file_that_was_written_anew_is_not_the_same(path: Path) -> None:
 def test_files_that_are_no_longer_mapped_are_forgotten(path: Path) -> None:
     """There is room for so many at a time; one for which there is none would end this process."""
     need_library()
-    for _ in range(mapped._FILES + 1):
+    for _ in range(FILES + 1):
         LocalFile(path)
     file = LocalFile(path)
     os.truncate(path, 0)
@@ -86,7 +89,34 @@ def test_without_the_library_the_size_tells(path: Path, monkeypatch: pytest.Monk
         file.check()
 
 
-def test_a_bus_error_elsewhere_is_still_one(path: Path) -> None:
+def test_more_files_than_there_is_room_for_are_judged_by_their_size(path: Path) -> None:
+    need_library()
+    kept = [LocalFile(path) for _ in range(FILES + 1)]
+    os.truncate(path, SIZE - 1)
+    with pytest.raises(ModelError, match=TRUNCATED):
+        kept[-1].check()
+
+
+def test_files_may_be_mapped_by_many_threads(path: Path) -> None:
+    """Each gets a flag of its own, which is its own until it is let go of."""
+    need_library()
+    library = mapped._library()
+    assert library is not None
+
+    def watch(first: int) -> list[int]:
+        flags = [library.kv_watch(1 << 40 | n, 1) for n in range(first, first + 200)]
+        found = [ctypes.addressof(flag.contents) for flag in flags]
+        for flag in flags:
+            library.kv_forget(flag)
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        for each in threads.map(watch, range(0, 8000, 200)):
+            assert len(set(each)) == 200
+
+
+@pytest.mark.parametrize("bus_error", ("other[5000]", f"os.kill(os.getpid(), {signal.SIGBUS:d})"))
+def test_a_bus_error_elsewhere_is_still_one(path: Path, bus_error: str) -> None:
     code = f"""
 import mmap, os, sys
 sys.path.insert(0, {str(PACKAGE_ROOT)!r})
@@ -96,7 +126,7 @@ file = LocalFile(Path({str(path)!r}))
 with open({str(path)!r}, "rb") as opened:
     other = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 os.truncate({str(path)!r}, 0)
-other[5000]
+{bus_error}
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGBUS
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.hub.recipes import find_recipe
-from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError, template_note
+from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError, _own, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -169,6 +169,13 @@ def test_a_marker_whose_origin_is_lost_is_told():
     plain.watch(used.controls, told.append)
     plain.render_segments(chat("<|im_end|>", "<|im_end", "|>"))
     assert told == ["<|im_start|>"]
+
+
+def test_what_lies_in_one_trusted_segment():
+    segments = [("ab", True), ("", False), ("cd", False), ("", True), ("efg", True)]
+    ends = [2, 2, 4, 4, 7]
+    spans = [(start, stop) for start in range(7) for stop in range(start + 1, 8) if _own(segments, ends, start, stop)]
+    assert spans == [(0, 1), (0, 2), (1, 2), (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7)]
 
 
 def test_a_known_role_may_be_part_of_a_marker_and_an_unknown_one_may_not():

@@ -174,9 +174,8 @@ const char *kv_init(int threads, const char *isa) {
     return active->name;
 }
 
-/* Threads that may take part in a call, and that do at present. */
-int64_t kv_threads(void) { return pool.tuner.limit; }
-int64_t kv_active_threads(void) { return pool.tuner.active; }
+/* Threads that may take part in a call. */
+int kv_threads(void) { return (int)pool.tuner.limit; }
 
 /* y[m, 0..n) = x[m, 0..k) . W^T (+ y when accumulate) for the stacked rows of `n_weights` matrices. */
 void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,

@@ -287,7 +287,7 @@ INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
             for (int j = 0; j < VECTORS; j++) STORE(out + i + j * VL, part[j]);                                       \
         }                                                                                                             \
         if (elements == 1 && i < n) {                                                                                 \
-            uint8_t tail[32 * 4] = {0};                                                                               \
+            _Alignas(64) uint8_t tail[32 * 4] = {0};                                                                  \
             memcpy(tail, b + i * size, (n - i) * size);                                                               \
             NAME(part_##name)(tail, 0, part);                                                                         \
             memcpy(out + i, part, (n - i) * sizeof(float));                                                           \
@@ -692,7 +692,7 @@ static float NAME(encode_row)(const float *x, int64_t n, int64_t codec, float fi
     if (bits != 8) memset(out, 0, NAME(row_bytes)(codec, n));
     for (int64_t i = 0; i < n; i++) {
         float f = rintf(x[i] / scale + centre);
-        uint32_t u = (uint32_t)(f < lowest ? lowest : f > highest ? highest : f);
+        uint32_t u = (uint32_t)(f > highest ? highest : f > lowest ? f : lowest); /* NaN: lowest */
         if (bits == 8) {
             out[i] = (uint8_t)u;
             continue;

@@ -20,11 +20,12 @@ static int64_t nanoseconds(void) {
 
 /* Windows of calls are compared by their speed: the time that one undisturbed thread would have taken over the time
  * that passed. While it is near the number of threads, nothing is tried. Where it is not, fewer threads are, and where
- * fewer are in use than may be, more from time to time; each for a window, and the faster number stays. */
+ * fewer are in use than may be, more from time to time; each for a window, and the faster number stays. After a trial of
+ * fewer that failed the next is of more: `alone` is too little where tasks differ, so that all numbers may look poor. */
 
 #define WINDOW_NS 12000000 /* several time slices of a scheduler */
 #define WINDOW_CALLS 32
-#define GOOD_SHARE 0.7     /* speed a thread from which on fewer threads are not tried */
+#define GOOD_SHARE 0.7     /* speed per thread; at or above it fewer threads are not tried */
 #define WORTH 1.05         /* more threads must be faster by this */
 #define FIRST_PAUSE_NS 100000000 /* between a trial that failed and the next; doubled each time */
 #define LONGEST_PAUSE_NS 2000000000
@@ -36,6 +37,7 @@ typedef struct {
     int64_t calls;         /* of this window, and its sums in ns */
     double alone, passed;
     double speed; /* of the last window that was no trial */
+    int64_t up;   /* the last trial that failed was of fewer threads: the next is of more */
 } kv_tuner;
 
 void kv_tuner_reset(kv_tuner *t, int64_t limit) {
@@ -52,14 +54,14 @@ static void end_trial(kv_tuner *t, double speed, int64_t now) {
         t->speed = speed, t->pause = FIRST_PAUSE_NS;
         t->next = more ? now : now + t->pause;
     } else {
-        t->active = t->before;
+        t->active = t->before, t->up = !more;
         t->next = now + t->pause;
         t->pause = t->pause < LONGEST_PAUSE_NS / 2 ? t->pause * 2 : LONGEST_PAUSE_NS;
     }
     t->before = 0;
 }
 
-/* A call ended at `now` that took `passed` ns, of which one thread by itself had needed `alone`. */
+/* A call ended at `now` that took `passed` ns; one undisturbed thread would have needed `alone`. */
 void kv_tuner_add(kv_tuner *t, int64_t now, double alone, double passed) {
     t->alone += alone, t->passed += passed, t->calls++;
     if (t->passed < WINDOW_NS || t->calls < WINDOW_CALLS) return;
@@ -72,8 +74,10 @@ void kv_tuner_add(kv_tuner *t, int64_t now, double alone, double passed) {
     t->speed = speed;
     int64_t step = t->active > 4 ? t->active / 4 : 1, poor = t->active > 1 && speed < GOOD_SHARE * (double)t->active;
     if (now < t->next) return;
-    if (poor) begin_trial(t, t->active - step);
-    else if (t->active < t->limit) begin_trial(t, t->active + step < t->limit ? t->active + step : t->limit);
+    if (t->active < t->limit && (t->up || !poor))
+        begin_trial(t, t->active + step < t->limit ? t->active + step : t->limit);
+    else if (poor)
+        begin_trial(t, t->active - step);
 }
 
 /* ---- the pool -------------------------------------------------------------------------------------------------- */

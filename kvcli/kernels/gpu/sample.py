@@ -126,10 +126,11 @@ class _Seen:
         self.last_n = max(0, effective["repeat_last_n"])
         recent = torch.tensor(history[-self.last_n :], dtype=torch.int64)  # all of them where last_n is 0
         self.counts = torch.bincount(recent, minlength=vocab).to(torch.int32).to(device)
-        ring = torch.full((max(1, self.last_n),), -1)
-        ring[: len(recent)] = recent[: len(ring)]
+        ring = torch.full((self.last_n or 1,), -1)  # without a window nobody reads it
+        if self.last_n:
+            ring[: len(recent)] = recent
         self.ring = ring.to(device)
-        self.slot = torch.tensor([len(recent) % max(1, self.last_n)], device=device)  # of the oldest token, or free
+        self.slot = torch.tensor([len(recent) % len(ring)], device=device)  # of the oldest token, or free
         names = ("repeat_penalty", "frequency_penalty", "presence_penalty")
         self.penalties = torch.tensor([effective[name] for name in names], dtype=torch.float64, device=device)
 

@@ -16,7 +16,7 @@ from kvcli.kernels.reference.store import seal, store
 
 
 class ReferenceBackend:
-    """The specification that the other backends are checked against. Slow; exact in float32.
+    """The specification that the other backends are checked against. Slow; the same bits on every processor.
 
     `threads` take slices of weight matrices one by one. They are not torch's, which all wait for each other in every
     operation: a core that another program uses would hold up all of them.
@@ -35,13 +35,13 @@ class ReferenceBackend:
     attention = staticmethod(attention)
 
     def __init__(self, threads: int = 1) -> None:
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads)
 
     def matmul(
         self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `matmul.matmul`."""
-        return matmul(x, weights, add_to, self._each if self._pool else map)
+        return matmul(x, weights, add_to, self._each)
 
     def _each(self, work: Callable[..., torch.Tensor], *arguments: Iterable[object]) -> Iterable[torch.Tensor]:
         inference = torch.is_inference_mode_enabled()  # a mode of the thread
@@ -50,5 +50,4 @@ class ReferenceBackend:
             with torch.inference_mode(inference):
                 return work(*values)
 
-        assert self._pool is not None
         return self._pool.map(as_here, *arguments)

@@ -1,7 +1,7 @@
 """Files mapped for reading, which may be truncated meanwhile by another program. No torch.
 
-Reading what is gone would end the process with a bus error. Where mapped.c was compiled it reads as zeros instead. In
-either case `check` says what happened: ask it after every use, before anything is made of what was read.
+Reading what is gone would end the process with a bus error. Where mapped.c was compiled it reads as zeros instead. With
+or without it `check` says what happened: ask it after every use, before anything is made of what was read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import functools
 import mmap
 import weakref
 from pathlib import Path
+from typing import Any
 
 from kvcli.errors import ModelError
-
-_FILES = 2048  # as in mapped.c
 
 
 class _Buffer(ctypes.Structure):
@@ -42,6 +41,9 @@ def _library() -> ctypes.CDLL | None:
     except OSError:
         return None
     library.kv_watch.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.kv_watch.restype = ctypes.POINTER(ctypes.c_int)
+    library.kv_forget.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    library.kv_forget.restype = None
     return library
 
 
@@ -53,20 +55,16 @@ class MappedFile:
         self.label = label
         self.buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         self.size = len(self.buffer)
-        self._truncated, self._number = (ctypes.c_int32 * 1)(), 0
+        self._truncated: Any = [0]  # one flag
         library = _library()
-        if library is not None:
-            number = library.kv_watch(_address(self.buffer), self.size)
-            if number >= 0:
-                self._truncated, self._number = (ctypes.c_int32 * _FILES).in_dll(library, "kv_truncated"), number
-                weakref.finalize(self.buffer, library.kv_forget, number)
+        if library is not None and (flag := library.kv_watch(_address(self.buffer), self.size)):
+            self._truncated = flag
+            weakref.finalize(self.buffer, library.kv_forget, flag)
 
     def check(self) -> None:
         """Raises ModelError if the file was truncated since it was mapped."""
-        if self._truncated[self._number] or self.buffer.size() < self.size:
-            raise ModelError(
-                f"{self.label} was truncated while kv was using it", "put the file in place again, as a whole"
-            )
+        if self._truncated[0] or self.buffer.size() < self.size:
+            raise ModelError(f"{self.label} was truncated while kv was using it", "put the whole file back")
 
 
 def _address(mapped: mmap.mmap) -> int:

@@ -239,9 +239,9 @@ def _percent(form: Marked, values: Any) -> Marked:
         filled = conversion % (value,)
         pieces.append(_placed(value, filled) if found[5] == "s" else Marked(filled))
     result = concat([*pieces, trust(text[at:])])
-    return (
-        result if result == plain else Marked(_unmarked(plain))
-    )  # a width of '*', or what else stands for another value
+    if result != plain:  # a width of '*', or what else stands for another value
+        return Marked(_unmarked(plain))
+    return result
 
 
 def _all_trusted(text: str) -> bool:

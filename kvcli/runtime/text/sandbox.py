@@ -128,9 +128,12 @@ def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"}
 
 
-def _escape(text: Any) -> Marked:
+def _escape(text: Any) -> str:
     """HTML's special characters as entities; unlike Jinja's, a string like any other."""
-    return concat(_ENTITIES.get(letter, letter) for letter in Marked(str(text)))
+    escaped: str = Marked(str(text))
+    for letter, entity in _ENTITIES.items():  # & first: entities begin with it
+        escaped = escaped.replace(letter, entity)
+    return escaped
 
 
 def _tojson(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from kvcli.errors import ModelError
@@ -126,13 +128,10 @@ class ChatTemplate:
 
     def _lost(self, segments: list[tuple[str, bool]], given: list[str]) -> list[str]:
         """Control tokens that the text spells outside of trusted segments and that are in none of the `given` texts."""
-        ends, at = [], 0
-        for text, trusted in segments:
-            ends.append((at, at + len(text), trusted))
-            at += len(text)
+        ends = list(accumulate(len(text) for text, _ in segments))
         found = self._controls("".join(text for text, _ in segments))
-        kept = [(start, token) for start, token in found if not _inside(start, start + len(token), ends)]
-        return sorted({token for _, token in kept if not any(token in text for text in given)})
+        spelled = {token for start, token in found if not _own(segments, ends, start, start + len(token))}
+        return sorted(token for token in spelled if not any(token in text for text in given))
 
     @cached_property
     def _compiled(self) -> Any:
@@ -158,7 +157,7 @@ class ChatTemplate:
         except sandbox.Refused as error:
             raise TemplateError(f"the chat template refused: {error}", _GO_WITHOUT, str(error)) from None
         except sandbox.SecurityError as error:
-            raise TemplateError(f"the chat template tried what is forbidden: {error}", _GO_WITHOUT) from error
+            raise TemplateError(f"the chat template tried something forbidden: {error}", _GO_WITHOUT) from error
         except Exception as error:  # a template is a program: any error can come out of it
             lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == "<template>"]
             where = f" in line {lines[-1]}" if lines else ""
@@ -166,9 +165,10 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed{where}: {what}", _GO_WITHOUT) from error
 
 
-def _inside(start: int, stop: int, spans: list[tuple[int, int, bool]]) -> bool:
-    """Whether [start, stop) lies in one trusted span."""
-    return any(trusted and low <= start and stop <= high for low, high, trusted in spans)
+def _own(segments: list[tuple[str, bool]], ends: list[int], start: int, stop: int) -> bool:
+    """Whether [start, stop) of the text lies in one trusted segment. `ends`: where the segments end."""
+    number = bisect_right(ends, start)
+    return segments[number][1] and stop <= ends[number]
 
 
 def _strings(value: Any) -> Iterator[str]:

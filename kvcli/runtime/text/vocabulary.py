@@ -75,7 +75,8 @@ MARK_TEXTS = frozenset(
     }
 )
 
-# What HTML writes in the letters of an end of text: Gemma's vocabulary has both tags of a struck-out text as words.
+# </s> is also HTML's end of struck-out text. Where the vocabulary has another such tag, as Gemma's has </u>, it is a
+# word.
 _HTML_NEIGHBOUR = {"</s>": "</u>"}
 
 
@@ -138,7 +139,8 @@ class Vocabulary:
 
 def _known(tokens: list[str]) -> set[int]:
     """Ids of tokens that are control tokens by their text."""
-    found = {i for i, text in enumerate(tokens) if text in END_TEXTS or text in MARK_TEXTS}
+    known = END_TEXTS | MARK_TEXTS
+    found = {i for i, text in enumerate(tokens) if text in known}
     texts = {tokens[i] for i in found}
     words = {text for text, neighbour in _HTML_NEIGHBOUR.items() if text in texts and neighbour in tokens}
     return {i for i in found if tokens[i] not in words}
