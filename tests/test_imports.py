@@ -38,11 +38,12 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 TORCH = """
 kernels runtime.model
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
-runtime.engine.decoding runtime.engine.engine runtime.engine.generation runtime.engine.graph.pages
+runtime.engine.decoding runtime.engine.engine runtime.engine.request runtime.engine.graph.pages
 runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
 runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
-runtime.promptcache.keeper runtime.promptcache.lookup runtime.promptcache.pagefiles runtime.promptcache.prefix
+runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles
+runtime.promptcache.prefix
 runtime.promptcache.userfile runtime.promptcache.writer
 """
 TORCH_USERS = tuple(f"kvcli.{name}" for name in TORCH.split())

@@ -127,13 +127,13 @@ def test_a_depth_is_prefilled_once_where_the_cache_allows(
 ) -> None:
     """`again`: rows run anew, those of a sealed page before each repetition, those of a window once it is gone."""
     engine = open_tiny(variant, "auto", CacheOptions(type_k=types, type_v=types, page_size=16))
-    rows, forward = [], Engine.forward
+    rows, forward = [], Engine.forward_all
 
-    def counted(self: Engine, seq: Any, ids: list[int]) -> Any:
-        rows.append(len(ids))
-        return forward(self, seq, ids)
+    def counted(self: Engine, parts: list[tuple[Any, list[int]]]) -> Any:
+        rows.extend(len(ids) for _, ids in parts)
+        return forward(self, parts)
 
-    monkeypatch.setattr(Engine, "forward", counted)
+    monkeypatch.setattr(Engine, "forward_all", counted)
     wanted = benching.cases([50], [40], [depth])
     heard: list[str] = []
     found = list(benching.run(engine, wanted, 2, False, heard.append))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -31,8 +30,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING, from_gguf
-from kvcli.runtime.engine.decoding import DeviceTokens, host_tokens
-from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_tokens
 from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
@@ -258,8 +256,8 @@ def test_tokens_are_those_of_the_host(options):
         expected.append(token)
         if len(expected) == len(prompt) + 3:
             break
-    engine = SimpleNamespace(graph=model.graph, config=model.decoder.config)
-    tokens = Engine.tokens(engine, model.seq, found, sampler, model.feed(prompt).to(DEVICE))  # type: ignore[arg-type]
+    assert model.graph is not None
+    tokens = graph_tokens(model.graph, VOCAB, model.seq, found, sampler, model.feed(prompt).to(DEVICE))
     for token in tokens:
         found.append(token)
         if len(found) == len(expected):

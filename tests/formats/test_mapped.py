@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -121,6 +122,7 @@ def test_a_bus_error_elsewhere_is_still_one(path: Path, bus_error: str) -> None:
 import mmap, os, sys
 sys.path.insert(0, {str(PACKAGE_ROOT)!r})
 from pathlib import Path
+from typing import Any
 from kvcli.runtime.formats.localfile import LocalFile
 file = LocalFile(Path({str(path)!r}))
 with open({str(path)!r}, "rb") as opened:
@@ -149,15 +151,15 @@ def test_an_engine_computes_nothing_from_a_truncated_file(backend: str, tmp_path
 
 def test_a_run_ends_with_what_it_has(tmp_path: Path, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
     need_library()
-    model, answer, forward, rows = tmp_path / "model.gguf", tmp_path / "answer", Engine.forward, []
+    model, answer, forward, rows = tmp_path / "model.gguf", tmp_path / "answer", Engine.forward_all, []
 
-    def truncating(engine: Engine, seq: object, ids: list[int]) -> object:
-        rows.append(len(ids))
+    def truncating(engine: Engine, parts: list[tuple[Any, list[int]]]) -> object:
+        rows.extend(len(ids) for _, ids in parts)
         if len(rows) == 6:
             os.truncate(model, 0)
-        return forward(engine, seq, ids)  # type: ignore[arg-type]
+        return forward(engine, parts)
 
-    monkeypatch.setattr(Engine, "forward", truncating)
+    monkeypatch.setattr(Engine, "forward_all", truncating)
     words = ("run", "-m", str(model), "--raw", "--no-stdin", "--ignore-eos", "--seed", "1", "-n", "50", "hello")
     for more in ([], ["--json"], ["-o", str(answer)]):
         rows.clear()

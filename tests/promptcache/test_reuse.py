@@ -17,7 +17,7 @@ from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache import grouplayout
-from kvcli.runtime.promptcache import chatfiles, keeper, lookup
+from kvcli.runtime.promptcache import chatfiles, ledger, lookup
 from kvcli.runtime.promptcache.store import Found, PromptStore
 
 
@@ -226,7 +226,7 @@ def test_what_another_process_has_stored_meanwhile_is_not_written_again(
     monkeypatch.setattr(PromptStore, "find", lambda store, tokens: Found() if next(order) else finds(store, tokens))
     for patience, files in ((1e9, 1), (0.0, 2)):
         order = iter((True, False, False))
-        monkeypatch.setattr(keeper, "STALE_S", patience)
+        monkeypatch.setattr(ledger, "STALE_S", patience)
         end = ask(engine, [*PROMPT, 7, 8 + files], store_in(tmp_path))
         assert end.usage.cache_read_tokens == 0
         assert (end.usage.cache_write_tokens < 32) == (patience == 0)
@@ -259,17 +259,17 @@ def test_what_was_prefilled_for_long_is_stored_however_it_ends(
     """In parts, each of which can be gone on from; the whole prompt is that of a run that was not stopped."""
     options = EvictOptions(evict, window=64) if evict else EvictOptions()
     engine = open_tiny(variant, "native", CacheOptions(320, k, k, 16, ubatch=32, evict=options))
-    cold, forward, left = ask(engine, PROMPT, NOWHERE), engine.forward, iter(range(3))
-    monkeypatch.setattr(keeper, "PART_S", 0.0)
-    monkeypatch.setattr(keeper, "PART_SHARE", 0.0)
+    cold, hidden, left = ask(engine, PROMPT, NOWHERE), engine.model.hidden, iter(range(3))
+    monkeypatch.setattr(ledger, "PART_S", 0.0)
+    monkeypatch.setattr(ledger, "PART_SHARE", 0.0)
 
     def stopped(*args: object) -> object:
         if next(left, None) is None:
             raise SystemExit(130)
-        return forward(*args)  # type: ignore[arg-type]
+        return hidden(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "forward", stopped)
+        patch.setattr(engine.model, "hidden", stopped)
         with closing(engine.use_caches(store_in(tmp_path), Told())):
             seq = engine.new_sequence()
             with pytest.raises(SystemExit):

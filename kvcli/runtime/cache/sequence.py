@@ -57,6 +57,12 @@ class Step:
         return tuple((slice(end - len(part.ids), end), part) for part, end in zip(self.parts, ends, strict=True))
 
 
+def chunk_end(start: int, end: int, ubatch: int, page_size: int) -> int:
+    """Where a prefill step that begins with row `start`, of rows up to `end`, ends: it has at most `ubatch` rows, and
+    reaches into no more pages than so many need."""
+    return min(end, start + ubatch, (start // page_size + -(-ubatch // page_size)) * page_size)
+
+
 class Sequence:
     """Token ids whose rows are in the cache, and one page list per layer group.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,28 @@ def host_tokens(
     while True:
         yield sampler.sample(logits, history, len(history))
         logits = forward(history[-1])
+
+
+def graph_tokens(
+    graph: TokenGraph, vocab_size: int, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+) -> Generator[int, None, None]:
+    """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
+
+    The caller appends each id to `history`, and closes the iterator when it wants no more: then `seq` holds no row of a
+    token that it did not get.
+    """
+    from kvcli.kernels.gpu.sample import DeviceSampler
+
+    graph.unbind()  # what the prompt changed is not known to it
+    if DeviceSampler.supports(sampler.effective):
+        yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
+        return
+    chooser = DeviceSampler(sampler.effective, vocab_size, graph.device, history)
+    tokens = DeviceTokens(graph, seq, sampler, chooser)
+    try:
+        yield from tokens.iterate(logits)
+    finally:
+        tokens.close()
 
 
 class DeviceTokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as Some
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +20,12 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.config import from_gguf
 from kvcli.runtime.engine import guard, sampling
-from kvcli.runtime.engine.decoding import DeviceTokens, host_tokens
+from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
-from kvcli.runtime.engine.generation import Generation
+from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats.gguf import GGUFFile
@@ -269,12 +270,50 @@ class Engine:
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
         """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model].
 
-        Raises ModelError where the model's file was truncated meanwhile; then `seq` is as it was.
+        Raises ModelError where the model's file was truncated meanwhile; then `seq` is as it was. DoesNotFit.
         """
-        hidden = self.model.hidden(Step((seq.reserve(ids),)))
+        return self.forward_all([(seq, ids)])
+
+    def forward_all(self, rows: list[tuple[Sequence, list[int]]]) -> torch.Tensor:
+        """Like `forward`, for rows of several sequences in one step; hidden states one after the other."""
+        hidden = self.model.hidden(Step(tuple(seq.reserve(ids) for seq, ids in rows)))
         self._check_weights()
-        seq.commit(ids)
+        for seq, ids in rows:
+            seq.commit(ids)
         return hidden
+
+    @torch.inference_mode()
+    def step(self, requests: list[Request], budget: int = 0) -> list[list[Event]]:
+        """Compute rows that the requests want, at most `budget` (0 = a prefill step) of all of them together -> the
+        events of each. Newest tokens come first, then prompts, in the order of `requests`.
+
+        On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes one request
+        after the other. Raises DoesNotFit where the pool has no room for these rows, with no request changed for the
+        worse, and ModelError like `forward`. A failure of a request alone is its `error`.
+        """
+        left, work = budget or self.ubatch, list[tuple[Request, list[int]]]()
+        for request in sorted(requests, key=lambda r: not r.answering):
+            if ids := request.wants(left):
+                work.append((request, ids))
+                left -= len(ids)
+        if self.device.kind == CPU:
+            self._compute(work)
+        else:
+            for request, ids in work:
+                if not request.pull():
+                    self._compute([(request, ids)])
+        return [request.take_events() for request in requests]
+
+    def _compute(self, work: list[tuple[Request, list[int]]]) -> None:
+        """Run these rows of the requests in one pass, and let each go on."""
+        if not work:
+            return
+        hidden = self.forward_all([(request.seq, ids) for request, ids in work])
+        ends = itertools.accumulate(len(ids) for _, ids in work)
+        newest = [end - 1 for (request, _), end in zip(work, ends, strict=True) if request.newest]
+        logits = iter(self.logits(hidden[newest])) if newest else iter(())
+        for request, _ in work:
+            request.feed(next(logits) if request.newest else None)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -287,30 +326,12 @@ class Engine:
         if self.device.kind == CPU:  # a GPU has its own copy
             self.model_weights.file.check()
 
-    def tokens(
+    def device_tokens(
         self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
-    ) -> Generator[int, None, None]:
-        """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
-
-        The caller appends each id to `history`, and closes the iterator when it wants no more: then `seq` holds no row
-        of a token that it did not get.
-        """
+    ) -> Generator[int, None, None] | None:
+        """Where single tokens have a fast way: `graph_tokens`; None where they are computed like prompts."""
         graph = self.graph
-        if graph is None:
-            yield from host_tokens(logits, history, sampler, lambda t: self.logits(self.forward(seq, [t]))[0])
-            return
-        from kvcli.kernels.gpu.sample import DeviceSampler
-
-        graph.unbind()  # what the prompt changed is not known to it
-        if DeviceSampler.supports(sampler.effective):
-            yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
-            return
-        chooser = DeviceSampler(sampler.effective, self.config.vocab_size, graph.device, history)
-        tokens = DeviceTokens(graph, seq, sampler, chooser)
-        try:
-            yield from tokens.iterate(logits)
-        finally:
-            tokens.close()
+        return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
 
     def sampled_on_host(self, settled: SampleOptions) -> str:
         """Why the host chooses every token with these options although the device computes it; "" = it does not."""
@@ -321,12 +342,15 @@ class Engine:
         return DeviceSampler.supports(vars(settled))
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cut rows [start, end) into steps of at most `ubatch`, none reaching into one page more than that needs."""
-        size = self.layout.page_size
+        """Cut rows [start, end) into prefill steps."""
         while start < end:
-            stop = min(end, start + self.ubatch, (start // size + -(-self.ubatch // size)) * size)
+            stop = chunk_end(start, end, self.ubatch, self.layout.page_size)
             yield start, stop
             start = stop
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where the prefill step ends that begins with row `start` of rows up to `end`."""
+        return chunk_end(start, end, self.ubatch, self.layout.page_size)
 
     def generate(
         self,
@@ -339,8 +363,35 @@ class Engine:
         """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
 
         The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
+        `cancelled` and `history`: see `request`.
+        """
+        return self._events(self.request(seq, prompt_ids, options, cancelled, history))
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        """Step after step of one request."""
+        try:
+            while not request.finished:
+                yield from self.step([request])[0]
+            if request.error is not None:
+                raise request.error
+        finally:
+            request.close()
+
+    def request(
+        self,
+        seq: Sequence,
+        prompt_ids: list[int],
+        options: SampleOptions,
+        cancelled: Callable[[], bool] = lambda: False,
+        history: bool = False,
+        twins: Some[Request] = (),
+    ) -> Request:
+        """A request for `step`: continue `prompt_ids`, the whole context, in `seq`. Raises UsageError or
+        ContextOverflow.
+
         `cancelled` is asked between chunks and tokens. `history`: the prompt may be longer than the context where old
-        rows are evicted; it is one that went through the cache before, so nothing is lost that was not told.
+        rows are evicted; it is one that went through the cache before, so nothing is lost that was not told. `twins`:
+        requests for the same prompt that go on from copies of this one's rows.
         """
         if not prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token of text")
@@ -356,7 +407,7 @@ class Engine:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, self.tokenizer.token_bytes)
-        return Generation(self, seq, prompt_ids, options, sampler, cancelled).events()
+        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins)
 
 
 def _sampling_defaults(file: GGUFFile) -> dict[str, float]:

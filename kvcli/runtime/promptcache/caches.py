@@ -1,4 +1,5 @@
-"""`Caches`: what a generation asks of whatever may hold rows of its prompt. `LiveRows`: the sequence itself."""
+"""`Caches`: what requests ask of whatever may hold rows of their prompts. `Ledger`: what one of them takes and gives.
+`LiveRows`: the sequence itself."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ class Written:
     failures: tuple[str, ...] = ()
 
 
-class Caches(Protocol):
-    """What a generation asks of caches."""
+NOTHING = Reuse()
 
-    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
-        """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had."""
 
-    def find(self, seq: Sequence, tokens: list[int]) -> int:
-        """How many of the first rows of a prompt that goes on from `tokens` are to be had. Changes nothing."""
+class Ledger:
+    """What one prompt takes from caches and gives to them: nothing but rows that its sequence has already. It belongs
+    to the request."""
+
+    def __init__(self, reuse: Reuse = NOTHING) -> None:
+        self.reuse = reuse
 
     def follow(self, seq: Sequence) -> None:
         """More rows of the prompt were computed."""
@@ -42,33 +44,59 @@ class Caches(Protocol):
     def prefilled(self, seq: Sequence, seconds: float) -> None:
         """All of the prompt's rows are there, after `seconds`."""
 
+    def answered(self, seq: Sequence) -> Written:
+        """There will be no more of them; `seq` has the answer's rows too."""
+        return Written()
+
+
+class Caches(Protocol):
+    """What requests share: rows of earlier prompts, in memory and on disk."""
+
+    def ledger(self, prompt_tokens: int) -> Ledger:
+        """An empty one, for a prompt of so many tokens."""
+
+    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
+        """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had."""
+
+    def find(self, seq: Sequence, tokens: list[int]) -> int:
+        """How many of the first rows of a prompt that goes on from `tokens` are to be had. Changes nothing."""
+
     def pump(self) -> None:
         """A token was generated."""
 
-    def answered(self, seq: Sequence) -> Written:
-        """There will be no more of them; `seq` has the answer's rows too."""
+    def park(self, seq: Sequence) -> None:
+        """The pages of `seq` are wanted by others: keep its rows for `resume` as long as nobody needs the room."""
+
+    def resume(self, seq: Sequence, tokens: list[int]) -> None:
+        """Make the empty `seq` the longest prefix of `tokens`, less its last one, that is still in memory."""
+
+    def spare(self, arena: int) -> int:
+        """Pages of an arena that are held for later prompts alone, and are let go of when the pool is full."""
 
 
 class LiveRows:
     """No cache but the sequence itself."""
 
-    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
-        return Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1])))
+    def ledger(self, prompt_tokens: int) -> Ledger:
+        return Ledger()
+
+    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
+        return Ledger(Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1]))))
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         return seq.rewindable(common_length(seq.tokens, tokens))
 
-    def follow(self, seq: Sequence) -> None:
-        """Nothing to remember."""
-
-    def prefilled(self, seq: Sequence, seconds: float) -> None:
-        """Nothing to write."""
-
     def pump(self) -> None:
         """Nothing to write."""
 
-    def answered(self, seq: Sequence) -> Written:
-        return Written()
+    def park(self, seq: Sequence) -> None:
+        """Nowhere to keep rows."""
+
+    def resume(self, seq: Sequence, tokens: list[int]) -> None:
+        """Nothing was kept."""
+
+    def spare(self, arena: int) -> int:
+        return 0
 
 
 def keep_rows(seq: Sequence, n_rows: int) -> None:

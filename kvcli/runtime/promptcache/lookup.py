@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,28 +23,28 @@ from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
-from kvcli.runtime.promptcache.caches import Reuse, Written
+from kvcli.runtime.promptcache.caches import Reuse
 from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.held import Trail
 from kvcli.runtime.promptcache.keeper import Keeper, Setting, Tell
+from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcache.settings import pair, types_of
 from kvcli.runtime.promptcache.store import Found, discard
 from kvcli.runtime.promptcache.userfile import UserFile
-from kvcli.words import human_bytes
-
-PATIENCE_S = 1.0  # an exit is delayed by more only after a word
 
 
 class PromptCaches:
-    """The caches of one process. One sequence at a time goes through `restore`, `follow`..., `prefilled`."""
+    """The caches of one process, for any number of requests. What belongs to one of them is in its ledger."""
 
     def __init__(self, setting: Setting, options: PromptCacheOptions, tell: Tell) -> None:
         self.setting, self.options, self.tell = setting, options, tell
         self.keeper = Keeper(setting, options, tell)
         self.tree = PrefixTree(setting.pool)
         self.elsewhere: Callable[[], Iterable[list[int]]] = lambda: ()  # the tokens of a chat's other branches
+        self._ledgers: WeakKeyDictionary[Sequence, PromptLedger] = WeakKeyDictionary()  # the newest of each
         setting.pool.reclaim, setting.pool.soft_bytes = self._make_room, setting.pool_bytes
 
     def _make_room(self, arena: int, last_resort: bool) -> None:
@@ -54,24 +55,26 @@ class PromptCaches:
         self._wait()
 
     def _wait(self) -> None:
-        """Until all is written."""
-        tell = self.tell.announce
-        self.keeper.writer.finish(PATIENCE_S, lambda left: tell(f"writing the prompt cache ({human_bytes(left)})"))
+        self.keeper.wait()
+
+    def ledger(self, prompt_tokens: int) -> PromptLedger:
+        tree = self.tree if self.options.memory else None
+        return PromptLedger(self.keeper, tree, prompt_tokens, lambda: self.elsewhere())
 
     @torch.inference_mode()
-    def restore(self, seq: Sequence, prompt: list[int]) -> Reuse:
+    def restore(self, seq: Sequence, prompt: list[int]) -> PromptLedger:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
-        self.keeper.begin(len(prompt))
+        ledger = self._ledgers[seq] = self.ledger(len(prompt))
         reuse = self._from_memory(seq, wanted)
         if file is not None and not file.asked:
-            reuse = self._from_file(file, seq, wanted, reuse)
+            reuse = self._from_file(file, seq, wanted, reuse, ledger)
         if self.options.store is not None and len(prompt) >= self.options.stored_from:
-            reuse = self._from_store(seq, prompt, reuse)
-        self.keeper.base = reuse.tokens
-        return reuse
+            reuse = self._from_store(seq, prompt, reuse, ledger)
+        ledger.reuse = reuse
+        return ledger
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """See `Caches`; a named file is not looked into."""
@@ -93,7 +96,9 @@ class PromptCaches:
             seq.rewind(live)
         return Reuse(max(live, length))
 
-    def _from_file(self, named: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse) -> Reuse:
+    def _from_file(
+        self, named: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger
+    ) -> Reuse:
         try:
             with named.open(self.setting.identity()) as file:
                 if named.converts:
@@ -101,7 +106,7 @@ class PromptCaches:
                 else:
                     found = Found()
                     found.add(file, common_length(file.contents.tokens, wanted))
-                    length = self._load(found, seq, wanted, reuse.tokens, trail=True)
+                    length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
                     if file.contents.about.get("computed_on") != self.setting.computed_on and length > reuse.tokens:
                         self.keeper.exact = False
                         self.tell.notice(f"{file.path} was computed on {file.contents.about.get('computed_on')}")
@@ -155,7 +160,7 @@ class PromptCaches:
         )
         return length
 
-    def _from_store(self, seq: Sequence, prompt: list[int], reuse: Reuse) -> Reuse:
+    def _from_store(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         store, wanted = self.keeper.store, prompt[:-1]
         assert store is not None
         while True:
@@ -171,18 +176,18 @@ class PromptCaches:
                 return self._missed(reuse, missed.NO_ROOM)
             finally:
                 found.close()
-                self.keeper.found(found.kept)
+                ledger.found(found.kept)
             if length > reuse.tokens:
                 return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
                 return self._missed(reuse, missed.reason(store, found, prompt, self.setting.text_of))
             return reuse
 
-    def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: bool = False) -> int:
+    def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: Trail | None = None) -> int:
         """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
         CacheFileError and DoesNotFit.
 
-        With `trail` also those that the keeper's trail wants: for a file that is written again as a whole.
+        With `trail` also those that it wants: for a file that is written again as a whole.
         """
         pool, size = self.setting.pool, self.setting.pool.layout.page_size
         length = longest(pool.layout, len(wanted), found.valid)
@@ -191,42 +196,33 @@ class PromptCaches:
         files = {key: found.files[key] for key in needed(pool.layout, length)}
         basis = next((f.contents.basis for f in files.values() if f.contents.basis), {})
         bases = bases_of(basis, pool.layout, length, pool.device)
-        whole = (key for key, valid in found.valid.items() if trail and valid >= (key[1] + 1) * size)
-        left = {key: found.files[key].copy(key) for key in whole if self.keeper.trail.wants(key, length)}
+        whole = (key for key, valid in found.valid.items() if valid >= (key[1] + 1) * size)
+        left = {key: found.files[key].copy(key) for key in whole if trail is not None and trail.wants(key, length)}
         pages = load_pages(pool, files)
         seq.adopt(wanted[:length], pages, bases)
         _release(pool, pages)
-        self.keeper.trail.copies.update(left)
-        if not trail and self.keeper.store is not None:
+        if trail is not None:
+            trail.copies.update(left)
+        elif self.keeper.store is not None:
             self.keeper.store.touch(files.values())
         return length
 
-    def follow(self, seq: Sequence) -> None:
-        self.keeper.follow(seq)
-        self.pump()
-
-    def prefilled(self, seq: Sequence, seconds: float) -> None:
-        if self.options.memory:
-            self.tree.insert(seq, whole=True)
-        if self.keeper.stores(seq.length):
-            self.keeper.to_store(seq, seconds, self.elsewhere())
-        if self.keeper.file is not None and not self.options.save_answer:
-            self.keeper.to_file(seq, seconds)
-
-    def answered(self, seq: Sequence) -> Written:
+    def park(self, seq: Sequence) -> None:
         if self.options.memory:
             self.tree.insert(seq)
-        if self.keeper.file is not None and self.options.save_answer:
-            self.keeper.to_file(seq, 0.0)
-        if self.options.awaited:
-            self._wait()
-        self.pump()
-        return self.keeper.written()
+
+    @torch.inference_mode()
+    def resume(self, seq: Sequence, tokens: list[int]) -> None:
+        self._from_memory(seq, tokens[:-1])
+
+    def spare(self, arena: int) -> int:
+        return self.tree.spare(arena)
 
     def save(self, seq: Sequence) -> None:
         """Write all of `seq` to the store, however short it is."""
         if self.options.store is not None and self.keeper.exact:
-            self.keeper.to_store(seq, 0.0, self.elsewhere())
+            ledger = self._ledgers.get(seq) or self.ledger(0)
+            ledger.to_store(seq, 0.0)
 
     def pump(self) -> None:
         self.keeper.writer.pump()

@@ -105,6 +105,11 @@ class PrefixTree:
                 return True
         return False
 
+    def spare(self, arena: int) -> int:
+        """Pages of the arena that nobody else holds."""
+        held = (node.pages.get(arena) for node in self._nodes())
+        return sum(page is not None and self.pool.refcount(arena, page) == 1 for page in held)
+
     def clear(self) -> None:
         """Let go of everything."""
         for child in list(self._root.children.values()):

@@ -97,6 +97,8 @@ class TokenGraph:
             self.token.fill_(token)
         self._pages.bind(part)
         if self._next != (seq, part.start):
+            if self.device.type == "cuda" and self._next[0] not in (None, seq):
+                torch.cuda.synchronize(self.device)  # tables on their way belong to another sequence
             self.position.fill_(part.start)
             self._pages.bind_bases(part)
         logits = self._replay(max(g.rows_seen(part.start + 1) for g in self.layout.groups))

@@ -1,0 +1,293 @@
+"""`Request`: one prompt and its answer, as a state machine. It says which rows it wants next and takes their logits; it
+does not know who computes them, nor what else runs in the same step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Some
+from typing import Protocol
+
+import torch
+
+from kvcli.errors import DoesNotFit, KVError
+from kvcli.options import SampleOptions
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.engine.events import End, Event, Loop, Prefill, Timings, Token, Usage
+from kvcli.runtime.engine.repeats import LoopDetector
+from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.promptcache.caches import Caches, Ledger, Reuse, Written
+from kvcli.runtime.text.stops import StopMatcher
+from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
+
+INTERRUPTED = "interrupted"
+
+
+class Host(Protocol):
+    """What a request needs of an engine; see `Engine`."""
+
+    tokenizer: Tokenizer
+    ctx_size: int
+    load_s: float
+    caches: Caches
+
+    @property
+    def retention(self) -> Retention | None: ...
+
+    def chunk_end(self, start: int, end: int) -> int: ...
+
+    def synchronize(self) -> None: ...
+
+    def device_tokens(
+        self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+    ) -> Generator[int, None, None] | None: ...
+
+
+class Request:
+    """`wants` names rows; when they are in the cache of `seq`, `feed` is told so. `take_events` has what came of it.
+
+    `twins` answer the same prompt: they go on from copies of its rows as soon as these are there, and want none until
+    then. `end` or `error` is set when there will be no more events.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        seq: Sequence,
+        prompt_ids: list[int],
+        options: SampleOptions,
+        sampler: Sampler,
+        cancelled: Callable[[], bool] = lambda: False,
+        twins: Some[Request] = (),
+    ) -> None:
+        """Parameters are as those of `Engine.request`, which checks them."""
+        self.host, self.seq, self.options = host, seq, options
+        self.sampler, self.cancelled, self.twins = sampler, cancelled, twins
+        self.history = list(prompt_ids)  # prompt and answer
+        self.n_prompt = len(prompt_ids)
+        self.answering = False  # the prompt's rows have all been there
+        self.end: End | None = None
+        self.error: KVError | None = None
+        self._waits = False  # for the request whose twin it is
+        for twin in twins:
+            twin._waits = True
+        self._ledger: Ledger | None = None  # None = not begun
+        self._parked = False
+        self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
+        self._events: list[Event] = []
+        self._decoder = StreamDecoder(host.tokenizer, continues=True)
+        self._matcher = StopMatcher(options.stop)
+        self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
+        self._loop: Loop | None = None  # that the answer is in
+        self._start = self._first = self._last = time.perf_counter()
+        self._prefill_s = 0.0
+        self._written = Written()
+        self._prompt_evicted = 0  # tokens that are forgotten
+
+    @property
+    def finished(self) -> bool:
+        """Whether there will be no more events but those that wait."""
+        return self.end is not None or self.error is not None
+
+    @property
+    def newest(self) -> bool:
+        """Whether the row of the newest token is in the cache: its logits choose the next one."""
+        return self.seq.length == len(self.history)
+
+    @property
+    def reuse(self) -> Reuse:
+        """What of the prompt was there."""
+        return Reuse() if self._ledger is None else self._ledger.reuse
+
+    def take_events(self) -> list[Event]:
+        """What has happened since this was asked last."""
+        events, self._events = self._events, []
+        return events
+
+    # --- rows
+
+    def wants(self, budget: int) -> list[int]:
+        """Ids of the next rows of `seq`, at most `budget`. [] = none for now: the request is over, has just looked into
+        the caches, or waits for its twin."""
+        if self.finished or self._waits or budget < 1:
+            return []
+        try:
+            if self._ledger is None:
+                self._begin()
+                return []
+            if reason := self._full():
+                self._finish(reason)
+                return []
+            if self._tokens is not None:
+                return self.history[-1:]
+            if self._parked:
+                self._parked = False
+                self.host.caches.resume(self.seq, self.history)
+        except KVError as error:
+            self.fail(error)
+            return []
+        start = self.seq.length
+        return self.history[start : min(start + budget, self.host.chunk_end(start, len(self.history)))]
+
+    def feed(self, logits: torch.Tensor | None) -> None:
+        """The rows are there. `logits` [vocab]: of the last one, where it is the `newest`."""
+        try:
+            if not self.answering:
+                self._prefilled_to(self.seq.length)
+                if self.newest:
+                    self._answer(logits)
+            elif self.newest:
+                self._choose(logits)
+        except KVError as error:
+            self.fail(error)
+
+    def pull(self) -> bool:
+        """Where a device chooses tokens by itself: take the next one, which computes the row that was wanted. False
+        where it does not. Raises DoesNotFit; the rows are wanted again then."""
+        if self._tokens is None:
+            return False
+        try:
+            self.host.caches.pump()
+            self._accept(next(self._tokens))
+        except DoesNotFit:
+            self.close()
+            raise
+        except KVError as error:
+            self.fail(error)
+        return True
+
+    def _begin(self) -> None:
+        """Look for rows of the prompt."""
+        self._start = self._first = self._last = time.perf_counter()
+        self._ledger = self.host.caches.restore(self.seq, self.history)
+        self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
+
+    def _prefilled_to(self, length: int) -> None:
+        """Rows of the prompt were computed."""
+        assert self._ledger is not None
+        self._ledger.follow(self.seq)
+        if self.newest:
+            self.host.synchronize()
+            self._prefill_s, self._prompt_evicted = time.perf_counter() - self._start, self.seq.evicted
+        reused = self.reuse.tokens
+        self._events.append(Prefill(max(0, length - reused), self.n_prompt - reused, reused))
+
+    def _answer(self, logits: torch.Tensor | None) -> None:
+        """The prompt is there, and `logits` of its last row."""
+        assert self._ledger is not None
+        self._ledger.prefilled(self.seq, self._prefill_s)
+        for twin in self.twins:
+            twin._join(self, logits)
+        self._go_on(logits)
+
+    def _join(self, first: Request, logits: torch.Tensor | None) -> None:
+        """Begin behind the prompt of `first`, whose rows are shared."""
+        self._waits, self.seq = False, first.seq.fork()
+        self._ledger = self.host.caches.ledger(self.n_prompt)
+        self._ledger.reuse = Reuse(self.n_prompt)
+        self._prompt_evicted = first._prompt_evicted
+        self._start = self._first = self._last = time.perf_counter()
+        try:
+            self._go_on(logits)
+        except KVError as error:
+            self.fail(error)
+
+    def _go_on(self, logits: torch.Tensor | None) -> None:
+        """Answer, if a token may come at all."""
+        self.answering = True
+        if reason := self._full():
+            self._finish(reason)
+        else:
+            self._choose(logits)
+
+    # --- tokens
+
+    def _choose(self, logits: torch.Tensor | None) -> None:
+        assert logits is not None
+        self.host.caches.pump()
+        self._tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits)
+        if self._tokens is not None:
+            self._accept(next(self._tokens))
+        else:
+            self._accept(self.sampler.sample(logits, self.history, len(self.history)))
+
+    def _accept(self, token: int) -> None:
+        """This is the next token."""
+        self._last = time.perf_counter()
+        if len(self.history) == self.n_prompt:
+            self._first = self._last
+        if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
+            self._finish("stop")
+            return
+        self.history.append(token)
+        self._events.append(Token(token, self._matcher.push(self._decoder.push(token))))
+        if self._matcher.stop is not None:
+            self._finish("stop")
+        elif self._loops and (loop := self._loops.push(token)):
+            self._loop = loop
+            self._finish("repetition")
+
+    def _full(self) -> str:
+        """Why nothing further may come, or ''."""
+        if self.cancelled():
+            return INTERRUPTED
+        if not self.answering:
+            return ""
+        if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
+            return "length"
+        # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
+        if len(self.history) > self.host.ctx_size and self.host.retention is None:
+            return "context"
+        return ""
+
+    # --- the end
+
+    def park(self) -> None:
+        """Give the pages back for a while. The rows are looked for in memory again, or computed again."""
+        self.close()
+        self.host.caches.park(self.seq)
+        self.seq.close()
+        self._parked = True
+
+    def close(self) -> None:
+        """Compute nothing ahead any more: `seq` has no row of a token that is not in `history`."""
+        if self._tokens is not None:
+            self._tokens.close()
+            self._tokens = None
+
+    def fail(self, error: KVError) -> None:
+        """End with an error, for its twins, too, where they wait for it."""
+        self.close()
+        self.error = error
+        for twin in self.twins:
+            if twin._waits:
+                twin.fail(error)
+
+    def _finish(self, reason: str) -> None:
+        self.close()
+        if self.answering and self._ledger is not None:
+            self._written = self._ledger.answered(self.seq)
+        self.end = self._told(reason)
+        self._events.append(self.end)
+        for twin in self.twins:
+            if twin._waits:
+                twin._finish(reason)
+
+    def _told(self, reason: str) -> End:
+        # An answer that was cut short may end inside a character, which is no text yet.
+        tail = self._decoder.flush() if reason == "stop" else ""
+        text = self._matcher.push(tail) + self._matcher.flush()
+        ids = self.history[self.n_prompt :]
+        reuse = self.reuse
+        timings = Timings(
+            load_s=self.host.load_s,
+            prefill_s=self._prefill_s,
+            ttft_s=self._first - self._start,
+            decode_s=self._last - self._first,
+            prefill_tokens=self.n_prompt - reuse.tokens,
+            decode_tokens=max(0, len(ids) - 1),
+        )
+        usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason)
+        told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
+        return End(reason, text, ids, self._matcher.stop, usage, timings, *told)

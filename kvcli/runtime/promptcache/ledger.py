@@ -1,0 +1,188 @@
+"""`PromptLedger`: what one prompt takes from the caches, and which of its rows are written to disk, into the store and
+into the file that the user named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import SLIDING
+from kvcli.runtime.promptcache import chatfiles, userfile
+from kvcli.runtime.promptcache.caches import Ledger, Written
+from kvcli.runtime.promptcache.chatfiles import OWNER, Plan, State, relied_on
+from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.held import Held, Trail
+from kvcli.runtime.promptcache.keeper import Keeper
+from kvcli.runtime.promptcache.pagefiles import basis_arrays
+from kvcli.runtime.promptcache.prefix import PrefixTree
+from kvcli.runtime.promptcache.prefixpages import needed
+from kvcli.runtime.promptcache.store import Kept
+from kvcli.runtime.promptcache.writer import Job
+
+PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
+STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
+WORDS = 64  # tokens of a file's text that it tells in words
+
+
+class PromptLedger(Ledger):
+    """Of one prompt of `n_tokens`: `follow` after each of its steps, `prefilled`, then `answered`.
+
+    `tree`: where its pages stay in memory, None = nowhere. `elsewhere`: gives the tokens of a chat's other branches,
+    whose files stay.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        tree: PrefixTree | None,
+        n_tokens: int,
+        elsewhere: Callable[[], Iterable[list[int]]] = tuple,
+    ) -> None:
+        super().__init__()
+        self.keeper, self.tree, self.elsewhere = keeper, tree, elsewhere
+        self.kept: list[Kept] = []  # what the store has of the prompt
+        self.trail = Trail(keeper.setting.pool.layout, n_tokens)
+        self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
+        self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
+        self._named: tuple[Job, int] | None = None  # the user's own, and its tokens
+        self._began = self._last_part = time.monotonic()
+
+    def found(self, kept: list[Kept]) -> None:
+        """What the store has of the prompt, beside what is on its way there."""
+        paths = {file.path for file in kept}
+        self.kept = [*kept, *(file for job, file, _ in self._stored if not job.problem and file.path not in paths)]
+        if owner := self.keeper.owner:
+            mine = (file for file in kept if file.contents.about.get(OWNER) == owner)
+            self.keeper.owned.update((file.path, file.contents) for file in mine)
+
+    def follow(self, seq: Sequence) -> None:
+        """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
+        keeper = self.keeper
+        if keeper.stores(self.trail.end) or (keeper.file is not None and not keeper.options.read_only):
+            self.trail.follow(seq)
+        now = time.monotonic()
+        due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE)
+        if due and seq.length < self.trail.end and keeper.stores(seq.length):
+            self._last_part = now
+            held = seq.numbered()
+            state = State(self._layout, seq.length, 0, held, self.kept, keeper.owner)
+            plan = Plan(sorted(state.new & set(needed(self._layout, seq.length))))
+            self._parts |= self._write(seq, state, plan, now - self._began)
+        keeper.writer.pump()
+
+    def prefilled(self, seq: Sequence, seconds: float) -> None:
+        """All of the prompt's rows are there, after `seconds`."""
+        keeper = self.keeper
+        if self.tree is not None:
+            self.tree.insert(seq, whole=True)
+        if keeper.stores(seq.length):
+            self.to_store(seq, seconds)
+        if keeper.file is not None and not keeper.options.save_answer:
+            self._to_file(seq, seconds)
+
+    def answered(self, seq: Sequence) -> Written:
+        """There will be no more rows. Where that is awaited, all is written first."""
+        keeper = self.keeper
+        if self.tree is not None:
+            self.tree.insert(seq)
+        if keeper.file is not None and keeper.options.save_answer:
+            self._to_file(seq, 0.0)
+        if keeper.options.awaited:
+            keeper.wait()
+        keeper.writer.pump()
+        return self._written()
+
+    @property
+    def _layout(self) -> KVLayout:
+        return self.keeper.setting.pool.layout
+
+    def to_store(self, seq: Sequence, seconds: float) -> None:
+        """Write the pages that the store does not have yet, but for parts of this prompt, in one file."""
+        store, owner = self.keeper.store, self.keeper.owner
+        assert store is not None
+        if seconds > STALE_S:
+            with closing(store.find(seq.tokens)) as found:
+                self.found(found.kept)
+        store.touch(file for file in self.kept if file.agrees == file.contents.end)  # none of a prompt's goes alone
+        held = {**self.trail.copies, **seq.numbered()}
+        kept = [file for file in self.kept if file.path not in self._parts]
+        state = State(self._layout, seq.length, self.reuse.tokens, held, kept, owner)
+        if owner and state.new:
+            plan = chatfiles.plan(state, self.keeper.owned, relied_on(store, self._layout, self.elsewhere()))
+        else:
+            plan = Plan(sorted(state.new))
+        self._write(seq, state, replace(plan, replaced=(*plan.replaced, *self._parts)), seconds)
+        self._parts.clear()
+
+    def _write(self, seq: Sequence, state: State, plan: Plan, seconds: float) -> set[Path]:
+        """Write a file of the store, if there is anything to write."""
+        store, layout = self.keeper.store, self._layout
+        if store is None or not plan.pages:
+            return set()
+        whole = [number for arena, number in plan.pages if layout.arenas[arena].kind != SLIDING]
+        first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
+        parent = store.chain(seq.tokens)[first]
+        about = {OWNER: self.keeper.owner} if plan.own else {}
+        contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * layout.page_size, parent)
+        self.keeper.announce(store)
+        held_pages = Held(seq, self.trail.copies, plan.pages)
+        write = partial(store.add, replaced=plan.replaced)
+        job = self.keeper.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
+        file = Kept(store.path_of(contents), contents, seq.length)
+        stored = (each for each in self._stored if each[1].path not in plan.replaced)
+        self._stored = [*stored, (job, file, state.rows(plan.pages))]
+        self._replace(file, plan)
+        return {file.path}
+
+    def _replace(self, file: Kept, plan: Plan) -> None:
+        """The store has this file now, or will soon, and no longer those that it replaces."""
+        self.kept = [file, *(other for other in self.kept if other.path not in plan.replaced)]
+        for path in plan.replaced:
+            self.keeper.owned.pop(path, None)
+        if plan.own:
+            self.keeper.owned[file.path] = file.contents
+
+    def _to_file(self, seq: Sequence, seconds: float) -> None:
+        """Write the file that the user named, where it has less than this."""
+        file = self.keeper.file
+        assert file is not None
+        if not file.wants(seq.tokens):
+            return
+        keys = sorted({**self.trail.copies, **seq.numbered()})
+        contents = self._contents(seq, keys, seconds, self.keeper.setting.identity(), {})
+        held_pages = Held(seq, self.trail.copies, keys)
+        self._named = self.keeper.writer.start(contents, held_pages, file.write, str(file.path)), seq.length
+
+    def _written(self) -> Written:
+        """What has become of the prompt's files; those that are not done are taken for written."""
+        stored = [(job, n) for job, _, n in self._stored]
+        named = [] if self._named is None else [self._named]
+        failures = [job.failure for job, _ in (*stored, *named) if job.problem]
+        written = (sum(n for job, n in jobs if not job.problem) for jobs in (stored, named))
+        return Written(max(written), tuple(failures))
+
+    def _contents(
+        self,
+        seq: Sequence,
+        keys: Iterable[PageKey],
+        seconds: float,
+        identity: dict[str, str],
+        more: dict[str, str],
+        start: int = 0,
+        parent: str = "",
+    ) -> Contents:
+        """What a file says that has these pages, and the tokens from `start` on."""
+        setting, options, arenas = self.keeper.setting, self.keeper.options, self._layout.arenas
+        about = userfile.about(setting.model, setting.computed_on, seq.losses(), seconds, self.keeper.exact) | more
+        about["begins"] = " ".join(setting.text_of(seq.tokens[max(start, options.lead) :][:WORDS]).split())
+        about |= {"source": options.source} if options.source else {}
+        about |= {"chat": options.chat} if options.chat is not None else {}
+        sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
+        basis = basis_arrays(seq.bases)
+        return Contents(identity, seq.tokens[start:], list(keys), sizes, basis, about, start, parent)
