@@ -228,7 +228,7 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
         (("smollm2", "--tp", "4"), "--tp 4"),
         (("smollm2", "--json", "--csv"), "only one of --json and --csv can be given"),
         (("smollm2", "--units", "mb"), "--units must be one of MiB, GiB, MB, GB, B, not 'mb'"),
-        (("smollm2", "--batch-size", "0"), "--batch-size must be 1 or more, not 0"),
+        (("smollm2", "--batch-size", "0"), "--batch-size must be 1 to 1,048,576, not 0"),
         (("smollm2", "--print-args", "--tp", "3"), "one device and one sequence"),
         (("smollm2", "--print-args", "--batch-size", "2"), "one device and one sequence"),
         (("smollm2", "--page-size", "48"), "--page-size"),

@@ -271,6 +271,73 @@ def test_set_and_unset(config: Path, kv_here: KvHere) -> None:
     assert "change it in an editor" in kv_here("config", "unset", "stop")[2]
 
 
+REFUSED = {
+    "ctx-size": ("foo", "a number of tokens"),
+    "top-p": ("7", "in (0, 1]"),
+    "device": ("gpu9", "auto, cpu, cuda or cuda:N"),
+    "page-size": ("17", "16, 32, 64 or 128"),
+    "cache-type": ("x", "'x' is not a cache type"),
+    "cache-type-k": ("int8,int4", "only one cache type"),
+    "kv-tail": ("2", "0 or 1"),
+    "model": ("", "empty"),
+    "backend": ("cuda", "one of auto, native, reference"),
+    "threads": ("2000", "0 to 1,024"),
+    "vram-limit": ("lots", "a size"),
+    "evict": ("all", "one of none, sink, window"),
+    "window": ("0", "0"),
+    "on-overflow": ("cut", "one of error, "),
+    "cache-size": ("big", "a size"),
+    "cache-ttl": ("7x", "a time"),
+    "cache-min-tokens": ("0", "1 or more"),
+    "predict": ("5q", "a number of tokens"),
+    "stop": ("", "empty"),
+    "logit-bias": ("5", "a token id and a signed bias"),
+    "n-samples": ("0", "1 or more"),
+    "session": ("a/b", "name"),
+    "bench.n-gen": ("x", "a number of tokens"),
+    "bench.bandwidth": ("0", "above 0"),
+    "perplexity.max-ppl-delta": ("much", "a percentage"),
+    "perplexity.cache-type": ("f16,int5", "'int5' is not a cache type"),
+    "eval.recall.depths": ("0,101", "percentages"),
+    "estimate.gpu": ("voodoo", "no card named"),
+    "estimate.ctx-size": ("4k,x", "a number of tokens"),
+    "estimate.layers": ("0", "a positive number"),
+    "estimate.params": ("many", "a number of weights"),
+    "estimate.units": ("mb", "one of MiB"),
+    "cache.prune.max-size": ("big", "a size"),
+    "cache.verify.recompute": ("-1", "0 or more"),
+    "tokenize.model": ("", "empty"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "must"), [(name, *rest) for name, rest in REFUSED.items()])
+def test_what_the_option_refuses_is_not_set(name: str, value: str, must: str, config: Path, kv_here: KvHere) -> None:
+    config.write_text("seed = 1\n")
+    code, out, err = kv_here("config", "set", name, value)
+    assert (code, out) == (2, "") and must in err.splitlines()[0]
+    assert config.read_text() == "seed = 1\n"
+
+
+def test_a_variable_and_the_file_are_checked_as_what_is_typed(
+    config: Path, kv: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text('device = "gpu9"')
+    assert kv("run", "hello").err.startswith(f"kv: error: device in {config} must be auto, cpu, cuda or cuda:N, not")
+    monkeypatch.setenv("KV_PAGE_SIZE", "17")
+    outcome = kv("run", "hello", "--device", "cpu")
+    assert outcome.code == 2 and outcome.err.startswith("kv: error: KV_PAGE_SIZE must be 16, 32, 64 or 128, not 17")
+
+
+def test_every_value_is_checked_where_it_is_read() -> None:
+    """What has no check of its own may be any text, or any number."""
+    free = {"system", "system-file", "cache-dir", "text", "branch", "seed of eval recall", "model of estimate"}
+    for words, command in COMMANDS.items():
+        for option in settings.settable(command.params):
+            if option.callback is None and not option.is_flag:
+                name = settings.name(option)
+                assert {name, f"{name} of {' '.join(words)}"} & free
+
+
 def test_a_file_is_made_and_a_link_stays_one(config: Path, kv_here: KvHere) -> None:
     assert kv_here("config", "set", "bench.repetitions", "3")[0] == 0
     assert config.read_text() == "[bench]\nrepetitions = 3\n"

@@ -13,7 +13,8 @@ import typer
 
 from kvcli.cli import engines, render
 from kvcli.cli.flags import comparing
-from kvcli.cli.flags.cache import Types
+from kvcli.cli.flags.cache import Types, check_size_of_step
+from kvcli.cli.flags.checks import check_bandwidth, checked, in_range
 from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.host.device import Device
 
 MIB = 1 << 20
+_NONE, _DEPTH = "; 0 = none", "; -d is not --device"  # for hints
 SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit")
 MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
 
@@ -47,50 +49,70 @@ def register(app: typer.Typer) -> None:
     app.command("bench", rich_help_panel=PLANNING, epilog=EXAMPLES)(bench)
 
 
-def _option(*names: str, help: str, metavar: str = "LIST") -> typer.models.OptionInfo:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=MEASURE)
+_option = partial(typer.Option, rich_help_panel=MEASURE)
+
+
+def _list(*names: str, help: str, more: str) -> typer.models.OptionInfo:
+    """An option whose value is what `_lengths` takes."""
+    return _option(*names, metavar="LIST", help=help, callback=checked(partial(_lengths, flag=names[-1], more=more)))
+
+
+def _lengths(text: str, flag: str, more: str) -> list[int]:
+    """'0,4k' -> tokens, each once. Raises UsageError."""
+    return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))
 
 
 @dataclass(frozen=True)
 class BenchFlags:
     """Lengths, depths and repetitions."""
 
-    n_prompt: Annotated[str, _option("-p", "--n-prompt", help="Prompt lengths to measure; 0 = none.")] = "512"
-    n_gen: Annotated[str, _option("-n", "--n-gen", help="Numbers of tokens to generate; 0 = none.")] = "128"
+    n_prompt: Annotated[str, _list("-p", "--n-prompt", help="Prompt lengths to measure; 0 = none.", more=_NONE)] = "512"
+    n_gen: Annotated[str, _list("-n", "--n-gen", help="Numbers of tokens to generate; 0 = none.", more=_NONE)] = "128"
     n_depth: Annotated[
-        str, _option("-d", "--n-depth", help="Numbers of tokens that are in the cache already, e.g. 0,4k.")
+        str,
+        _list(
+            *("-d", "--n-depth"),
+            help="Numbers of tokens that are in the cache already, e.g. 0,4k.",
+            more=_DEPTH,
+        ),
     ] = "0"
     repetitions: Annotated[
-        int, _option("-r", "--repetitions", metavar="N", help="Repetitions of each test; the median counts.")
+        int,
+        _option(
+            *("-r", "--repetitions"),
+            metavar="N",
+            help="Repetitions of each test; the median counts.",
+            callback=in_range("--repetitions", 1),
+        ),
     ] = 5
     no_warmup: Annotated[
         bool, typer.Option("--no-warmup", rich_help_panel=MEASURE, help="Skip the warm-up run of each test.")
     ] = False
     bandwidth: Annotated[
-        float | None, _option("--bandwidth", metavar="GB/s", help="Memory bandwidth, from which the limit is computed.")
+        float | None,
+        _option(
+            "--bandwidth",
+            metavar="GB/s",
+            help="Memory bandwidth, from which the limit is computed.",
+            callback=check_bandwidth,
+        ),
     ] = None
     ubatch_size: Annotated[
         int,
         _option(
-            "-ub", "--ubatch-size", "-b", "--batch-size", metavar="N", help="Tokens per prefill step; 0 = automatic."
+            *("-ub", "--ubatch-size", "-b", "--batch-size"),
+            metavar="N",
+            help="Tokens per prefill step; 0 = automatic.",
+            callback=check_size_of_step,
         ),
     ] = CacheOptions.ubatch
 
     def cases(self) -> list[Case]:
-        """Every test. Raises UsageError, for the other flags too."""
+        """Every test. Raises UsageError where there is none."""
         from kvcli.runtime.evaluate import benching
 
-        for flag, value, least in (("--repetitions", self.repetitions, 1), ("--ubatch-size", self.ubatch_size, 0)):
-            if value < least:
-                raise UsageError(f"{flag} must be {least} or more, not {value}")
-        if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
-            raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {self.bandwidth}")
-        prompts, generations = (
-            _lengths(text, flag, "; 0 = none")
-            for text, flag in ((self.n_prompt, "--n-prompt"), (self.n_gen, "--n-gen"))
-        )
-        depths = _lengths(self.n_depth, "--n-depth", "; -d is not --device")
-        found = benching.cases(prompts, generations, depths)
+        prompts, generations = _lengths(self.n_prompt, "--n-prompt", _NONE), _lengths(self.n_gen, "--n-gen", _NONE)
+        found = benching.cases(prompts, generations, _lengths(self.n_depth, "--n-depth", _DEPTH))
         if not found:
             raise UsageError("there is nothing to measure: -p and -n are both 0")
         return found
@@ -303,8 +325,3 @@ def _result(types: Types, speed: Speed, bandwidth: float | None) -> dict[str, An
         "limit_tps": limit,
         "share_of_limit": None if limit is None else speed.median / limit,
     }
-
-
-def _lengths(text: str, flag: str, more: str) -> list[int]:
-    """'0,4k' -> tokens, each once. Raises UsageError."""
-    return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))

@@ -12,6 +12,7 @@ from kvcli.cli import render
 from kvcli.cli.app import App
 from kvcli.cli.flags import comparing
 from kvcli.cli.flags.cache import Types
+from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
@@ -49,33 +50,43 @@ def evaluate(ctx: typer.Context) -> None:
 _option = partial(typer.Option, rich_help_panel=MEASURE)
 
 
+def _sizes(text: str) -> list[int]:
+    """'1k,2k' -> tokens, each once. Raises UsageError."""
+    return list(dict.fromkeys(parse_tokens(entry, "--ctx") for entry in text.split(",")))
+
+
+def _depths(text: str) -> list[float]:
+    """'0,50' -> percentages, each once. Raises UsageError."""
+    try:
+        found = [float(entry) for entry in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= depth <= 100 for depth in found):
+        raise UsageError(f"--depths must be percentages, not '{text}'", "write them with commas, e.g. 0,50,100")
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True)
 class QuestionFlags:
     """Which questions are asked."""
 
     depths: Annotated[
-        str, _option("--depths", metavar="LIST", help="Positions of the key, in percent of the filler.")
+        str,
+        _option(
+            "--depths",
+            metavar="LIST",
+            help="Positions of the key, in percent of the filler.",
+            callback=checked(_depths),
+        ),
     ] = "0,25,50,75,100"
-    lengths: Annotated[str, _option("--ctx", metavar="LIST", help="Context lengths, in tokens.")] = "1k,2k,4k"
-    trials: Annotated[int, _option("--trials", metavar="N", min=1, help="Number of questions per depth.")] = 1
+    lengths: Annotated[
+        str, _option("--ctx", metavar="LIST", help="Context lengths, in tokens.", callback=checked(_sizes))
+    ] = "1k,2k,4k"
+    trials: Annotated[
+        int,
+        _option("--trials", metavar="N", help="Number of questions per depth.", callback=in_range("--trials", 1)),
+    ] = 1
     seed: Annotated[int, _option("-s", "--seed", metavar="N", help="Random seed of keys and filler.")] = 0
-
-    def sizes(self) -> list[int]:
-        """Raises UsageError."""
-        found = [parse_tokens(entry, "--ctx") for entry in self.lengths.split(",")]
-        return list(dict.fromkeys(found))
-
-    def at(self) -> list[float]:
-        """Raises UsageError."""
-        try:
-            found = [float(entry) for entry in self.depths.split(",")]
-        except ValueError:
-            found = [-1.0]
-        if not all(0 <= depth <= 100 for depth in found):
-            raise UsageError(
-                f"--depths must be percentages, not '{self.depths}'", "write them with commas, e.g. 0,50,100"
-            )
-        return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ def recall(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         chosen = types.types(DEFAULT_TYPES, invocation)
-        lengths, depths = questions.sizes(), questions.at()
+        lengths, depths = _sizes(questions.lengths), _depths(questions.depths)
         evicting = evict.options(types.page_size, prompt=False)
         engine = comparing.open_for(model, types, evicting, max(lengths), invocation, interrupts)
         comparing.warn_of_types(engine, chosen, max(lengths), invocation)

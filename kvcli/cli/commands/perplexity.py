@@ -15,6 +15,7 @@ import typer
 from kvcli.cli import inputs, render
 from kvcli.cli.flags import comparing
 from kvcli.cli.flags.cache import Types
+from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
@@ -51,6 +52,22 @@ def register(app: typer.Typer) -> None:
 _option = partial(typer.Option, rich_help_panel=MEASURE)
 
 
+def _chunk(text: str) -> int:
+    return parse_tokens(text, "--ctx-size")
+
+
+def _check_kld(value: float) -> None:
+    if not value >= 0:
+        raise UsageError(f"--max-kld must be 0 or more (in nats), not {value}")
+
+
+def _percentage(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"--max-ppl-delta must be a percentage, not '{text}'", "write 0.5%")
+    return float(match[1])
+
+
 @dataclass(frozen=True)
 class TextFlags:
     """The texts, how they are cut and what is scored."""
@@ -59,19 +76,26 @@ class TextFlags:
         list[str],
         _option("-f", "--file", metavar="FILE", help="Text file; - = stdin (repeatable).", show_default="stdin"),
     ] = field(default_factory=list)
-    ctx_size: Annotated[str, _option("-c", "--ctx-size", metavar="N", help="Tokens per chunk.")] = "512"
+    ctx_size: Annotated[
+        str, _option("-c", "--ctx-size", metavar="N", help="Tokens per chunk.", callback=checked(_chunk))
+    ] = "512"
     chunks: Annotated[
         int,
-        _option("--chunks", metavar="N", min=0, help="Maximum number of chunks per text; 0 = all complete ones."),
+        _option(
+            "--chunks",
+            metavar="N",
+            help="Maximum number of chunks per text; 0 = all complete ones.",
+            callback=in_range("--chunks", 0),
+        ),
     ] = 0
     score_from: Annotated[
         int | None,
         _option(
             "--score-from",
             metavar="N",
-            min=0,
             help="First position of a chunk that is scored.",
             show_default="the second half",
+            callback=in_range("--score-from", 0),
         ),
     ] = None
 
@@ -79,7 +103,7 @@ class TextFlags:
         """Raises UsageError."""
         from kvcli.runtime.evaluate.quality import Protocol
 
-        found = Protocol(parse_tokens(self.ctx_size, "--ctx-size"), self.chunks, self.score_from)
+        found = Protocol(_chunk(self.ctx_size), self.chunks, self.score_from)
         found.check()
         return found
 
@@ -100,7 +124,12 @@ class GateFlags:
 
     max_kld: Annotated[
         float | None,
-        _option("--max-kld", metavar="X", help="Exit with code 8 if a type's mean KL divergence is above X."),
+        _option(
+            "--max-kld",
+            metavar="X",
+            help="Exit with code 8 if a type's mean KL divergence is above X.",
+            callback=checked(_check_kld),
+        ),
     ] = None
     max_ppl_delta: Annotated[
         str | None,
@@ -108,12 +137,13 @@ class GateFlags:
             "--max-ppl-delta",
             metavar="X%",
             help="Exit with code 8 if a type's perplexity is more than X % above that of f16.",
+            callback=checked(_percentage),
         ),
     ] = None
 
     def check(self, types: list[Types]) -> None:
-        """Raises UsageError where a limit makes no sense, or there is nothing to hold it against."""
-        limited = self.ppl_limit() is not None or self.max_kld is not None
+        """Raises UsageError where there is nothing to hold a limit against."""
+        limited = self.max_ppl_delta is not None or self.max_kld is not None
         if limited and set(types) == {("f16", "f16")}:
             raise UsageError(
                 "a limit for f16 alone checks nothing: f16 is what it is compared with",
@@ -121,15 +151,8 @@ class GateFlags:
             )
 
     def ppl_limit(self) -> float | None:
-        """In per cent. Raises UsageError, for --max-kld too."""
-        if self.max_kld is not None and not self.max_kld >= 0:
-            raise UsageError(f"--max-kld must be 0 or more (in nats), not {self.max_kld}")
-        if self.max_ppl_delta is None:
-            return None
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%?", self.max_ppl_delta.strip(), re.ASCII)
-        if match is None:
-            raise UsageError(f"--max-ppl-delta must be a percentage, not '{self.max_ppl_delta}'", "write 0.5%")
-        return float(match[1])
+        """In per cent."""
+        return None if self.max_ppl_delta is None else _percentage(self.max_ppl_delta)
 
     def failures(self, rows: dict[Types, Summary]) -> list[str]:
         """What is above its limit; a figure that is not a number is."""

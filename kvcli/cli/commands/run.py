@@ -13,6 +13,7 @@ import typer
 
 from kvcli.cli import engines, render, report, verification
 from kvcli.cli.answer import Job, answer, settle
+from kvcli.cli.flags.checks import in_range
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -108,7 +109,12 @@ class OutputFlags:
     no_newline: Annotated[bool, _output("--no-newline", help="Do not add a newline at the end.")] = False
     n_samples: Annotated[
         int,
-        _generation("--n-samples", metavar="N", help="Number of answers from one prefill; more than 1 need --jsonl."),
+        _generation(
+            "--n-samples",
+            metavar="N",
+            help="Number of answers from one prefill; more than 1 need --jsonl.",
+            callback=in_range("--n-samples", 1),
+        ),
     ] = 1
     verify_estimate: Annotated[
         bool,
@@ -135,8 +141,6 @@ class OutputFlags:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl cannot be used together")
-        if self.n_samples < 1:
-            raise UsageError(f"--n-samples must be 1 or more, not {self.n_samples}")
         if self.n_samples > 1 and (not self.jsonl or copy is not None):
             raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
         out = TextOut.stdout(self.raw_output)
@@ -259,7 +263,7 @@ def run(
     """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(output.leave) as interrupts:
-        load, policy = model.options(invocation.offline), overflow.policy()
+        load, policy = model.options(invocation.offline), overflow.on_overflow
         sampling = sample.options(attended=render.is_terminal(sys.stdout))
         cache_options, kept = (
             cache.options(evict.options(cache.page_size)),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import inputs, render
-from kvcli.cli.flags.shared import DEFAULT_MODEL
+from kvcli.cli.flags.shared import DEFAULT_MODEL, check_model
 from kvcli.cli.helptext import MODEL, STORES
 from kvcli.cli.invocation import JsonFlag
 from kvcli.cli.locate import locate_model
@@ -43,6 +43,7 @@ def tokenize(
             rich_help_panel=MODEL,
             metavar="MODEL",
             help="A name (kv models ls), a .gguf file or org/repo[:quant].",
+            callback=check_model,
         ),
     ] = DEFAULT_MODEL,
     file: Annotated[

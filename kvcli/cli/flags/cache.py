@@ -4,11 +4,12 @@ cache types, one or lists of them. Never imports torch."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
 
 import typer
 
+from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.codecs import ALIASES, CODEC_SPECS, canonical
@@ -18,8 +19,24 @@ Types = tuple[str, str]  # of keys and of values
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_SINKS = 1 << 20
 
+check_size_of_step = in_range("--ubatch-size", 0, hint="0 = automatic")
+
+
+def _check_page_size(size: int) -> None:
+    if size not in PAGE_SIZES:
+        raise UsageError(f"--page-size must be 16, 32, 64 or 128, not {size}")
+
+
+def _check_tail(pages: int) -> None:
+    if pages not in (0, 1):
+        raise UsageError(f"--kv-tail must be 0 or 1, not {pages}")
+
+
 _option = functools.partial(typer.Option, rich_help_panel=KV_CACHE)
-PageSize = Annotated[int, _option("--page-size", metavar="16|32|64|128", help="Tokens per page.")]
+PageSize = Annotated[
+    int,
+    _option("--page-size", metavar="16|32|64|128", help="Tokens per page.", callback=checked(_check_page_size)),
+]
 Tail = Annotated[
     int,
     _option(
@@ -29,6 +46,7 @@ Tail = Annotated[
             "With types below 16 bits: pages at the end of a sequence that stay in 16 bits; 0 = "
             "quantize each row at once."
         ),
+        callback=checked(_check_tail),
     ),
 ]
 Sinks = Annotated[
@@ -37,18 +55,13 @@ Sinks = Annotated[
         "--kv-sink",
         metavar="N",
         help="With types below 16 bits: pages at the start of a sequence that stay in 16 bits.",
+        callback=in_range("--kv-sink", 0, MAX_SINKS, "it is a number of pages"),
     ),
 ]
 
 
-def check_pages(page_size: int, tail: int, sinks: int, types: Iterable[Types]) -> None:
-    """Raises UsageError for a --page-size, --kv-tail or --kv-sink that cannot be, of a cache of one of these types."""
-    if page_size not in PAGE_SIZES:
-        raise UsageError(f"--page-size must be 16, 32, 64 or 128, not {page_size}")
-    if tail not in (0, 1):
-        raise UsageError(f"--kv-tail must be 0 or 1, not {tail}")
-    if not 0 <= sinks <= MAX_SINKS:
-        raise UsageError(f"--kv-sink must be 0 to {MAX_SINKS:,} pages, not {sinks}")
+def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
+    """Raises UsageError for a --kv-tail and a --kv-sink that cannot be together, of a cache of one of these types."""
     if tail == sinks == 0 and any(CODEC_SPECS[canonical(name)].sealed for pair in types for name in pair):
         hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
         raise UsageError("--kv-tail 0 and --kv-sink 0 cannot be used together", hint)
@@ -88,6 +101,12 @@ def one_pair(both: str | None, keys: str | None, values: str | None) -> Types:
         named = ", ".join(dict.fromkeys("/".join(pair) for pair in pairs))
         raise UsageError(f"only one cache type can be used, not several: {named}", "for keys and values: -ct int8/int4")
     return pairs[0]
+
+
+def types_checked(flag: str, parse: Callable[[str | None, str | None, str | None], object]) -> Callable[[Any], Any]:
+    """The callback of one of these three options, whose values `parse` takes in this order."""
+    flags = ("--cache-type", "--cache-type-k", "--cache-type-v")
+    return checked(lambda text: parse(*(text if each == flag else None for each in flags)))
 
 
 def _checked(text: str, flag: str) -> list[str]:

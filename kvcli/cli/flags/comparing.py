@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import engines, render, report
-from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs, types_checked
 from kvcli.cli.flags.shared import ModelFlags
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.cli.interrupt import Interrupts
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
 
 
-def _option(*names: str, metavar: str, help: str) -> typer.models.OptionInfo:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=KV_CACHE, show_default=False)
+def _option(*names: str, help: str) -> typer.models.OptionInfo:
+    callback = types_checked(names[-1], type_pairs)
+    return typer.Option(
+        *names, metavar="LIST", help=help, rich_help_panel=KV_CACHE, show_default=False, callback=callback
+    )
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,22 @@ class TypeFlags:
     cache_type: Annotated[
         str | None,
         _option(
-            "-ct", "--cache-type", metavar="LIST", help="Cache types to compare, e.g. f16,int8,int8/int4 (keys/values)."
+            *("-ct", "--cache-type"),
+            help="Cache types to compare, e.g. f16,int8,int8/int4 (keys/values).",
         ),
     ] = None
     cache_type_k: Annotated[
         str | None,
         _option(
-            "-ctk", "--cache-type-k", metavar="LIST", help="Cache types of keys to compare, in place of those of -ct."
+            *("-ctk", "--cache-type-k"),
+            help="Cache types of keys to compare, in place of those of -ct.",
         ),
     ] = None
     cache_type_v: Annotated[
         str | None,
         _option(
-            "-ctv", "--cache-type-v", metavar="LIST", help="Cache types of values to compare, in place of those of -ct."
+            *("-ctv", "--cache-type-v"),
+            help="Cache types of values to compare, in place of those of -ct.",
         ),
     ] = None
     page_size: PageSize = CacheOptions.page_size
@@ -53,7 +59,7 @@ class TypeFlags:
     def types(self, default: str, invocation: Invocation) -> list[Types]:
         """Every pair once, in order, under their own names; foreign names are told. Raises UsageError."""
         pairs = type_pairs(self.cache_type, self.cache_type_k, self.cache_type_v) or type_pairs(default, None, None)
-        check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
+        check_pages(self.kv_tail, self.kv_sink, pairs)
         engines.tell_aliases(pairs, invocation)
         return list(dict.fromkeys((canonical(k), canonical(v)) for k, v in pairs))
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvcli.cli.flags.checks import checked, in_range, one_of
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import FULL
 from kvcli.cli.overflow import ERROR, POLICIES
@@ -17,6 +18,12 @@ from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
 
 _option = functools.partial(typer.Option, rich_help_panel=FULL)
+
+
+def _window(text: str) -> int:
+    if found := parse_tokens(text, "--window"):
+        return found
+    raise UsageError("--window is 0", "give a number of tokens, or leave it out for as many as fit")
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,18 @@ class EvictFlags:
             "--evict",
             metavar="none|window|sink",
             help="Forget old tokens: window keeps the recent ones, sink also the first ones.",
+            callback=checked(eviction.policy),
         ),
     ] = EvictOptions.policy
     window: Annotated[
         str | None,
-        _option("--window", metavar="N", help="Number of recent tokens to keep.", show_default="as many as fit"),
+        _option(
+            "--window",
+            metavar="N",
+            help="Number of recent tokens to keep.",
+            show_default="as many as fit",
+            callback=checked(_window),
+        ),
     ] = None
     keep: Annotated[
         int | None,
@@ -42,17 +56,13 @@ class EvictFlags:
             metavar="N",
             help="With sink: number of first tokens to keep; -1 = the whole prompt.",
             show_default="4",
+            callback=in_range("--keep", eviction.WHOLE_PROMPT, hint="-1 = the whole prompt"),
         ),
     ] = None
 
     def options(self, page_size: int, prompt: bool = True) -> EvictOptions:
         """`prompt`: whether there is one, for --keep -1. Raises UsageError for what cannot be in any context."""
-        window = 0
-        if self.window is not None:
-            window = parse_tokens(self.window, "--window")
-            if window == 0:
-                raise UsageError("--window is 0", "give a number of tokens, or leave it out for as many as fit")
-        asked = EvictOptions(self.evict, window, self.keep)
+        asked = EvictOptions(self.evict, 0 if self.window is None else _window(self.window), self.keep)
         eviction.check(asked, page_size)
         if asked.keep == eviction.WHOLE_PROMPT and not prompt:
             raise UsageError("--keep -1 means the whole prompt, and there is none here", "give a number of tokens")
@@ -69,11 +79,6 @@ class OverflowFlags:
             "--on-overflow",
             metavar="|".join(POLICIES),
             help="What to do with a prompt longer than the context: refuse it, or cut its start or middle.",
+            callback=one_of("--on-overflow", POLICIES),
         ),
     ] = ERROR
-
-    def policy(self) -> str:
-        """Raises UsageError."""
-        if self.on_overflow not in POLICIES:
-            raise UsageError(f"--on-overflow must be one of {', '.join(POLICIES)}, not '{self.on_overflow}'")
-        return self.on_overflow

@@ -13,6 +13,7 @@ import typer
 
 from kvcli import paths
 from kvcli.cli import render
+from kvcli.cli.flags.checks import checked, in_range, not_empty
 from kvcli.cli.helptext import PROMPT_CACHE
 from kvcli.cli.invocation import Invocation
 from kvcli.errors import OutputError, UsageError
@@ -22,6 +23,25 @@ from kvcli.runtime.host.memory import parse_size
 _option = functools.partial(typer.Option, rich_help_panel=PROMPT_CACHE)
 CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_time(text: str, flag: str) -> float:
+    """'90s', '30m', '36h' or '7d' -> seconds. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} must be a time, not '{text}'", "write 30m, 36h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def size_option(flag: str, help: str) -> typer.models.OptionInfo:
+    """An option whose value is a number of bytes, see `parse_size`."""
+    return _option(flag, metavar="SIZE", help=help, callback=checked(functools.partial(parse_size, flag=flag)))
+
+
+def time_option(flag: str, help: str) -> typer.models.OptionInfo:
+    """An option whose value is a time, see `parse_time`."""
+    return _option(flag, metavar="TIME", help=help, callback=checked(functools.partial(parse_time, flag=flag)))
+
 
 CacheDir = Annotated[
     str | None,
@@ -43,19 +63,21 @@ class StoreFlags:
     ] = True
     cache_dir: CacheDir = None
     cache_min_tokens: Annotated[
-        int, _option("--cache-min-tokens", metavar="N", help="Minimum length of a prompt that is stored, in tokens.")
+        int,
+        _option(
+            "--cache-min-tokens",
+            metavar="N",
+            help="Minimum length of a prompt that is stored, in tokens.",
+            callback=in_range("--cache-min-tokens", 1),
+        ),
     ] = PromptCacheOptions.min_tokens
-    cache_size: Annotated[str, _option("--cache-size", metavar="SIZE", help="Maximum size of all stored prompts.")] = (
-        CACHE_SIZE
+    cache_size: Annotated[str, size_option("--cache-size", "Maximum size of all stored prompts.")] = CACHE_SIZE
+    cache_ttl: Annotated[str, time_option("--cache-ttl", "How long an unused prompt stays stored, e.g. 36h or 7d.")] = (
+        CACHE_TTL
     )
-    cache_ttl: Annotated[
-        str, _option("--cache-ttl", metavar="TIME", help="How long an unused prompt stays stored, e.g. 36h or 7d.")
-    ] = CACHE_TTL
 
     def options(self, invocation: Invocation) -> PromptCacheOptions:
-        """Raises UsageError for a value out of range; a folder that cannot be made is told at once."""
-        if self.cache_min_tokens < 1:
-            raise UsageError(f"--cache-min-tokens must be 1 or more, not {self.cache_min_tokens}")
+        """A folder that cannot be made is told at once."""
         size = parse_size(self.cache_size, "--cache-size")
         ttl = parse_time(self.cache_ttl, "--cache-ttl")
         folder = store_folder(self.cache_dir) if self.use_cache else None
@@ -73,7 +95,10 @@ class FileFlags:
     prompt_cache: Annotated[
         str | None,
         _option(
-            "--prompt-cache", metavar="FILE", help="Reuse the cache in this file; create or extend it after the prompt."
+            "--prompt-cache",
+            metavar="FILE",
+            help="Reuse the cache in this file; create or extend it after the prompt.",
+            callback=not_empty("--prompt-cache", "give the name of a file"),
         ),
     ] = None
     prompt_cache_all: Annotated[
@@ -95,8 +120,6 @@ class FileFlags:
             if given := [f"--prompt-cache-{name}" for name, value in flags.items() if value]:
                 raise UsageError(f"{given[0]} needs --prompt-cache FILE", "it says what becomes of that file")
             return options
-        if not self.prompt_cache:
-            raise UsageError("--prompt-cache needs the name of a file, not ''")
         if self.prompt_cache_all and self.prompt_cache_ro:
             raise UsageError(
                 "--prompt-cache-all and --prompt-cache-ro cannot be used together", "leave one of them out"
@@ -122,11 +145,3 @@ def writable(name: str, hint: str = "name another file") -> Path:
 def store_folder(given: str | None) -> Path:
     """The folder of the store."""
     return Path(given).absolute() if given else paths.cache_dir() / "prompts"
-
-
-def parse_time(text: str, flag: str) -> float:
-    """'90s', '30m', '36h' or '7d' -> seconds. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", text.strip().lower(), re.ASCII)
-    if match is None:
-        raise UsageError(f"{flag} must be a time, not '{text}'", "write 30m, 36h or 7d")
-    return float(match[1]) * _SECONDS[match[2]]

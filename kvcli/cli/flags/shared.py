@@ -14,7 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_pages, one_pair
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_pages, check_size_of_step, one_pair, types_checked
+from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
 from kvcli.cli.inputs import argument, read_file
 from kvcli.errors import UsageError
@@ -52,6 +53,34 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _ctx_size(text: str) -> int:
+    return parse_tokens(text, "--ctx-size", "; 0 = automatic")
+
+
+def parse_tokens(text: str, flag: str, more: str = "") -> int:
+    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
+    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if tokens > MAX_CTX or len(match[1]) > 12:
+        raise UsageError(f"{flag} must be at most {MAX_CTX:,}, not '{text}'")
+    return tokens
+
+
+check_model = not_empty("--model", "give a name from kv models ls, or a .gguf file")
+
+
+def check_device(name: str) -> None:
+    from kvcli.runtime.host.device import parse_device
+
+    parse_device(name)
+
+
+def _check_limit(text: str) -> None:
+    parse_size(text, "--vram-limit", main_memory().total)
+
+
 def _parameters_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     result = []
@@ -76,7 +105,11 @@ class ModelFlags:
     model: Annotated[
         str,
         _model(
-            "-m", "--model", metavar="MODEL", help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub."
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub.",
+            callback=check_model,
         ),
     ] = DEFAULT_MODEL
     threads: Annotated[
@@ -89,6 +122,7 @@ class ModelFlags:
                 "Maximum number of CPU threads; 0 = one per physical core. Fewer are used while other"
                 " programs need the cores."
             ),
+            callback=in_range("--threads", 0, 1024, "0 = the physical cores"),
         ),
     ] = 0
     backend: Annotated[
@@ -97,12 +131,16 @@ class ModelFlags:
             "--backend",
             metavar="auto|native|reference",
             help="CPU kernels: native = compiled, reference = plain torch.",
+            callback=one_of("--backend", ("auto", "native", "reference")),
         ),
     ] = "auto"
     device: Annotated[
         str,
         _model(
-            "--device", metavar="auto|cpu|cuda[:N]", help="Device to run on; auto = the first usable GPU, else the CPU."
+            "--device",
+            metavar="auto|cpu|cuda[:N]",
+            help="Device to run on; auto = the first usable GPU, else the CPU.",
+            callback=checked(check_device),
         ),
     ] = "auto"
     exact: Annotated[
@@ -122,22 +160,11 @@ class ModelFlags:
                 " fraction such as 0.9."
             ),
             show_default="all that is free",
+            callback=checked(_check_limit),
         ),
     ] = None
 
     def options(self, offline: bool = False) -> LoadOptions:
-        """Raises UsageError for a value out of range."""
-        from kvcli.runtime.host.device import parse_device
-
-        if not self.model.strip():
-            raise UsageError("--model is empty", "give a name from kv models ls, or a .gguf file")
-        if self.backend not in ("auto", "native", "reference"):
-            raise UsageError(f"--backend must be auto, native or reference, not '{self.backend}'")
-        if not 0 <= self.threads <= 1024:
-            raise UsageError(f"--threads must be 0 (the physical cores) to 1,024, not {self.threads}")
-        if self.vram_limit is not None:
-            parse_size(self.vram_limit, "--vram-limit", main_memory().total)
-        parse_device(self.device)
         return LoadOptions(
             *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
             exact=self.exact,
@@ -158,6 +185,7 @@ class CacheFlags:
                 "Maximum number of tokens in the context, e.g. 4096 or 32k; 0 = as trained, or as "
                 "many as fit in memory."
             ),
+            callback=checked(_ctx_size),
         ),
     ] = "0"
     cache_type_k: Annotated[
@@ -168,11 +196,19 @@ class CacheFlags:
             metavar="T",
             help="Cache type of keys: auto, f32, f16, bf16, fp8, fp8_e5m2, int8, int6 or int4.",
             show_default="auto",
+            callback=types_checked("--cache-type-k", one_pair),
         ),
     ] = None
     cache_type_v: Annotated[
         str | None,
-        _cache("-ctv", "--cache-type-v", metavar="T", help="Cache type of values.", show_default="same as the keys"),
+        _cache(
+            "-ctv",
+            "--cache-type-v",
+            metavar="T",
+            help="Cache type of values.",
+            show_default="same as the keys",
+            callback=types_checked("--cache-type-v", one_pair),
+        ),
     ] = None
     cache_type: Annotated[
         str | None,
@@ -182,6 +218,7 @@ class CacheFlags:
             metavar="T[/T]",
             help="Cache type of keys and values, or of each: int8/int4.",
             show_default=False,
+            callback=types_checked("--cache-type", one_pair),
         ),
     ] = None
     force_cache_type: Annotated[
@@ -203,18 +240,16 @@ class CacheFlags:
             "--prefill-chunk",
             metavar="N",
             help="Tokens per prefill step; 0 = automatic: 512 (256 with types below 16 bits), on a GPU up to 2,048.",
+            callback=check_size_of_step,
         ),
     ] = CacheOptions.ubatch
 
     def options(self, evict: EvictOptions) -> CacheOptions:
-        """Raises UsageError for a value out of range."""
+        """Raises UsageError for values that do not go together."""
         type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
-        check_pages(self.page_size, self.kv_tail, self.kv_sink, [(type_k, type_v)])
-        if self.ubatch_size < 0:
-            raise UsageError(f"--ubatch-size must be 0 or more, not {self.ubatch_size}")
-        ctx_size = parse_tokens(self.ctx_size, "--ctx-size", "; 0 = automatic")
+        check_pages(self.kv_tail, self.kv_sink, [(type_k, type_v)])
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
-        return CacheOptions(ctx_size, type_k, type_v, *pages, self.force_cache_type, evict)
+        return CacheOptions(_ctx_size(self.ctx_size), type_k, type_v, *pages, self.force_cache_type, evict)
 
 
 @dataclass(frozen=True)
@@ -233,14 +268,3 @@ class SystemFlags:
         if self.system_file is not None:
             return read_file(self.system_file)
         return None if self.system is None else argument(self.system, "the system message", "-sysf", tell)
-
-
-def parse_tokens(text: str, flag: str, more: str = "") -> int:
-    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
-    if match is None:
-        raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
-    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
-    if tokens > MAX_CTX or len(match[1]) > 12:
-        raise UsageError(f"{flag} must be at most {MAX_CTX:,}, not '{text}'")
-    return tokens

@@ -12,6 +12,7 @@ from kvcli.cli import cachefiles, engines, render
 from kvcli.cli.commands.cache import comparing
 from kvcli.cli.commands.cache.arguments import Name, stored_files
 from kvcli.cli.commands.run import PromptFlags
+from kvcli.cli.flags.checks import in_range
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.flags.shared import ModelFlags, SystemFlags, grouped
 from kvcli.cli.interrupt import Interrupts, last_words
@@ -70,19 +71,27 @@ def verify(
     ] = None,
     cache_dir: CacheDir = None,
     recompute: Annotated[
-        int, typer.Option("--recompute", metavar="N", help="Also recompute all rows with -m and compare N pages.")
+        int,
+        typer.Option(
+            "--recompute",
+            metavar="N",
+            help="Also recompute all rows with -m and compare N pages.",
+            callback=in_range("--recompute", 0, hint="it is a number of pages; 0 computes nothing"),
+        ),
     ] = 0,
     tol: Annotated[
-        float, typer.Option("--tol", metavar="X", help="Largest error of an element that --recompute accepts.")
+        float,
+        typer.Option(
+            "--tol",
+            metavar="X",
+            help="Largest error of an element that --recompute accepts.",
+            callback=in_range("--tol", 0),
+        ),
     ] = 0.0,
     json: JsonFlag = False,
 ) -> None:
     """Check prompt caches against their checksums (exit code 6) or against recomputed rows (exit code 8)."""
     invocation: Invocation = ctx.obj
-    if recompute < 0:
-        raise UsageError(
-            f"--recompute must be 0 or more, not {recompute}", "it is a number of pages; 0 computes nothing"
-        )
     root, code = store_folder(cache_dir), 0
     entries: list[dict[str, Any]] = []
     for file in [cachefiles.locate(name, root) for name in names] if names else stored_files(cache_dir, invocation):

@@ -10,7 +10,7 @@ import typer
 from kvcli.cli import cachefiles, render
 from kvcli.cli.cachefiles import Described
 from kvcli.cli.commands.cache.arguments import Name, stored_files
-from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_folder
+from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_folder, time_option
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.runtime.promptcache.file import PromptCacheFile
@@ -30,8 +30,7 @@ def ls(
     ctx: typer.Context,
     cache_dir: CacheDir = None,
     cache_ttl: Annotated[
-        str,
-        typer.Option("--cache-ttl", metavar="TIME", help="As given to kv run: entries unused for longer are expired."),
+        str, time_option("--cache-ttl", "As given to kv run: entries unused for longer are expired.")
     ] = CACHE_TTL,
     json: JsonFlag = False,
 ) -> None:

@@ -10,7 +10,15 @@ import typer
 from kvcli.cli import cachefiles, render
 from kvcli.cli.commands.cache.arguments import stored_files
 from kvcli.cli.confirm import confirm_removal
-from kvcli.cli.flags.promptcache import CACHE_SIZE, CACHE_TTL, CacheDir, parse_time, store_folder
+from kvcli.cli.flags.promptcache import (
+    CACHE_SIZE,
+    CACHE_TTL,
+    CacheDir,
+    parse_time,
+    size_option,
+    store_folder,
+    time_option,
+)
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import OutputError, UsageError
 from kvcli.runtime.host.memory import parse_size
@@ -42,12 +50,8 @@ def rm(
 
 def prune(
     ctx: typer.Context,
-    max_size: Annotated[
-        str, typer.Option("--max-size", metavar="SIZE", help="Maximum size of what stays.")
-    ] = CACHE_SIZE,
-    older_than: Annotated[
-        str, typer.Option("--older-than", metavar="TIME", help="Also remove what was unused for this long.")
-    ] = CACHE_TTL,
+    max_size: Annotated[str, size_option("--max-size", "Maximum size of what stays.")] = CACHE_SIZE,
+    older_than: Annotated[str, time_option("--older-than", "Also remove what was unused for this long.")] = CACHE_TTL,
     yes: Yes = False,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,

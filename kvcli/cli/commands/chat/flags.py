@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcli.cli import render
+from kvcli.cli.flags.checks import checked
 from kvcli.cli.helptext import CHAT, OUTPUT
 from kvcli.errors import UsageError
 from kvcli.runtime.promptcache import sessions
@@ -24,9 +25,17 @@ class ChatFlags:
 
     session: Annotated[
         str | None,
-        _option("--session", metavar="NAME", help="Save the chat under this name; continue it if it exists."),
+        _option(
+            "--session",
+            metavar="NAME",
+            help="Save the chat under this name; continue it if it exists.",
+            callback=checked(sessions.check_name),
+        ),
     ] = None
-    resume: Annotated[str | None, _option("--resume", metavar="NAME", help="Continue a saved chat.")] = None
+    resume: Annotated[
+        str | None,
+        _option("--resume", metavar="NAME", help="Continue a saved chat.", callback=checked(sessions.check_name)),
+    ] = None
     continue_: Annotated[bool, _option("--continue", help="Continue the chat that was saved last.")] = False
     script: Annotated[
         bool, _option("--script", help="Read messages from stdin, one per line; write answers to stdout.")
@@ -54,7 +63,7 @@ class ChatFlags:
         if not any(given):
             return ""
         if self.session is not None:
-            return sessions.check_name(self.session)
+            return self.session
         saved = sessions.names()
         if not saved:
             raise UsageError("there is no saved chat", "kv chat --session NAME saves one")

@@ -92,8 +92,6 @@ def _report(
     if name is None and not given.shapes:
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
-    if device.bandwidth is not None and not 0 < device.bandwidth < 1e6:
-        raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {device.bandwidth}")
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     model = planned_model(name, given, target.memory.kind, invocation.offline)
     wish = plan.wish(model, evict)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs
-from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.flags.cache import (
+    PageSize,
+    Sinks,
+    Tail,
+    Types,
+    check_pages,
+    check_size_of_step,
+    type_pairs,
+    types_checked,
+)
+from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, one_of
+from kvcli.cli.flags.shared import check_device, parse_tokens
 from kvcli.cli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
 from kvcli.cli.invocation import JsonFlag
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.host.cores import usable_cpus
+from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
     from kvcli.cli.commands.estimate.comparison import Pair, Wish
@@ -26,7 +38,52 @@ UNITS = ("MiB", "GiB", "MB", "GB", "B")
 
 
 _plan, _device, _output = (functools.partial(typer.Option, rich_help_panel=title) for title in (PLAN, DEVICE, OUTPUT))
-_shape = functools.partial(typer.Option, rich_help_panel=SHAPE, metavar="N")
+_count = functools.partial(in_range, least=1, most=1 << 20)  # of sequences or devices
+
+
+def _shape(flag: str, help: str, metavar: str = "N") -> typer.models.OptionInfo:
+    """An option of a size that `Given` checks."""
+
+    def check(value: float) -> None:
+        from kvcli.runtime.headers.shapes import Given
+
+        Given(**{flag.removeprefix("--").replace("-", "_"): value})  # type: ignore[arg-type]
+
+    return typer.Option(flag, help=help, metavar=metavar, rich_help_panel=SHAPE, callback=checked(check))
+
+
+def _contexts(text: str) -> list[int]:
+    """'4k,32k' -> tokens; 0 = as trained. Raises UsageError."""
+    return [parse_tokens(word, "--ctx-size", "; 0 = as trained") for word in text.split(",")]
+
+
+def _shared(text: str) -> int:
+    return parse_tokens(text, "--shared-prefix")
+
+
+def _check_card(name: str) -> None:
+    from kvcli.runtime.plan.cards import find_card
+
+    find_card(name)
+
+
+def _check_part(flag: str) -> Callable[[Any], Any]:
+    """Of an amount of memory that may be a fraction of one not known yet."""
+    return checked(lambda text: parse_size(text, flag, 1 << 40))
+
+
+def _parameters(text: str) -> int:
+    """'8e9', '8b', '135m' or '8030261248' -> a number. Raises UsageError."""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    word = text.strip().lower().replace(",", "")
+    factor = scale.get(word[-1:], 1.0)
+    try:
+        number = float(word[:-1] if word[-1:] in scale else word) * factor
+        return int(number)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--params must be a number of weights, not '{text}'", "such as 8e9, 8b or 8030261248"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -40,12 +97,16 @@ class PlanFlags:
             metavar="N[,N]",
             help="Context lengths to plan for, e.g. 4k,32k.",
             show_default="as trained",
+            callback=checked(_contexts),
         ),
     ] = None
     cache_type_k: Annotated[
         str | None,
         _plan(
-            "-ctk", "--cache-type-k", metavar="T[,T]", help="Cache types of keys to compare, in place of those of -ct."
+            *("-ctk", "--cache-type-k"),
+            metavar="T[,T]",
+            help="Cache types of keys to compare, in place of those of -ct.",
+            callback=types_checked("--cache-type-k", type_pairs),
         ),
     ] = None
     cache_type_v: Annotated[
@@ -55,11 +116,17 @@ class PlanFlags:
             "--cache-type-v",
             metavar="T[,T]",
             help="Cache types of values to compare, in place of those of -ct.",
+            callback=types_checked("--cache-type-v", type_pairs),
         ),
     ] = None
     cache_type: Annotated[
         str | None,
-        _plan("-ct", "--cache-type", metavar="T[,T]", help="Cache types to compare, e.g. f16,int8/int4 (keys/values)."),
+        _plan(
+            *("-ct", "--cache-type"),
+            metavar="T[,T]",
+            help="Cache types to compare, e.g. f16,int8/int4 (keys/values).",
+            callback=types_checked("--cache-type", type_pairs),
+        ),
     ] = None
     page_size: PageSize = CacheOptions.page_size
     kv_tail: Tail = CacheOptions.tail
@@ -72,14 +139,30 @@ class PlanFlags:
             "--prefill-chunk",
             metavar="N",
             help="Tokens per prefill step; 0 = automatic: 512, and on a GPU up to 2,048.",
+            callback=check_size_of_step,
         ),
     ] = CacheOptions.ubatch
-    batch_size: Annotated[int, _plan("--batch-size", metavar="N", help="Number of sequences at a time.")] = 1
+    batch_size: Annotated[
+        int,
+        _plan("--batch-size", metavar="N", help="Number of sequences at a time.", callback=_count("--batch-size")),
+    ] = 1
     shared_prefix: Annotated[
-        str, _plan("--shared-prefix", metavar="N", help="Number of tokens that all sequences share.")
+        str,
+        _plan(
+            "--shared-prefix",
+            metavar="N",
+            help="Number of tokens that all sequences share.",
+            callback=checked(_shared),
+        ),
     ] = "0"
     tp: Annotated[
-        int, _plan("--tp", metavar="N", help="Number of tensor-parallel devices; figures are per device.")
+        int,
+        _plan(
+            "--tp",
+            metavar="N",
+            help="Number of tensor-parallel devices; figures are per device.",
+            callback=_count("--tp"),
+        ),
     ] = 1
 
     @property
@@ -87,23 +170,12 @@ class PlanFlags:
         return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
 
     def wish(self, model: PlannedModel, evict: EvictOptions) -> Wish:
-        """Raises UsageError for a value out of range, or for a context that nobody names."""
+        """Raises UsageError for values that do not go together, or for a context that nobody names."""
         from kvcli.cli.commands.estimate.comparison import Wish
 
         pairs = self.pairs()
-        check_pages(self.page_size, self.kv_tail, self.kv_sink, pairs)
-        for flag, value in (
-            ("--batch-size", self.batch_size),
-            ("--tp", self.tp),
-        ):
-            if not 1 <= value <= 1 << 20:
-                raise UsageError(
-                    f"{flag} must be 1 or more, not {value}" if value < 1 else f"{flag} is {value:,}, too many"
-                )
-        if not 0 <= self.ubatch_size <= 1 << 20:
-            raise UsageError(f"--ubatch-size must be 1 or more, not {self.ubatch_size}", "0 = automatic")
-        contexts = self.contexts(model)
-        shared = parse_tokens(self.shared_prefix, "--shared-prefix")
+        check_pages(self.kv_tail, self.kv_sink, pairs)
+        contexts, shared = self.contexts(model), _shared(self.shared_prefix)
         if shared > min(contexts):
             raise UsageError(f"--shared-prefix must be at most the context of {min(contexts):,}, not {shared:,}")
         if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
@@ -114,9 +186,8 @@ class PlanFlags:
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length
-        words = [] if self.ctx_size is None else self.ctx_size.split(",")
-        asked = [parse_tokens(word, "--ctx-size", "; 0 = as trained") for word in words]
-        contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked or [0]))
+        asked = [0] if self.ctx_size is None else _contexts(self.ctx_size)
+        contexts = tuple(dict.fromkeys(tokens or trained for tokens in asked))
         if 0 in contexts:
             key = (
                 f"{model.config.arch}.context_length is not known" if model.origin != "flags" else "no context is given"
@@ -142,7 +213,16 @@ class ShapeFlags:
     layers: Annotated[int | None, _shape("--layers", help="Number of layers.")] = None
     heads: Annotated[int | None, _shape("--heads", help="Number of query heads.")] = None
     kv_heads: Annotated[int | None, _shape("--kv-heads", help="Number of KV heads.")] = None
-    head_dim: Annotated[int | None, _shape("--head-dim", help="Head dimension of K and V.")] = None
+    head_dim: Annotated[
+        int | None,
+        typer.Option(
+            "--head-dim",
+            help="Head dimension of K and V.",
+            metavar="N",
+            rich_help_panel=SHAPE,
+            callback=in_range("--head-dim", 1),
+        ),
+    ] = None
     dim_k: Annotated[int | None, _shape("--dim-k", help="Head dimension of K.")] = None
     dim_v: Annotated[int | None, _shape("--dim-v", help="Head dimension of V.")] = None
     kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: dimension of the latent.")] = None
@@ -152,11 +232,19 @@ class ShapeFlags:
     vocab: Annotated[int | None, _shape("--vocab", help="Vocabulary size.")] = None
     hidden: Annotated[int | None, _shape("--hidden", help="Hidden size.")] = None
     ffn: Annotated[int | None, _shape("--ffn", help="Feed-forward size.")] = None
-    params: Annotated[str | None, _shape("--params", help="Number of parameters, e.g. 8e9 or 8b.")] = None
+    params: Annotated[
+        str | None,
+        typer.Option(
+            "--params",
+            help="Number of parameters, e.g. 8e9 or 8b.",
+            metavar="N",
+            rich_help_panel=SHAPE,
+            callback=checked(_parameters),
+        ),
+    ] = None
     bpw: Annotated[float | None, _shape("--bpw", metavar="F", help="Bits per weight.")] = None
 
     def given(self) -> Given:
-        """Raises UsageError for a size that is not positive."""
         from kvcli.runtime.headers.shapes import Given
 
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "head_dim"}
@@ -172,7 +260,12 @@ class DeviceFlags:
 
     gpu: Annotated[
         str | None,
-        _device("--gpu", metavar="NAME", help="Plan for this GPU (--list-gpus), which need not be in this machine."),
+        _device(
+            "--gpu",
+            metavar="NAME",
+            help="Plan for this GPU (--list-gpus), which need not be in this machine.",
+            callback=checked(_check_card),
+        ),
     ] = None
     vram: Annotated[
         str | None,
@@ -180,6 +273,7 @@ class DeviceFlags:
             "--vram",
             metavar="SIZE",
             help="Assume this much free memory: 11G (GiB), 11GB (10^9 bytes), or a fraction such as 0.9.",
+            callback=_check_part("--vram"),
         ),
     ] = None
     device: Annotated[
@@ -189,14 +283,27 @@ class DeviceFlags:
             metavar="auto|cpu|cuda[:N]",
             help="Plan for this device of this machine.",
             show_default="the first GPU, else the CPU",
+            callback=checked(check_device),
         ),
     ] = None
     margin: Annotated[
-        str | None, _device("--margin", metavar="SIZE", help="Memory to leave unused.", show_default="512MiB")
+        str | None,
+        _device(
+            "--margin",
+            metavar="SIZE",
+            help="Memory to leave unused.",
+            show_default="512MiB",
+            callback=_check_part("--margin"),
+        ),
     ] = None
     bandwidth: Annotated[
         float | None,
-        _device("--bandwidth", metavar="GB/s", help="Memory bandwidth, from which the limit of tokens/s is computed."),
+        _device(
+            "--bandwidth",
+            metavar="GB/s",
+            help="Memory bandwidth, from which the limit of tokens/s is computed.",
+            callback=check_bandwidth,
+        ),
     ] = None
 
 
@@ -212,7 +319,13 @@ class OutputFlags:
         bool, _output("--check", help="Print nothing; exit with 0 if the named cache types (or f16) fit, else with 4.")
     ] = False
     units: Annotated[
-        str, _output("--units", metavar="|".join(UNITS), help="Unit of all sizes on the screen; GB = 10^9 bytes.")
+        str,
+        _output(
+            "--units",
+            metavar="|".join(UNITS),
+            help="Unit of all sizes on the screen; GB = 10^9 bytes.",
+            callback=one_of("--units", UNITS),
+        ),
     ] = UNITS[0]
     list_presets: Annotated[bool, _output("--list-presets", help="List the models known by name.")] = False
     list_gpus: Annotated[bool, _output("--list-gpus", help="List the GPUs that --gpu knows.")] = False
@@ -222,19 +335,3 @@ class OutputFlags:
         if len(forms) > 1:
             flags = " and ".join("--" + name.replace("_", "-") for name in forms)
             raise UsageError(f"only one of {flags} can be given")
-        if self.units not in UNITS:
-            raise UsageError(f"--units must be one of {', '.join(UNITS)}, not '{self.units}'")
-
-
-def _parameters(text: str) -> int:
-    """'8e9', '8b', '135m' or '8030261248' -> a number. Raises UsageError."""
-    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    word = text.strip().lower().replace(",", "")
-    factor = scale.get(word[-1:], 1.0)
-    try:
-        number = float(word[:-1] if word[-1:] in scale else word) * factor
-        return int(number)
-    except (ValueError, OverflowError):
-        raise UsageError(
-            f"--params must be a number of weights, not '{text}'", "such as 8e9, 8b or 8030261248"
-        ) from None

@@ -1,0 +1,62 @@
+"""Values of single options are checked as they are read: wherever they are from, and by `kv config set`, too. What
+several options may not be together is for the group that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcli.errors import UsageError
+
+
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """What an option has as its `callback`: it refuses what `check` raises a UsageError for, of several values each.
+    None, which nobody gave, is not looked at."""
+
+    def callback(value: Any) -> Any:
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None:
+                check(each)
+        return value
+
+    return callback
+
+
+def in_range(flag: str, least: float, most: float | None = None, hint: str = "") -> Callable[[Any], Any]:
+    """The callback of a number that is at least and at most so much."""
+
+    def check(value: float) -> None:
+        if most is None and not value >= least:
+            raise UsageError(f"{flag} must be {least:,} or more, not {value}", hint)
+        if most is not None and not least <= value <= most:
+            raise UsageError(f"{flag} must be {least:,} to {most:,}, not {value}", hint)
+
+    return checked(check)
+
+
+def one_of(flag: str, words: Sequence[str]) -> Callable[[Any], Any]:
+    """The callback of a text that is one of these words."""
+
+    def check(value: str) -> None:
+        if value not in words:
+            raise UsageError(f"{flag} must be one of {', '.join(words)}, not '{value}'")
+
+    return checked(check)
+
+
+def not_empty(flag: str, hint: str) -> Callable[[Any], Any]:
+    """The callback of a text that must say something."""
+
+    def check(value: str) -> None:
+        if not value.strip():
+            raise UsageError(f"{flag} is empty", hint)
+
+    return checked(check)
+
+
+def _check_bandwidth(value: float) -> None:
+    if not 0 < value < 1e6:
+        raise UsageError(f"--bandwidth must be above 0 (in GB/s), not {value}")
+
+
+check_bandwidth = checked(_check_bandwidth)
