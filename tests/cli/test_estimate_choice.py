@@ -37,7 +37,10 @@ def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
     code, out, err = kv_here("estimate", *CARD, "-ct", "f16", "--print-args")
     assert (code, out) == (4, "") and "does not fit with f16, one of" in err
     code, out, err = kv_here("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "200k", "--print-args")
-    assert code == 0 and out.endswith("-c 131072\n") and "RoPE scaling" in err  # fits; trained on no more
+    assert code == 0 and out.endswith(" f16 -c 204800\n"), "what was asked for, if it can run"
+    assert "a context of 204,800 needs RoPE scaling: the model is trained on 131,072" in err
+    code, out, err = kv_here("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "10m", "--print-args")
+    assert (code, out) == (4, "") and "a context of 10,485,760 does not fit with any type, one of 131,072 does" in err
     code, out, err = kv_here("estimate", *CARD, "-c", "1k,2k", "--print-args")
     assert (code, out) == (2, "") and "one context" in err
 
@@ -54,6 +57,10 @@ def test_print_args_can_be_run(small: Path, kv_here: KvHere) -> None:
     flags = ("--kv-tail", "0", "--kv-sink", "2")
     args = ok(kv_here("estimate", str(small), "--print-args", "-ct", "int4", *flags)).split()
     assert args[-4:] == list(flags) and "int4" in args
+    by_hand = ("--layers", "2", "--kv-heads", "2", "--head-dim", "64", "-c", "1k")
+    code, out, err = kv_here("estimate", *by_hand, "--print-args")
+    assert (code, out) == (0, "--cache-type-k f16 --cache-type-v f16 -c 1024\n")
+    assert err == "kv: a shape by hand names no model: kv run needs -m MODEL beside these options\n"
 
 
 def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
@@ -94,8 +101,8 @@ def test_what_fits_is_judged_by_what_the_model_is_trained_on(kv_here: KvHere) ->
     code, out, err = kv_here(*args)
     assert code == 0 and "needs RoPE scaling" in err and "to stay at f16" not in out
     assert "recommend  --cache-type-k f16 --cache-type-v f16 -c 131072\n" in out
-    assert "           highest precision that fits; trained on 131,072 tokens\n" in out
-    assert kv_here(*args, "--print-args")[:2] == (0, _META + " --cache-type-k f16 --cache-type-v f16 -c 131072\n")
+    assert "           highest precision up to 16 bits that fits; trained on 131,072 tokens\n" in out
+    assert kv_here(*args, "--print-args")[:2] == (0, _META + " --cache-type-k int8 --cache-type-v int8 -c 1000000\n")
 
 
 _META = "-m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"

@@ -43,7 +43,8 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert int8[:6] == ["int8", "65.0", "4,448", "10,344", "1,532", "yes"]
     assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
     assert any("computed: chunk 2,048" in line for line in lines)
-    assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32; 512 with f16" in lines
+    assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32 and f16" in lines
+    assert not any(line.startswith(("per-sequence state", "tables")) for line in lines), "nothing of a MiB"
     assert "recommend  --cache-type-k int8 --cache-type-v int8 -c 65536" in lines
     assert "assumed: kv doctor measures it" in out
 
@@ -107,8 +108,8 @@ def test_every_form_has_the_same_numbers(kv_here: KvHere) -> None:
 
 def test_explain_multiplies(kv_here: KvHere) -> None:
     out = ok(kv_here("estimate", *CARD, "--explain", "-ct", "int4"))
-    assert "a token: 32 x 8 x 132 = 33,792 B" in out
-    assert "a record: 64 x 132, to a multiple of 128 = 8,448 B" in out
+    assert "a token: 32 × 8 × 132 = 33,792 B" in out
+    assert "a record: 64 × 132, to a multiple of 128 = 8,448 B" in out
     assert "pages: max(0, floor(65,536 / 64) - 1) = 1,023" in out
     assert "pages: min(ceil(65,536 / 64), 1 + ceil(2,048 / 64)) = 33" in out
     out = ok(kv_here("estimate", *CARD, "--explain", "-ct", "int4", "--kv-tail", "0", "--kv-sink", "3"))
@@ -116,8 +117,8 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
     assert "pages: min(ceil(65,536 / 64), 3 + ceil(2,048 / 64)) = 35" in out
     shared = ("--batch-size", "4", "--shared-prefix", "1k")
     _, out, _ = kv_here("estimate", *CARD, "--explain", "-ct", "int4", "-ub", "512", *shared)
-    assert "pages: 15 + 4 x (max(0, floor(65,536 / 64) - 1) - 15) = 4,047" in out
-    assert "pages: 1 + 3 x (1 - 1) + (min(ceil(65,536 / 64), 1 + ceil(512 / 64)) - 1) = 9" in out
+    assert "pages: 15 + 4 × (max(0, floor(65,536 / 64) - 1) - 15) = 4,047" in out
+    assert "pages: 1 + 3 × (1 - 1) + (min(ceil(65,536 / 64), 1 + ceil(512 / 64)) - 1) = 9" in out
     sliding = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--explain", "-ct", "f16", "-ub", "512"))
     assert "min(ceil(131,072 / 64), ceil((1,024 - 1) / 64) + ceil(512 / 64)) = 24" in sliding
 
@@ -350,3 +351,18 @@ def test_whose_tokens_a_second(kv_here: KvHere) -> None:
     line = "≤ tok/s  for each sequence, an upper bound from reading memory at 3,350 GB/s (table)"
     assert line in ok(kv_here(*args, "--gpu", "h100", "--batch-size", "8"))
     assert "≤ tok/s  not known: --bandwidth GB/s gives it" in ok(kv_here(*args, "--vram", "80G"))
+
+
+def test_columns_in_bytes(kv_here: KvHere) -> None:
+    """Rows of numbers that are longer than usual end where their heading does."""
+    lines = ok(kv_here("estimate", *CARD, "--units", "B")).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.endswith("source"))
+    rows = lines[start : lines.index("", start)]
+    column = rows[0].index("source")
+    assert len(rows) > 4 and all(row[column - 2 : column] == "  " and row[column] != " " for row in rows)
+
+
+def test_csv_has_words_of_json(kv_here: KvHere) -> None:
+    rows = [line.split(",") for line in ok(kv_here("estimate", *CARD, "--csv")).splitlines()]
+    fits = rows[0].index("fits")
+    assert {row[fits] for row in rows[1:]} == {"true", "false"}

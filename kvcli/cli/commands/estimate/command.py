@@ -18,6 +18,7 @@ from kvcli.errors import DoesNotFit, ModelError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
+    from kvcli.cli.commands.estimate.comparison import Recommendation
     from kvcli.cli.commands.estimate.view import Report
 
 
@@ -143,11 +144,13 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
         raise UsageError("kv run has one device and one sequence", "leave --tp and --batch-size out with --print-args")
     if name is not None and not model.run_as:
         raise ModelError(f"there are no flags for kv run with {model.name}: {model.problem}", model.remedy)
-    choice = report.best[0]
+    choice = _choice(report, plan)
     if choice is None or (plan.ctx_size is not None and not choice.fits):
         least = "nothing fits" if choice is None else f"{choice.reason}, one of {choice.context:,} does"
         raise DoesNotFit(least, "kv estimate without --print-args shows the table")
-    if model.problem:
+    if name is None:
+        render.announce("a shape by hand names no model: kv run needs -m MODEL beside these options", invocation)
+    elif model.problem:
         render.announce(f"{name} has no file of its own: {model.run_as} is taken from the hub", invocation)
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += choice.args
@@ -157,6 +160,13 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args += wish.evict.args
     args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
     render.write_out(shlex.join(args) + "\n")
+
+
+def _choice(report: Report, plan: PlanFlags) -> Recommendation | None:
+    """What is recommended; a context that was asked for stays as it is, also beyond the trained one."""
+    from kvcli.cli.commands.estimate.comparison import recommend
+
+    return report.best[0] if plan.ctx_size is None else recommend(report.outcomes[0], plan.names_types, trained=0)
 
 
 def _list(output: OutputFlags, invocation: Invocation) -> None:

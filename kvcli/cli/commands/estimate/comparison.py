@@ -239,7 +239,7 @@ def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recomme
     for outcome in ladder:
         wanted = min(outcome.plan.tokens, trained or NO_LIMIT)
         if outcome.fits or outcome.max_context >= wanted:
-            why = "highest precision that fits" if len(ladder) > 1 else "it fits"
+            why = f"highest precision {'' if named else 'up to 16 bits '}that fits" if len(ladder) > 1 else "it fits"
             if wanted < outcome.plan.tokens:
                 why += f"; trained on {trained:,} tokens"
             return Recommendation(outcome, wanted, why, True)

@@ -49,27 +49,27 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
         read = weights.part(wish.ranks).read
         cache = wish.sequences * (o.layout.read_bytes(tokens) + o.layout.state_bytes)
         rate = f"{report.target.bandwidth:g}e9 / ({read:,} weights + {cache:,} cache) = {o.tokens_per_s:.1f}"
-        yield f"  tokens/s <= {rate}"
+        yield f"  tokens/s ≤ {rate}"
 
 
 def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
     wish, size = report.wish, g.page_size
     title += f", window {g.window:,}" if g.window else ""
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
-    yield f"  {title}: {len(g.layers)} layers x {g.kv_heads} KV heads, {types}"
-    row = f"K {g.dim_k} x {g.codec_k.bits}/8 = {g.k_row_bytes} B"
+    yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
+    row = f"K {g.dim_k} × {g.codec_k.bits}/8 = {g.k_row_bytes} B"
     if g.dim_v:
-        row += f", V {g.dim_v} x {g.codec_v.bits}/8 = {g.v_row_bytes} B"
+        row += f", V {g.dim_v} × {g.codec_v.bits}/8 = {g.v_row_bytes} B"
     if g.scale_bytes:
         row += f", scales {g.scale_bytes} B"
     yield f"    a row: {row}"
     each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
-    yield f"    a token: {len(g.layers)} x {g.kv_heads} x {each} = {g.token_bytes:,} B"
-    yield f"    a record: {size} x {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
-    yield f"    a page: {len(g.layers)} x {g.kv_heads} x {g.record_bytes:,} = {g.page_bytes:,} B"
+    yield f"    a token: {len(g.layers)} × {g.kv_heads} × {each} = {g.token_bytes:,} B"
+    yield f"    a record: {size} × {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
+    yield f"    a page: {len(g.layers)} × {g.kv_heads} × {g.record_bytes:,} = {g.page_bytes:,} B"
     yield f"    pages: {pages} = {count:,}"
     chunks = -(-count // g.pages_per_chunk)
-    figures = f"{chunks:,} x {g.pages_per_chunk} pages x {g.page_bytes:,} = {g.committed_bytes(count):,} B"
+    figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.page_bytes:,} = {g.committed_bytes(count):,} B"
     yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
     if wish.ranks > 1:
         yield f"    (one of {wish.ranks} devices)"
@@ -90,7 +90,7 @@ def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if wish.sequences > 1:
         common, _ = g.shared_pages(min(wish.shared, tokens))
-        text = f"{common:,} + {wish.sequences:,} x ({text} - {common:,})" if common else f"{wish.sequences:,} x {text}"
+        text = f"{common:,} + {wish.sequences:,} × ({text} - {common:,})" if common else f"{wish.sequences:,} × {text}"
     return text
 
 
@@ -105,5 +105,5 @@ def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
     _, common = g.shared_pages(min(wish.shared, tokens))
     kept = g.open_pages_kept(tokens)
     if common:
-        return f"{common:,} + {wish.sequences - 1:,} x ({kept:,} - {common:,}) + ({running} - {common:,})"
-    return f"{wish.sequences - 1:,} x {kept:,} + {running}"
+        return f"{common:,} + {wish.sequences - 1:,} × ({kept:,} - {common:,}) + ({running} - {common:,})"
+    return f"{wish.sequences - 1:,} × {kept:,} + {running}"

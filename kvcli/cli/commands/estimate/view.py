@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvcli.cli.commands.estimate.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.cli.render import one_line
+from kvcli.cli.wrapping import fill
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
@@ -66,7 +68,7 @@ def cache_only(report: Report, units: str) -> str:
     """For a shape without weights: the cache alone, one line for each pair of types and context."""
     lines = [f"{name:<11}{text}" for name, text in _model_lines(report, units)]
     for outcomes in report.outcomes:
-        times = f" x {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
+        times = f" × {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
             figures = f"{o.layout.token_bytes():,} B/token · {size(o.plan.kv_bytes, units)}"
@@ -109,7 +111,7 @@ def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
 def _how_it_runs(model: PlannedModel) -> str:
     if model.runs == "no":
         return f"no: {one_line(model.problem)}"
-    return f"as {model.run_as} (from the hub)" if model.run_as else "from a GGUF file of your own, or of the hub"
+    return f"as {model.run_as} (from the hub)" if model.run_as else "from a GGUF file of your own or one from the hub"
 
 
 def _attention(config: ModelConfig) -> str:
@@ -133,7 +135,7 @@ def _attention(config: ModelConfig) -> str:
 
 
 def formula(group: GroupLayout) -> str:
-    """'32 x 8 x (128 K + 128 V) x 2 B = 131,072 B' for one group in its own types."""
+    """'32 × 8 × (128 K + 128 V) × 2 B = 131,072 B (f16)' for one group of a cache in f16."""
     head = f"{len(group.layers)} × {group.kv_heads} × " if group.kind != LATENT else f"{len(group.layers)} × "
     widths = f"({group.dim_k} K + {group.dim_v} V)" if group.dim_v else f"{group.dim_k}"
     end = f" up to {group.window:,} tokens" if group.window else ""
@@ -149,10 +151,13 @@ def _device_lines(report: Report, units: str) -> list[str]:
     each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
     plan = _shown(report).plan
-    rows = [(row.name, row.bytes, _source(row.source, row.detail)) for row in plan.rows if row.name != "KV pool"]
-    rows.append(("margin", target.margin, "left free (--margin)"))
-    lines.append(f"{'':<28}{units:>9}  source")
-    return lines + [f"{name:<28}{number(count, units):>9}  {source}" for name, count, source in rows]
+    rows = [("", units, "source")]
+    for row in plan.rows:
+        if row.name != "KV pool" and (count := number(row.bytes, units)).strip("0."):  # not nothing in these units
+            rows.append((row.name, count, _source(row.source, row.detail)))
+    rows.append(("margin", number(target.margin, units), "left free (--margin)"))
+    width = max(9, *(len(count) for _, count, _ in rows))
+    return lines + [f"{name:<28}{count:>{width}}  {source}" for name, count, source in rows]
 
 
 def _shown(report: Report) -> Outcome:
@@ -169,7 +174,7 @@ def _source(source: str, detail: str) -> str:
 
 def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]:
     wish, context = report.wish, outcomes[0].plan.tokens
-    times = f" x {wish.sequences:,} sequences" if wish.sequences > 1 else ""
+    times = f" × {wish.sequences:,} sequences" if wish.sequences > 1 else ""
     common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
     small, unit = ("B", 1) if units == "B" else ("KiB", 1024) if "i" in units else ("kB", 1000)
     rows = [["cache", f"{small}/token", "KV", "total", "left", "fits", "max ctx", "≤ tok/s"]]
@@ -192,9 +197,17 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     lines.append("≤ tok/s  " + _what_limits_speed(report))
     shown = _shown(report)
     if report.target.memory.kind != CPU and (others := [o for o in outcomes if o.step != shown.step]):
-        each = "; ".join(f"{o.step:,} with {o.label}" for o in others)
-        lines.append(f"prefill steps of {shown.step:,} tokens as far as memory goes: {each}")
+        told = f"prefill steps of {shown.step:,} tokens as far as memory goes: {_steps(others)}"
+        lines += fill(told, 80, "  ").splitlines()
     return lines
+
+
+def _steps(outcomes: Sequence[Outcome]) -> str:
+    """'512 with f32 and f16, 256 with int8', the longest first."""
+    by_step: dict[int, list[str]] = {}
+    for o in sorted(outcomes, key=lambda o: -o.step):
+        by_step.setdefault(o.step, []).append(o.label)
+    return ", ".join(f"{step:,} with {' and '.join(labels)}" for step, labels in by_step.items())
 
 
 def _what_limits_speed(report: Report) -> str:
@@ -244,7 +257,7 @@ def as_csv(report: Report) -> str:
     for outcomes in report.outcomes:
         for o in outcomes:
             entry = _type_object(o)
-            writer.writerow([entry[n] for n in names])
+            writer.writerow([json.dumps(entry[n]) if isinstance(entry[n], bool) else entry[n] for n in names])
     return out.getvalue()
 
 
