@@ -22,7 +22,7 @@ from multiprocessing import get_context
 
 import torch
 
-from kvcli.kernels import PagedKV
+from kvcli.kernels import AttentionLayer, PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.language import AFTER
@@ -81,7 +81,7 @@ def filled(where: KVLayout, rows: int, last: int, rope: RopeTable) -> tuple[Page
             if rotated:
                 OPS.rotate_(x)
         OPS.store(k, v, kv, part.start)
-        seal_step(OPS, kv, part.start, part.start + n, rope)
+        seal_step(OPS, rope, kv, part.start, part.start + n)
         sequence.commit([0] * n)
     return kv, (angles[0], angles[1])
 
@@ -123,8 +123,7 @@ def check(case: tuple[tuple[str, str], tuple[int, int]]) -> list[tuple[str, floa
         position = torch.tensor([rows - t], device="cuda")
         width = (heads + kv_heads) * dims[0] + kv_heads * dims[1]
         qkv = torch.randn(t, width, generator=torch.manual_seed(2))
-        frequencies = torch.from_numpy(rope.frequencies).cuda()
-        queries = prepare(qkv.cuda(), heads, pages, position, frequencies, None, None, 1e-6, dims[0] ** -0.5)
+        queries = prepare(qkv.cuda(), AttentionLayer(heads, dims[0] ** -0.5, rope), pages, position)
         back(kv, there)
         q = qkv[:, : heads * dims[0]].unflatten(1, (heads, -1)).clone()
         OPS.rope_(q, *rope.at(rows - t, t))
@@ -151,7 +150,7 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
     kv = Sequence(PagePool(where)).reserve([0] * 256).kv(0)
     k = torch.randn(256, group.kv_heads, group.dim_k, generator=generator) + 1
     OPS.store(k, torch.randn(256, group.kv_heads, group.dim_v, generator=generator), kv, 0)
-    angles = seal_step(OPS, kv, 0, 256, rope)
+    angles = seal_step(OPS, rope, kv, 0, 256)
     there = on_gpu(kv)
     for page in there.pages:
         if page is not None:
@@ -267,12 +266,10 @@ class Timed:
         """us of `prepare` alone."""
         r = self.pages[0].record
         qkv = torch.randn(1, (self.heads + r.kv_heads) * r.dim_k + r.kv_heads * r.dim_v, device="cuda")
-        frequencies = torch.rand(r.dim_k // 2, device="cuda").double()
+        layer = AttentionLayer(self.heads, 1.0, RopeTable(RopeConfig(10000.0, r.dim_k)))
 
         def one(i: int) -> None:
-            prepare(
-                qkv, self.heads, self.pages[i], self.position, frequencies, None, None, 1e-6, 1.0, self.queries, True
-            )
+            prepare(qkv, layer, self.pages[i], self.position, self.queries, True)
 
         return replayed(one, len(self.pages))
 

@@ -7,15 +7,20 @@
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `glu(x, act)` | [T, 2F] -> [T, F] |
+| `attend(qkv, kv, start, layer)` | projections [T, ...] of one sequence -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
+
+`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is. `attend` is all
+that a layer does with its cache (see attend.py); on a CPU it is written in two more operations, on a GPU kernels do
+several of its steps at once.
+
+| on a CPU | shapes |
+|---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap, angles, sink_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 
-`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is. A GPU has the
-operations on keys, values and pages in another cut, several at once (see gpu/backend.py).
-
-All float32. The plain-torch functions in matmul.py, pointwise.py, store.py and attention.py are the specification.
+All float32. The plain-torch functions in reference/ are the specification.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Union
 
 from kvcli.errors import KVError, UsageError
+from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
 from kvcli.kernels.reference.backend import ReferenceBackend
@@ -33,7 +39,10 @@ if TYPE_CHECKING:
 
 Backend = Union[NativeBackend, ReferenceBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
-__all__ = ["BACKENDS", "CENTRE_ROWS", "Angles", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout", "backend"]
+__all__ = [
+    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout",
+    "backend",
+]  # fmt: skip
 
 
 def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]:

@@ -74,7 +74,7 @@ def write(part: Part, tokens: list[int]) -> None:
             if rotated:
                 OPS.rotate_(x)
         OPS.store(k, v, kv, part.start)
-        seal_step(OPS, kv, part.start, part.start + len(tokens), None)
+        seal_step(OPS, None, kv, part.start, part.start + len(tokens))
 
 
 def append(seq: Sequence, tokens: list[int], ubatch: int = 512) -> None:

@@ -102,7 +102,7 @@ def test_a_layer_step_by_step(types, dims, more, chunks):
         _, q, k, v = other.rows(qkv, start)
         kv = other.cache.kv
         OPS.store(k, v, kv, start)
-        angles = reference_seal_step(OPS, kv, start, start + t, other.rope)
+        angles = reference_seal_step(OPS, other.rope, kv, start, start + t)
         expected = OPS.attention(q, kv, start, 0, other.scale, 0.0, angles)
         if kv.rotated[1]:
             OPS.rotate_(expected.view(t, 2, -1))

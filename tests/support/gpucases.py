@@ -45,7 +45,7 @@ with mock.patch.dict(os.environ):
 
 from sealedcases import Cache, layout  # noqa: E402
 
-from kvcli.kernels import Angles, PagedKV  # noqa: E402
+from kvcli.kernels import Angles, AttentionLayer, PagedKV  # noqa: E402
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
@@ -165,9 +165,9 @@ class Layer:
 
     def prepare(self, qkv: torch.Tensor, start: int, pages: DevicePages | None = None) -> Queries:
         self.pages = pages or self.cache.on_device()
-        frequencies = torch.from_numpy(self.rope.frequencies).to(DEVICE) if self.rope else None
-        norms = (None if x is None else x.to(DEVICE) for x in self.norms)
-        return prepare(qkv.to(DEVICE), self.heads, self.pages, position(start), frequencies, *norms, 1e-6, self.scale)
+        q_norm, k_norm = (None if x is None else x.to(DEVICE) for x in self.norms)
+        how = AttentionLayer(self.heads, self.scale, self.rope, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+        return prepare(qkv.to(DEVICE), how, self.pages, position(start))
 
 
 def moved(kv: PagedKV) -> PagedKV:

@@ -53,7 +53,7 @@ class Cache:
             if rotated:
                 self.ops.rotate_(rows)
         self.ops.store(k, v, self.kv, part.start)
-        self.angles = seal_step(self.ops, self.kv, part.start, part.start + len(k), self.rope)
+        self.angles = seal_step(self.ops, self.rope, self.kv, part.start, part.start + len(k))
         self.seq.commit([0] * len(k))
         return self.kv
 

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from kvcli.errors import KVError, UsageError
+from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.paged import Angles, PagedKV, RecordLayout
 from kvcli.kernels.reference.matmul import QuantTensor, place
 
@@ -216,3 +217,7 @@ class NativeBackend:
             q.data_ptr(), q.stride(0), *second, t, heads, start, window, scale, softcap, view, out.data_ptr()
         )
         return out
+
+    def attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
+        """See `kernels.attend`."""
+        return attend(self, qkv, kv, start, layer)

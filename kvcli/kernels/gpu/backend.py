@@ -14,12 +14,13 @@ from typing import Literal
 import torch
 
 from kvcli.errors import ModelError
+from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
-from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.rows import prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV
 from kvcli.kernels.reference import pointwise
@@ -104,25 +105,19 @@ class GpuBackend:
             self._angles = angles, half_angles(angles, self.device)
         return self._angles[1]
 
-    def prepare(
-        self, qkv: torch.Tensor, heads: int, kv: PagedKV, start: int, frequencies: torch.Tensor | None,
-        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, scale: float,
-    ) -> Queries:  # fmt: skip
-        """Norm, turn, rotate and scale the queries of rows start.. , and store their keys and values."""
-        position = torch.tensor([start], device=self.device)
-        return prepare(qkv, heads, self.pages(kv, None), position, frequencies, q_norm, k_norm, eps, scale)
-
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
         seal(self.pages(kv, angles), first, end)
 
-    def attention(
-        self, queries: Queries, kv: PagedKV, start: int, window: int, softcap: float, angles: Angles | None
-    ) -> torch.Tensor:
-        """float32 [T, heads * dim_v], out of the rotated basis."""
-        pages = self.pages(kv, angles)
+    def attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
+        """See `kernels.attend`; by kernels that do several of its steps at once."""
         position = torch.tensor([start], device=self.device)
-        one = queries.q.shape[0] == 1 + pages.keeps
-        out = combine(attend(queries, pages, position, window, softcap, SPLITS if one else 1), pages)
+        known = kv.basis.known
+        queries = prepare(qkv, layer, self.pages(kv, None), position)
+        angles = layer.seal(kv, start, start + len(qkv))
+        if kv.basis.known != known:  # keys now have a mean, and queries carry its share of the scores: once more
+            queries = prepare(qkv, layer, self.pages(kv, None), position)
+        pages, splits = self.pages(kv, angles), SPLITS if len(qkv) == 1 else 1
+        out = combine(attend(queries, pages, position, layer.window, layer.softcap, splits), pages)
         assert out is not None
         return out
 

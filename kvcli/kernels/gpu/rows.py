@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
@@ -178,23 +179,18 @@ def _prepare(
 
 def prepare(
     qkv: torch.Tensor,
-    heads: int,
+    layer: AttentionLayer,
     pages: DevicePages,
     position: torch.Tensor,
-    frequencies: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    scale: float,
     out: Queries | None = None,
     pdl: int = SERIAL,
 ) -> Queries:
     """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys and values go into their pages.
 
-    `position`: int64 [1] on the device, of the first row. `frequencies`: float64 [rope_dim / 2], None = no RoPE.
-    `q_norm`, `k_norm`: float32 [dim_k] or None. `scale`: of the scores.
+    `position`: int64 [1] on the device, of the first row.
     """
-    r, target, rows = pages.record, pages.where_rows_go, qkv.shape[0]
+    r, target, rows, heads = pages.record, pages.where_rows_go, qkv.shape[0], layer.heads
+    frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
     rope = 0 if frequencies is None else 2 * frequencies.shape[0]
     if out is None:
         out = Queries.empty(rows * (1 + pages.keeps), heads, r.dim_k, rope, qkv.device)
@@ -202,11 +198,12 @@ def prepare(
     some = qkv  # stands for what is not there
     launch(_prepare, (rows, heads * (1 + pages.keeps) + 2 * r.kv_heads))(
         qkv, position, target.table, some if frequencies is None else frequencies,
-        some if q_norm is None else q_norm, some if k_norm is None else k_norm,
+        some if layer.q_norm is None else layer.q_norm, some if layer.k_norm is None else layer.k_norm,
         some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, *pages.places, pages.keep,
-        pages.retained, target.offset, eps, scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v,
-        padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k,
-        o.codec_v, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, q_norm is not None,
-        k_norm is not None, pages.centre is not None, pages.ring > 0, pages.keeps, pdl, **launch_options(pdl, 1),
+        pages.retained, target.offset, layer.eps, layer.scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k),
+        r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset,
+        o.codec_k, o.codec_v, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0,
+        layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None, pages.ring > 0, pages.keeps, pdl,
+        **launch_options(pdl, 1),
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from kvcli.runtime.model.rope import RopeTable
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
 
 
-def seal_step(ops: Backend, kv: PagedKV, start: int, end: int, rope: RopeTable | None) -> Angles | None:
+def seal_step(ops: Backend, rope: RopeTable | None, kv: PagedKV, start: int, end: int) -> Angles | None:
     """Encode the rows of one layer that leave the tail as rows [start, end), just stored, come. Sinks stay open.
 
     Returns the angles of the mean, for attention; None where keys are not centred or there is no RoPE.

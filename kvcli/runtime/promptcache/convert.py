@@ -94,7 +94,7 @@ def convert(
                 if kv.rotated[1]:
                     ops.rotate_(v)
                 ops.store(k, v, kv, at)
-            seal_step(ops, kv, start, end, rope_of(layer))
+            seal_step(ops, rope_of(layer), kv, start, end)
         ours.commit(tokens[start:end])
     return ours
 

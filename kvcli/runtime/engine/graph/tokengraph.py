@@ -192,23 +192,17 @@ class TokenGraph:
 
     def _attention(self, layer: int, block: Block, bucket: int, pdl: int) -> None:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
-        c, pages, qkv = self.model.config, self._pages.layers[layer], self.qkv[layer]
-        shape, done = c.layers[layer], 0
+        how, pages, qkv, done = self.model.layers[layer], self._pages.layers[layer], self.qkv[layer], 0
         for matrix in block.attn.qkv:  # of different formats: they run beside each other
-            how = BESIDE if done else LEADING
+            beside = BESIDE if done else LEADING
             out = qkv[0, done : done + matrix.rows]
-            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=how if pdl else SERIAL)
+            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
             done += matrix.rows
-        rope = self.model.ropes.table(shape.rope)
-        frequencies = None if rope is None else rope.frequencies_on(self.device)
-        queries = prepare(
-            qkv, c.n_heads, pages, self.position, frequencies, block.attn.q_norm, block.attn.k_norm, c.norm_eps,
-            c.attn_scale, self._queries[layer], pdl,
-        )  # fmt: skip
+        queries = prepare(qkv, how, pages, self.position, self._queries[layer], pdl)
         if pages.open is not None and not pages.tail:  # the query reads its own row sealed
             seal_step(pages, self.position, pdl)
         splits, partials = self._partials_of(layer, bucket)
-        attend(queries, pages, self.position, shape.window, c.attn_softcap, splits, partials, pdl)
+        attend(queries, pages, self.position, how.window, how.softcap, splits, partials, pdl)
         combine(partials, pages, self.heads[layer], pdl)
 
     def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
