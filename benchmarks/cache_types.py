@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import from_gguf
 from kvcli.runtime.evaluate import quality
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.hub import modelfiles
+from kvcli.runtime.model.archs import from_gguf
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256

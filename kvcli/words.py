@@ -29,6 +29,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def listed(names: Iterable[str]) -> str:
+    """a; a and b; a, b and c."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def near(word: str, known: Iterable[str], most: int = 1, alike: float = 0.6) -> list[str]:
     """The names most like a word, the likest first. `alike`: from 0 to 1."""
     return difflib.get_close_matches(word, list(known), most, alike)

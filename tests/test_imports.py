@@ -23,6 +23,8 @@ kvcli.runtime.engine
 kvcli.runtime.promptcache kvcli.runtime.headers
 kvcli.runtime.plan kvcli.runtime.model
 kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
+kvcli.runtime.model.archs
+kvcli.runtime.model.architecture
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats kvcli.runtime.text
 kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
@@ -36,7 +38,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
-kernels runtime.model
+kernels
+runtime.model.decoder runtime.model.loading runtime.model.rope runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
 runtime.engine.decoding runtime.engine.engine runtime.engine.request runtime.engine.graph.pages
 runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler

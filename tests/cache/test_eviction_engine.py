@@ -122,7 +122,7 @@ def test_with_one_layer_it_is_as_if_the_middle_had_never_been(variant: str, back
     evicting = open_evicting(variant, backend, ("f32", "f32"), EvictOptions("sink", 32, 5))
     plain = open_tiny(variant, backend, CacheOptions(CTX, "f32", "f32", page_size=SIZE))
     for each in (evicting, plain):
-        each.model.weights = replace(each.model.weights, blocks=each.model.weights.blocks[:1])
+        each.model.weights = replace(each.model.weights, sublayers=each.model.weights.sublayers[:2])
     assert evicting.retention == Retention(5, 32, SIZE)
     hidden = fresh(evicting, TEXT)
     for position in (47, 48, 111, 112, 179):

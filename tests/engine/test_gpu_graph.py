@@ -29,14 +29,15 @@ from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.config import SLIDING, from_gguf
+from kvcli.runtime.config import SLIDING
 from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_tokens
 from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.model import archs
+from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import footprint
 
@@ -80,8 +81,8 @@ class Model:
         assert config.vocab_size == tokens
         self.layout = KVLayout.build(config, types, types, PAGE).by_layer(not reference).evicting(retention)
         ops: Backend = OPS if reference else GpuBackend(torch.device(DEVICE))
-        self.decoder: Decoder = archs.build(config, Weights(file), ops)
-        self.prompts = self.decoder if DEVICE == "cuda" else archs.build(config, Weights(file), OPS)
+        self.decoder: Decoder = load(config, Weights(file), ops)
+        self.prompts = self.decoder if DEVICE == "cuda" else load(config, Weights(file), OPS)
         self.pool = PagePool(self.layout, device=ops.device)
         self.seq = Sequence(self.pool)
         self.graph = None if reference else TokenGraph(self.decoder, self.layout, CONTEXT)

@@ -8,8 +8,8 @@ import pytest
 from toyworld import CONTENT, REPO, recipe_text
 
 from kvcli.cli.flags.shared import DEFAULT_MODEL
-from kvcli.runtime.config import RUNNABLE
 from kvcli.runtime.hub import recipes
+from kvcli.runtime.model.archs import RUNNABLE
 
 
 def test_every_recipe_is_valid() -> None:

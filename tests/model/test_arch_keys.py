@@ -13,8 +13,9 @@ from test_archs import IDS, Loaded
 
 from kvcli.errors import ModelError
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import FULL, SLIDING, ModelConfig, from_gguf
+from kvcli.runtime.config import FULL, SLIDING, ModelConfig
 from kvcli.runtime.headers.anygguf import config_from_gguf_any
+from kvcli.runtime.model.archs import from_gguf
 
 SHAPES = {"token_embd.weight": (10, 16)}
 LLAMA = {

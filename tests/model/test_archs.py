@@ -15,9 +15,10 @@ from kvcli.kernels.reference.pointwise import rope_
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.config import FULL, SLIDING, from_gguf
+from kvcli.runtime.config import FULL, SLIDING
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.model import archs
+from kvcli.runtime.model.archs import ARCHITECTURES, RUNNABLE, from_gguf
+from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.weights import Weights, half_split_rows
 
@@ -36,7 +37,7 @@ class Loaded:
         file = GGUFFile.open(path)
         file.metadata.update(changed or {})
         self.config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
-        self.model = archs.build(self.config, Weights(file), backend(name))
+        self.model = load(self.config, Weights(file), backend(name))
         self.pool = PagePool(KVLayout.build(self.config, "f32", "f32", 16))
 
     @torch.inference_mode()
@@ -48,7 +49,8 @@ class Loaded:
 
 
 def test_every_architecture_has_a_tiny_model():
-    assert {v.arch for v in tiny.VARIANTS.values()} == set(archs.names()) and len(archs.names()) >= 2
+    names = [name for each in ARCHITECTURES for name in each.gguf]
+    assert {v.arch for v in tiny.VARIANTS.values()} == set(names) == set(RUNNABLE) and len(names) == len(RUNNABLE) >= 2
 
 
 @pytest.mark.parametrize("name", ("", "reference"))
@@ -131,7 +133,7 @@ def test_a_tensor_that_would_be_left_out_is_named(monkeypatch: pytest.MonkeyPatc
     extra = {**file.tensors, "blk.0.attn_k.bias": file.tensors["blk.0.attn_norm.weight"]}
     monkeypatch.setattr(GGUFFile, "tensors", property(lambda _: extra))
     with pytest.raises(ModelError, match=r"llama does not use: blk\.0\.attn_k\.bias$"):
-        archs.build(config, Weights(file), backend("reference"))
+        load(config, Weights(file), backend("reference"))
 
 
 def test_a_missing_or_misshapen_tensor_is_named():
@@ -140,9 +142,9 @@ def test_a_missing_or_misshapen_tensor_is_named():
     weights, ops = Weights(file), backend("reference")
     lost = file.tensors.pop("blk.1.ffn_up.weight")
     with pytest.raises(ModelError, match=r"no tensor blk\.1\.ffn_up\.weight"):
-        archs.build(config, weights, ops)
+        load(config, weights, ops)
     file.tensors["blk.1.ffn_up.weight"] = file.tensors["blk.1.ffn_down.weight"]
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight has the shape \[48, 80\], \[80, 48\]"):
-        archs.build(config, weights, ops)
+        load(config, weights, ops)
     file.tensors["blk.1.ffn_up.weight"] = lost
-    archs.build(config, weights, ops)
+    load(config, weights, ops)

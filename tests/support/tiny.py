@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,9 @@ import gguf
 import numpy as np
 import tinyvocab
 import torch
+
+from kvcli.runtime.config import Block
+from kvcli.runtime.headers import families
 
 CONTEXT, WINDOW = 512, 20
 
@@ -27,6 +29,10 @@ class Variant:
     keys: dict[str, Any] = field(default_factory=dict)
     padding: int = 0
     kind: str = ""  # in transformers, where its name is another than the architecture's
+
+    @property
+    def block(self) -> Block:
+        return families.of_gguf(self.arch).block
 
 
 _LLAMA3 = {
@@ -71,6 +77,13 @@ VARIANTS = {
 }
 
 
+# Others than these are as gemma3.
+_SIZES = {
+    "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+}
+
+
 @dataclass(frozen=True)
 class Tiny:
     path: Path
@@ -92,7 +105,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def make(name: str) -> Tiny:
     """The variant of that name (a key of VARIANTS); its file is written once."""
     variant = VARIANTS[name]
-    sizes = importlib.import_module(f"kvcli.runtime.model.archs.{variant.arch}").TINY
+    sizes = _SIZES.get(variant.arch, _SIZES["gemma3"])
     tokenizer, _ = tinyvocab.byte_level()
     n_tokens = len(tokenizer["tokenizer.ggml.tokens"])
     reference = _reference(variant, sizes, n_tokens + variant.padding)
@@ -128,6 +141,7 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
         "vocab_size": vocab_size,
         "max_position_embeddings": CONTEXT,
     }
+    settings |= {"hidden_size": 48, "intermediate_size": 80}
     settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | sizes
     if variant.arch == "gemma3":
         settings |= {"sliding_window": WINDOW, "query_pre_attn_scalar": sizes["head_dim"]}
@@ -198,9 +212,9 @@ def _tensors(variant: Variant, model: Any, heads: tuple[int, int]) -> list[tuple
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if variant.arch == "llama" and ".q_proj." in name:
+        if variant.block.rope_pairs and ".q_proj." in name:
             weight = _interleaved(weight, heads[0])
-        if variant.arch == "llama" and ".k_proj." in name:
+        if variant.block.rope_pairs and ".k_proj." in name:
             weight = _interleaved(weight, heads[1])
         if variant.arch == "gemma3" and "norm" in name:
             weight = weight + 1

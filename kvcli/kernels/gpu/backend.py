@@ -40,21 +40,17 @@ class GpuBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._placed: dict[tuple[int, ...], tuple[DeviceMatrix, ...]] = {}
         self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
-        """Repack on the device, stacked where the type is the same. One copy, however often it is asked for."""
-        key = tuple(w.blocks.data_ptr() for w in weights)
-        if key not in self._placed:
-            if paired and len({(w.type, w.rows) for w in weights}) > 1:
-                kinds = " and ".join(w.type for w in weights)
-                raise ModelError(f"gates and what they gate are stored as {kinds}", "use --device cpu")
-            runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
-            paired = paired and weights[0].rows % GROUP == 0
-            self._placed[key] = tuple(repack(run, self.device, paired) for run in runs)
-        return self._placed[key]
+        """Repack on the device, stacked where the type is the same."""
+        if paired and len({(w.type, w.rows) for w in weights}) > 1:
+            kinds = " and ".join(w.type for w in weights)
+            raise ModelError(f"gates and what they gate are stored as {kinds}", "use --device cpu")
+        runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
+        paired = paired and weights[0].rows % GROUP == 0
+        return tuple(repack(run, self.device, paired) for run in runs)
 
     def matmul(
         self, x: torch.Tensor, weights: Sequence[DeviceMatrix], add_to: torch.Tensor | None = None

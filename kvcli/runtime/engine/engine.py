@@ -21,7 +21,6 @@ from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
-from kvcli.runtime.config import from_gguf
 from kvcli.runtime.engine import guard, sampling
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
@@ -33,7 +32,8 @@ from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, process_bytes
-from kvcli.runtime.model import archs
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import weights_of_tensors
@@ -99,7 +99,7 @@ class Engine:
         doubt = guard.check(weights, self.config, self.layout, self.cache_types, cache.force_types)
         if doubt:
             self._doubt(doubt)
-        self.model = archs.build(self.config, weights, ops)
+        self.model = load_model(self.config, weights, ops)
         self.pool = PagePool(self.layout, self.terms.pool_bytes, ops.device)
         self.caches: Caches = LiveRows()
         self.exact = load.exact

@@ -1,6 +1,6 @@
 """`config_from_gguf_any`: the shape of a GGUF file of any architecture, from its keys alone, for planning.
 
-An architecture that kv runs is read by `config.from_gguf`, so that a plan is that of the engine. For all
+An architecture that kv runs is read by `archs.from_gguf`, so that a plan is that of the engine. For all
 others: per-layer head counts, separate K and V dims, sliding windows with their patterns, latent attention,
 layers that share K and V, and recurrent layers with a constant state. A missing key is named together with
 the flag that supplies it.
@@ -13,28 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import (
-    FULL,
-    LATENT,
-    RECURRENT,
-    SLIDING,
-    LayerConfig,
-    ModelConfig,
-    check_is_model,
-    from_gguf,
-    tokens_with_rows,
-)
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.headers import families
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
+from kvcli.runtime.model.architecture import check_is_model, tokens_with_rows
+from kvcli.runtime.model.archs import from_gguf
 
 _LIMITS = {"block_count": 4096}
 _STATE_BYTES = 4  # recurrent states are kept in float32
 
-# Architectures whose files may lack the pattern: one full layer in so many, and the window where that is
-# missing too.
-_SLIDING_FAMILIES = {
-    "gemma2": (2, 4096), "gemma3": (6, 0), "gemma3n": (5, 0), "gpt-oss": (2, 0), "cohere2": (4, 0),
-    "llama4": (4, 8192), "exaone4": (4, 0), "olmo2": (4, 0), "smallthinker": (4, 0),
-}  # fmt: skip
 _ATTENTION_INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}  # one attention layer in so many
 _BOTH = ("falcon-h1",)  # attention and a recurrent state in every layer
 
@@ -118,6 +105,7 @@ class _Reader:
             self.arch,
             name if isinstance(name, str) else self.arch,
             layers,
+            families.of_gguf(self.arch).block,
             vocab_size=tokens_with_rows(self.metadata, embedding[0]) if embedding else self._vocabulary(),
             d_model=self.hidden,
             d_ff=width,
@@ -178,7 +166,8 @@ class _Reader:
 
     def _sliding(self) -> list[int]:
         """The window of each layer, 0 = all tokens."""
-        every, window = _SLIDING_FAMILIES.get(self.arch, (0, 0))
+        windows = families.of_gguf(self.arch).windows
+        every, window = windows.every, windows.size
         if every or self.has("attention.sliding_window"):
             window = self.count("attention.sliding_window", "swa_window", window or None)
         if not window:

@@ -7,14 +7,11 @@ from typing import Any
 
 from kvcli.errors import ModelError
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.headers import families
 from kvcli.runtime.headers.anygguf import share_last
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
 
 _STATE_BYTES = 4
-# Families whose config.json may lack the pattern: one full layer in so many.
-_SLIDING_FAMILIES = {
-    "gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4,
-}  # fmt: skip
 _SLIDING_KINDS = ("sliding_attention", "chunked_attention", "local_attention")
 _RECURRENT_KINDS = ("linear_attention", "mamba", "conv", "recurrent")
 
@@ -34,6 +31,7 @@ class _Reader:
     def __init__(self, data: Mapping[str, Any], given: Given) -> None:
         self.data, self.given = data, given
         self.model_type = str(data.get("model_type", "unknown"))
+        self.family = families.of_hf(self.model_type)
         self.n_layers = self.count("num_hidden_layers", "n_layer", "num_layers", flag="layers", limit=4096)
         self.heads = self.count("num_attention_heads", "n_head", flag="heads")
         self.hidden = self.count("hidden_size", "n_embd", "d_model", flag="hidden")
@@ -65,6 +63,7 @@ class _Reader:
             self.model_type,
             self.model_type,
             layers,
+            self.family.block,
             vocab_size=self.count("vocab_size", flag="vocab"),
             d_model=self.hidden,
             d_ff=width,
@@ -127,7 +126,7 @@ class _Reader:
         every = self.count(
             "sliding_window_pattern",
             "_sliding_window_pattern",
-            default=_SLIDING_FAMILIES.get(self.model_type, 0),
+            default=self.family.windows.every,
         )
         # Qwen2 slides from this layer on only; its other layers see everything.
         first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvcli.errors import UsageError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Block, LayerConfig, ModelConfig
+from kvcli.runtime.headers import families
 
 _MAX_LAYERS = 4096
 _LATENT_HEAD_DIM = 128  # of keys (without RoPE) and values in every published model with latent attention
@@ -54,10 +55,12 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], **sizes: int) -> ModelConfig:
+def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], block: Block, **sizes: int) -> ModelConfig:
     """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts..."""
     dim = next((layer.dim_k for layer in layers if layer.dim_k), 1)
-    return ModelConfig(arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, **sizes)
+    return ModelConfig(
+        arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, block=block, **sizes
+    )
 
 
 def config_by_hand(given: Given) -> ModelConfig:
@@ -80,7 +83,7 @@ def config_by_hand(given: Given) -> ModelConfig:
         raise UsageError(f"--layers must be at most {_MAX_LAYERS:,}, not {n_layers:,}")
     layers = _slide([layer] * n_layers, given)
     sizes = {"vocab_size": given.vocab or 0, "d_model": given.hidden or 0, "d_ff": given.ffn or 0}
-    return planning_config("by hand", "by hand", layers, **sizes, n_heads=heads, context_length=0)
+    return planning_config("by hand", "by hand", layers, Block(), **sizes, n_heads=heads, context_length=0)
 
 
 def override(config: ModelConfig, given: Given) -> ModelConfig:
@@ -169,6 +172,7 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
         shape["arch"],
         name,
         layers,
+        families.of_gguf(shape["arch"]).block,
         vocab_size=shape["vocab"],
         d_model=shape["hidden"],
         d_ff=max(shape["ffn"], expert_width),

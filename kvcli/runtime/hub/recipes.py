@@ -53,8 +53,8 @@ from typing import Any
 
 import kvcli
 from kvcli.errors import KVError
-from kvcli.runtime.config import RUNNABLE
-from kvcli.words import near
+from kvcli.runtime.model.archs import RUNNABLE
+from kvcli.words import listed, near
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -140,7 +140,7 @@ class Recipe:
         """Why kv cannot run this model, whatever its file; "" = it can."""
         arch = self.shape.get("arch", RUNNABLE[0])
         if arch not in RUNNABLE:
-            return f"its architecture is {arch}, and kv runs {' and '.join(RUNNABLE)}"
+            return f"its architecture is {arch}, and kv runs {listed(RUNNABLE)}"
         return "it is a mixture of experts" if "moe" in self.shape else ""
 
     @property

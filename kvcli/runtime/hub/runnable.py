@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import ModelConfig, check_is_model, from_gguf
+from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.model.architecture import check_is_model
+from kvcli.runtime.model.archs import from_gguf
 
 # Storage types that the kernels compute with: the keys of their DECODERS.
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

@@ -1,9 +1,9 @@
-"""The parts that decoder architectures are put together from, written over the kernels' facade."""
+"""`Decoder`: a stack of sublayers over the paged cache, written over the kernels' facade."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,110 +12,80 @@ from kvcli.kernels import AttentionLayer, Backend
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.model.rope import RopeTables
-from kvcli.runtime.model.sealing import seal_step
 
-Matrices = tuple[Any, ...]  # QuantTensor as in the file, or what the backend's `place` made of them
+Matrices = tuple[Any, ...]  # stacked; what the backend's `place` made of QuantTensors
 
 
 @dataclass(frozen=True)
-class AttentionWeights:
-    """Projections of one layer; the norms over each head of q and k exist where the architecture has them."""
+class Attention:
+    """Attention of model layer `layer`: the product that gives q, k and v side by side, and what `ops.attend` wants."""
 
+    layer: int
     qkv: Matrices
-    out: Matrices
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    how: AttentionLayer
 
 
 @dataclass(frozen=True)
-class Block:
-    """One layer: attention, then a gated feed-forward part. The norms after each exist where the architecture has
-    them; gate and up are stacked."""
+class FeedForward:
+    """A gated feed-forward part: the product that gives gates and, behind them, what they gate."""
 
-    attn_norm: torch.Tensor
-    attn: AttentionWeights
-    ffn_norm: torch.Tensor
     gate_up: Matrices
-    down: Matrices
-    post_attn_norm: torch.Tensor | None = None
-    post_ffn_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """x += out . inner(norm(x)), with `post_norm` over what is added where there is one."""
+
+    norm: torch.Tensor
+    inner: Attention | FeedForward
+    out: Matrices
+    post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of a decoder. `activation` of the feed-forward parts: "silu" or "gelu"."""
+    """All weights of a decoder, where the backend computes. `sublayers` are in the order in which they are computed."""
 
     embedding: Matrices
-    blocks: tuple[Block, ...]
+    sublayers: tuple[Sublayer, ...]
     norm: torch.Tensor
     head: Matrices
-    activation: str
+
+    def with_next_norms(self) -> Iterator[tuple[Sublayer, torch.Tensor]]:
+        """Each sublayer, and the norm that the residual stream passes behind it."""
+        norms = (*(each.norm for each in self.sublayers[1:]), self.norm)
+        return zip(self.sublayers, norms, strict=True)
 
 
 class Decoder:
-    """A stack of blocks over the paged cache; what an architecture's file builds."""
+    """The model of `config`: hidden states of a step's rows, and logits of those."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Backend, ropes: RopeTables) -> None:
-        self.config, self.ops, self.ropes = config, ops, ropes
-        self.weights = _placed(weights, ops)
-        self.layers = tuple(self._layer(i) for i in range(config.n_layers))
-
-    def _layer(self, layer: int) -> AttentionLayer:
-        """What the backend is to know of one layer's attention."""
-        c, shape, weights = self.config, self.config.layers[layer], self.weights.blocks[layer].attn
-        rope = self.ropes.table(shape.rope)
-        return AttentionLayer(
-            c.n_heads, c.attn_scale, rope, shape.window, c.attn_softcap, weights.q_norm, weights.k_norm, c.norm_eps,
-            partial(seal_step, self.ops, rope),
-        )  # fmt: skip
+        self.config, self.weights, self.ops, self.ropes = config, weights, ops, ropes
 
     def hidden(self, step: Step) -> torch.Tensor:
         """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
         ops, eps, w = self.ops, self.config.norm_eps, self.weights
         x = ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
-        for i, block in enumerate(w.blocks):
-            h = self._attention(ops.rms_norm(x, block.attn_norm, eps), block.attn, step, i)
-            self._add(x, h, block.attn.out, block.post_attn_norm)
-            h = ops.glu(ops.matmul(ops.rms_norm(x, block.ffn_norm, eps), block.gate_up), w.activation)
-            self._add(x, h, block.down, block.post_ffn_norm)
+        for each in w.sublayers:
+            inner = self._inner(each.inner, ops.rms_norm(x, each.norm, eps), step)
+            if each.post_norm is None:
+                ops.matmul(inner, each.out, add_to=x)
+            else:
+                x += ops.rms_norm(ops.matmul(inner, each.out), each.post_norm, eps)
         return ops.rms_norm(x, w.norm, eps)
 
-    def _attention(self, x: torch.Tensor, weights: AttentionWeights, step: Step, layer: int) -> torch.Tensor:
-        """x [T, d_model] (normed) -> heads' outputs [T, heads * dim_v]; stores the step's rows of this layer.
+    def _inner(self, inner: Attention | FeedForward, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or gated [T, d_ff].
 
-        The projections are of all rows at once; each part then looks at its own pages.
+        Products are of all rows at once; each part then looks at its own pages.
         """
-        qkv, how = self.ops.matmul(x, weights.qkv), self.layers[layer]
-        found = [self.ops.attend(qkv[rows], part.kv(layer), part.start, how) for rows, part in step.rows]
+        if isinstance(inner, FeedForward):
+            return self.ops.glu(self.ops.matmul(x, inner.gate_up), self.config.block.activation)
+        qkv = self.ops.matmul(x, inner.qkv)
+        found = [self.ops.attend(qkv[rows], p.kv(inner.layer), p.start, inner.how) for rows, p in step.rows]
         return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _add(self, x: torch.Tensor, h: torch.Tensor, weights: Matrices, post_norm: torch.Tensor | None) -> None:
-        """x += W h, normed first where there is a norm."""
-        if post_norm is None:
-            self.ops.matmul(h, weights, add_to=x)
-        else:
-            x += self.ops.rms_norm(self.ops.matmul(h, weights), post_norm, self.config.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""
         return self.ops.matmul(hidden, self.weights.head)
-
-
-def _placed(w: DecoderWeights, ops: Backend) -> DecoderWeights:
-    """The same weights where the backend computes with them."""
-
-    def vector(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.to(ops.device)
-
-    blocks = []
-    for b in w.blocks:
-        a = b.attn
-        attn = AttentionWeights(ops.place(a.qkv), ops.place(a.out), vector(a.q_norm), vector(a.k_norm))
-        blocks.append(
-            Block(
-                b.attn_norm.to(ops.device), attn, b.ffn_norm.to(ops.device), ops.place(b.gate_up, paired=True),
-                ops.place(b.down), vector(b.post_attn_norm), vector(b.post_ffn_norm),
-            )
-        )  # fmt: skip
-    embedding, head = ops.place(w.embedding), ops.place(w.head)
-    return replace(w, embedding=embedding, blocks=tuple(blocks), norm=w.norm.to(ops.device), head=head)

@@ -12,6 +12,8 @@ from kvcli.kernels.reference import ggml
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.gguf import GGUFFile
 
+HEAD = "output.weight"
+
 
 class Weights:
     """Tensors of an open GGUF file. Matrices stay packed and mapped; vectors (norms) are decoded to float32."""
@@ -40,13 +42,17 @@ class Weights:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""
         return self.matrix("token_embd.weight", config.vocab_size, config.d_model, padded=True)
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the file has an output matrix; else the embedding is it."""
+        return HEAD in self
+
     def head(self, config: ModelConfig) -> QuantTensor:
-        """The output matrix [vocab_size, d_model]: the embedding where the file has none of its own.
+        """The output matrix [vocab_size, d_model].
 
         There are no logits of rows that belong to no token, so nothing can draw one and no softmax counts it.
         """
-        name = "output.weight" if "output.weight" in self else "token_embd.weight"
-        return self.matrix(name, config.vocab_size, config.d_model, padded=True)
+        return self.matrix(HEAD, config.vocab_size, config.d_model, padded=True)
 
     def _info(self, name: str, shape: tuple[int, ...], padded: bool = False):
         info = self.file.tensors.get(name)

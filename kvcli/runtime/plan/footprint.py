@@ -1,7 +1,7 @@
 """The bytes of everything but the cache: weights as they are kept, activations of a step, kernel scratch,
 tables.
 
-Formulas over `ModelConfig`, no torch. They follow the code: `weights.py`, `layers.py` and `archs/*` for what is kept
+Formulas over `ModelConfig`, no torch. They follow the code: `model/loading.py` and `model/decoder.py` for what is kept
 and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a GPU needs.
 """
 
@@ -75,7 +75,7 @@ def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind:
         packed += tensor.nbytes
         if len(tensor.shape) == 1:
             copies += 4 * prod(tensor.shape)
-        elif config.arch == "llama" and name.endswith((".attn_q.weight", ".attn_k.weight")):
+        elif config.block.rope_pairs and name.endswith((".attn_q.weight", ".attn_k.weight")):
             copies += tensor.nbytes  # rows reordered for half-split RoPE
         read += _bytes_read(name, tensor.nbytes, tensors, config)
     return WeightBytes(packed, copies, read, EXACT, "header")
@@ -129,7 +129,7 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
     width = partials = 0
     for layer in set(config.layers):
         q, kv, out = _projections(config, layer)
-        normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+        normed_heads = 2 * q if config.block.qk_norm else 0
         # Each product has its input once more, scaled, as float32 and then as float16.
         attention = 2 * d + queries * q + kv + normed_heads + out + 3 * max(d, out) // 2
         mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
@@ -148,7 +148,7 @@ def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
     """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
     d, f = config.d_model, config.d_ff
     q, kv, out = _projections(config, layer)
-    normed_heads = 2 * q if config.arch.startswith(("gemma3", "qwen3")) else 0
+    normed_heads = 2 * q if config.block.qk_norm else 0
     attention = 2 * d + queries * q + kv + normed_heads + out
     mlp = d + max(out, d) + max(d + 2 * f, 3 * f)
     padded = max((x for x in (d, f, out) if x % _LANES), default=0)

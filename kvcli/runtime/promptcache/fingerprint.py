@@ -31,11 +31,18 @@ def identity(file: GGUFFile, config: ModelConfig, layout: KVLayout) -> dict[str,
     """Every field that must be the same where rows are to be used again, in the order in which they are compared."""
     return {
         **model_hashes(file),
-        "model_config": _canonical(dataclasses.asdict(dataclasses.replace(config, name=""))),
+        "model_config": _canonical(_shape_of(config)),
         **layout_fields(layout),
         "positions": "absolute from 0",
         "byte_order": sys.byteorder,
     }
+
+
+def _shape_of(config: ModelConfig) -> dict[str, Any]:
+    """All fields of a config but its name, and what follows from its architecture."""
+    fields = dataclasses.asdict(dataclasses.replace(config, name=""))
+    del fields["block"]
+    return fields
 
 
 def layout_fields(layout: KVLayout) -> dict[str, str]:

@@ -29,7 +29,7 @@ from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
-from kvcli.runtime.model.decoder import Block, Decoder
+from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
 from kvcli.runtime.model.sealing import fix_bases, fixes_basis
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
@@ -64,7 +64,8 @@ class TokenGraph:
         self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
         self.gated = Activations.empty(c.d_ff, keep, self.device)
         self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps)
-        self.qkv = [floats(1, sum(m.rows for m in b.attn.qkv)) for b in w.blocks]
+        inner = [each.inner for each in w.sublayers]
+        self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
         self.y = floats(c.d_model)
         self._pages = GraphPages(model, layout, ctx_size)
         self._queries = [
@@ -179,21 +180,25 @@ class TokenGraph:
         """Every kernel of a token, for up to `bucket` rows."""
         c, w, pdl = self.model.config, self.model.weights, self.pdl
         expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
-        following = [b.attn_norm for b in w.blocks[1:]] + [w.norm]
-        advance(self.row, self.residual, w.blocks[0].attn_norm, self.x, self.norm.squares)
-        for i, (block, next_norm) in enumerate(zip(w.blocks, following, strict=True)):
-            self._attention(i, block, bucket, pdl)
-            self._add(block.attn.out[0], self.heads[i], block.ffn_norm, block.post_attn_norm)
-            gelu = w.activation == "gelu"
-            matvec(block.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=pdl)
-            # 16 bits for what has the outliers, and for the logits; both cost a percent or two
-            self._add(block.down[0], self.gated, next_norm, block.post_ffn_norm, planes=2)
+        advance(self.row, self.residual, w.sublayers[0].norm, self.x, self.norm.squares)
+        for each, next_norm in w.with_next_norms():
+            if isinstance(each.inner, Attention):
+                self._add(each, self._attention(each.inner, bucket), next_norm)
+            else:  # 16 bits for what has the outliers, and for the logits; both cost a percent or two
+                self._add(each, self._feed_forward(each.inner), next_norm, planes=2)
         matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
 
-    def _attention(self, layer: int, block: Block, bucket: int, pdl: int) -> None:
+    def _feed_forward(self, inner: FeedForward) -> Activations:
+        """From the normed vector to what is gated, quantized."""
+        gelu = self.model.config.block.activation == "gelu"
+        matvec(inner.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=self.pdl)
+        return self.gated
+
+    def _attention(self, inner: Attention, bucket: int) -> Activations:
         """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
-        how, pages, qkv, done = self.model.layers[layer], self._pages.layers[layer], self.qkv[layer], 0
-        for matrix in block.attn.qkv:  # of different formats: they run beside each other
+        layer, how, pdl, done = inner.layer, inner.how, self.pdl, 0
+        pages, qkv = self._pages.layers[layer], self.qkv[layer]
+        for matrix in inner.qkv:  # of different formats: they run beside each other
             beside = BESIDE if done else LEADING
             out = qkv[0, done : done + matrix.rows]
             matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
@@ -204,6 +209,7 @@ class TokenGraph:
         splits, partials = self._partials_of(layer, bucket)
         attend(queries, pages, self.position, how.window, how.softcap, splits, partials, pdl)
         combine(partials, pages, self.heads[layer], pdl)
+        return self.heads[layer]
 
     def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
         """Into how many shares the layer's pages are cut, and where the results of the shares go."""
@@ -218,11 +224,9 @@ class TokenGraph:
             self._partials[key] = Partials.empty(1, self.model.config.n_heads, pages, splits)
         return splits, self._partials[key]
 
-    def _add(
-        self, matrix: DeviceMatrix, x: Activations, next_norm: torch.Tensor, post: torch.Tensor | None, planes: int = 0
-    ) -> None:
+    def _add(self, sublayer: Sublayer, x: Activations, next_norm: torch.Tensor, planes: int = 0) -> None:
         """Add the product to the residual, normed first where there is a norm; `self.x` becomes the next vector."""
-        pdl = self.pdl
+        matrix, post, pdl = sublayer.out[0], sublayer.post_norm, self.pdl
         if post is None:
             matvec(
                 matrix, x, RESIDUAL, residual=self.residual, next_norm=next_norm, into=self.x,
@@ -245,5 +249,6 @@ def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
     w = model.weights
     yield from w.embedding
     yield from w.head
-    for b in w.blocks:
-        yield from (*b.attn.qkv, *b.attn.out, *b.gate_up, *b.down)
+    for each in w.sublayers:
+        yield from each.out
+        yield from each.inner.qkv if isinstance(each.inner, Attention) else each.inner.gate_up

@@ -1,40 +1,33 @@
-"""Architectures, one a file. Each exports `NAMES` (values of `general.architecture`), `build` and `TINY` (sizes of a
-two-layer test model); `build` here finds the file by the architecture's name."""
+"""The architectures that kv runs, one a file, as data. Each file has an `ARCHITECTURE`; nothing else names them. No
+torch."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.kernels import Backend
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.model.decoder import Decoder
-from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.model.architecture import Architecture, Shapes, check_is_model
+from kvcli.words import listed
+
+ARCHITECTURES: tuple[Architecture, ...] = tuple(
+    importlib.import_module(f"{__name__}.{module.name}").ARCHITECTURE for module in pkgutil.iter_modules(__path__)
+)
+_BY_NAME = {name: architecture for architecture in ARCHITECTURES for name in architecture.gguf}
+RUNNABLE = tuple(sorted(_BY_NAME))  # values of general.architecture that kv runs
+RUNS = f"kv runs {listed(RUNNABLE)}"
 
 
-def names() -> list[str]:
-    """Module names of this folder."""
-    return [m.name for m in pkgutil.iter_modules(__path__)]
+def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Shapes) -> ModelConfig:
+    """The config of a GGUF file.
 
-
-def build(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
-    """The model of `config.arch` over mapped weights.
-
-    Raises ModelError for missing or misshapen tensors, and for tensors (biases, say) that it would leave out: without
-    them it would be another model.
+    Raises ModelError naming the key that is missing, odd or cannot be obeyed, or the architecture if `kv` does not
+    run it.
     """
-    for name in names():
-        module = importlib.import_module(f"{__name__}.{name}")
-        if config.arch in module.NAMES:
-            weights.used.clear()  # what others looked at before does not count
-            model = module.build(config, weights, ops)
-            left = sorted(set(weights.file.tensors) - weights.used)
-            if left:
-                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-                raise ModelError(
-                    f"the file has tensors that kv's {config.arch} does not use: {left[0]}{more}",
-                    "kv would compute another model than this one",
-                )
-            return model
-    raise ModelError(f"unknown architecture '{config.arch}'", f"kv runs: {', '.join(names())}")
+    arch = check_is_model(metadata)
+    if arch not in _BY_NAME:
+        raise ModelError(f"kv does not run the architecture '{arch}'", f"it runs {listed(RUNNABLE)}")
+    return _BY_NAME[arch].read(metadata, tensor_shapes)
