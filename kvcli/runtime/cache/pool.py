@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ class _Arena:
         """Pages of the next chunk with so much room: as many as it has, or, where it is by page, as fit."""
         full, room = self.layout.pages_per_chunk, budget_bytes // self.page_bytes
         return full if room >= full else 0 if self.layout.by_layer else max(0, room)
+
+    def growth_bytes(self, pages: int) -> int:
+        """Bytes to commit for so many pages more than there are."""
+        return self.layout.committed_bytes(pages) if self.layout.by_layer else pages * self.page_bytes
 
     def grow(self, pages: int) -> None:
         layers, size, first = len(self.layout.layers), self.layout.layer_bytes, len(self.pages)
@@ -98,6 +102,14 @@ class PagePool:
         if pages > 0:
             arena.grow(pages)
         return pages > 0
+
+    def has_room(self, pages: Sequence[int]) -> bool:
+        """Whether so many more pages of each arena could be taken, with nobody letting go of any."""
+        if self.budget_bytes is None:
+            return True
+        short = (max(0, wanted - len(a.free)) for a, wanted in zip(self._arenas, pages, strict=True))
+        growth = (a.growth_bytes(wanted) for a, wanted in zip(self._arenas, short, strict=True))
+        return self.committed_bytes + sum(growth) <= self.budget_bytes
 
     def retain(self, arena: int, page: int) -> None:
         """One more holder of a page that somebody holds."""
