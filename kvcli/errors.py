@@ -85,6 +85,10 @@ class OutputError(KVError):
     exit_code = 74
 
 
+class StdoutError(OutputError):
+    """Standard output that takes no more, not even an error as JSON."""
+
+
 EXIT_CONTEXT_FULL = 9  # `kv run` only: the context filled while answering
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

@@ -65,7 +65,7 @@ class Interrupts:
         again = now - self._noted_at < INSIST_S
         if self.stage == LEAVE or (self.stage == FINISH and self.insist and again):
             self.on_leave(code)
-            os._exit(code)
+            end_by_signal(code)
         self._noted_at = now
         if self.stage == FINISH:
             self.code = max(self.code, code)
@@ -73,12 +73,24 @@ class Interrupts:
             raise SystemExit(code)
 
 
+def end_by_signal(code: int) -> NoReturn:
+    """End as a process that does nothing about the signal (`code` - 128): a shell's loop around it then ends, too."""
+    signal.signal(code - 128, signal.SIG_DFL)
+    signal.raise_signal(code - 128)
+    os._exit(code)  # it is blocked
+
+
 def leave(code: int) -> NoReturn:
-    """Exit at once, when all is done."""
+    """End by the signal of this code, when all is done."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
-    os._exit(code)
+    end_by_signal(code)
+
+
+def as_object(code: int) -> dict[str, Any]:
+    """What --json says of a process that a signal ended, as "error"."""
+    return {"code": code, "message": "interrupted" if code == EXIT_INTERRUPTED else "terminated", "hint": None}
 
 
 def end_line(code: int) -> None:
@@ -88,12 +100,12 @@ def end_line(code: int) -> None:
             os.write(sys.stderr.fileno(), b"\n")
 
 
-def last_words(code: int, as_json: bool = False, remark: str = "") -> None:
-    """For `on_leave`: an error object where JSON is expected; a terminal gets its line and cursor back."""
+def last_words(code: int, as_json: bool = False, remark: str = "", text: str = "") -> None:
+    """For `on_leave`: an error object where JSON is expected, with the `text` so far; a terminal gets its line and
+    cursor back."""
     if as_json:
-        message = "interrupted" if code == EXIT_INTERRUPTED else "terminated"
-        error = {"code": code, "message": message, "hint": None}
-        os.write(1, jsonobjects.line(jsonobjects.FAILURE, {"error": error}).encode())
+        with suppress(OSError):  # nobody reads it, or it is full
+            os.write(1, jsonobjects.failure(as_object(code), text).encode())
     if sys.stderr is not None and sys.stderr.isatty():
         with suppress(OSError):  # it may be gone
             os.write(sys.stderr.fileno(), b"\r\x1b[K\x1b[?25h")

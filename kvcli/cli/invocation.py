@@ -45,6 +45,7 @@ class Invocation:
     """The global options. `json` is true once the command's own --json or --jsonl was seen.
 
     `called`: what to call an option in messages, by the name that they would use, where it was given under another one.
+    `answer`: text that JSON at the end is to have; `answered`: that JSON is printed, so errors go to stderr.
     `told`: every warning and notice of this call, whether or not it was to be seen on stderr.
     `settings`: where values come from that nobody typed; `wrong_settings`: the first thing that is wrong there.
     `tree`: makes all commands, most of which a call does without.
@@ -57,6 +58,8 @@ class Invocation:
     offline: bool = field(default_factory=_hub_is_offline)
     json: bool = False
     called: dict[str, str] = field(default_factory=dict)
+    answer: list[str] = field(default_factory=list)
+    answered: bool = False
     told: list[str] = field(default_factory=list)
     settings: Settings | None = None
     wrong_settings: UsageError | None = None

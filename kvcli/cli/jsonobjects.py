@@ -24,6 +24,11 @@ def line(kind: str, value: Mapping[str, Any]) -> str:
     return json.dumps(finished(kind, value), ensure_ascii=False) + "\n"
 
 
+def failure(error: Mapping[str, Any], text: str = "") -> str:
+    """The line that tells an error; `text`: of an answer that was not printed, as far as it had come."""
+    return line(FAILURE, {"error": error, **({"text": text} if text else {})})
+
+
 def schema() -> str:
     """The JSON Schema of all objects."""
     return _SCHEMA.read_text("utf-8")

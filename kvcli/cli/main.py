@@ -15,7 +15,7 @@ from kvcli.errors import (
     EXIT_INTERRUPTED,
     DoesNotFit,
     KVError,
-    OutputError,
+    StdoutError,
     UsageError,
 )
 
@@ -85,7 +85,7 @@ def run_command(args: list[str], interrupts: Interrupts | None = None) -> int:
     invocation: Invocation | None = None
     try:
         if sys.stdout is None:
-            raise OutputError("standard output is closed", "redirect it to /dev/null to discard the output")
+            raise StdoutError("standard output is closed", "redirect it to /dev/null to discard the output")
         args = _meant(args)
         if _VERSION.intersection(args) and (_VERSION | _VERBOSE | _JSON).issuperset(
             args
@@ -220,16 +220,18 @@ def _flushed(code: int) -> int:
 
 def _report(error: BaseException, args: list[str], invocation: Invocation | None) -> int:
     """Tell what went wrong, on stderr or as JSON on stdout, and return the exit code."""
-    from kvcli.cli.interrupt import end_line
+    from kvcli.cli import interrupt
 
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
-        if code == EXIT_INTERRUPTED:
-            end_line(code)
+        if code in interrupt.CODES and invocation and invocation.json and not invocation.answered:
+            interrupt.last_words(code, as_json=True)
+        elif code == EXIT_INTERRUPTED:
+            interrupt.end_line(code)
         return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    from kvcli.cli import commandline, render, streams
+    from kvcli.cli import commandline, jsonobjects, render, streams
 
     known = _as_kverror(error)
     if invocation and isinstance(known, UsageError):
@@ -238,15 +240,15 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         import traceback
 
         streams.write_err("".join(traceback.format_exception(error)))
-    if isinstance(known, OutputError):
+    if isinstance(known, StdoutError):
         _discard_stdout()
-    elif (invocation and invocation.json) or (isinstance(known, UsageError) and _asks_for_json(args)):
+    elif _tells_json(known, args, invocation):
         try:
-            render.print_json("failure", {"error": known.as_object()})
+            render.write_out(jsonobjects.failure(known.as_object(), "".join(invocation.answer) if invocation else ""))
         except BrokenPipeError:
             return EXIT_BROKEN_PIPE
         except OSError as failure:
-            unwritten = OutputError(f"could not write the output: {failure.strerror or failure}")
+            unwritten = StdoutError(f"could not write the output: {failure.strerror or failure}")
             return _report(unwritten, args, invocation)
         return known.exit_code
     if invocation:
@@ -267,21 +269,23 @@ def _as_kverror(error: BaseException) -> KVError:
     if isinstance(error, typer.BadParameter.__mro__[1]):
         return commandline.refused(error)
     if isinstance(error, typer.Abort):
-        interrupted = KVError("aborted")
-        interrupted.exit_code = EXIT_INTERRUPTED
-        return interrupted
+        return KVError("aborted")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
         return DoesNotFit("out of memory", "use a smaller context (-c) or a smaller model")
     if type(error).__name__ == "OutOfResources":  # Triton's
         return KVError("this GPU is too small for the kernels of this model", "use --device cpu")
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRNOS and error.filename is None:
-        return OutputError(f"could not write the output: {error.strerror}")
+        return StdoutError(f"could not write the output: {error.strerror}")
     text = str(error).partition("\n")[0][:300] or "no message"
     return KVError(f"{type(error).__name__}: {text}", "this is a bug; run with -vv for the traceback")
 
 
-def _asks_for_json(args: list[str]) -> bool:
-    """For errors in the command line itself, which come before any option was noted."""
+def _tells_json(error: KVError, args: list[str], invocation: Invocation | None) -> bool:
+    """Whether an error is told as JSON; one in the command line itself comes before any option was noted."""
+    if invocation and invocation.json:
+        return not invocation.answered
+    if not isinstance(error, UsageError):
+        return False
     words = args[: args.index("--")] if "--" in args else args
     return any(word in ("--json", "--jsonl", "--stream-json") for word in words)
 

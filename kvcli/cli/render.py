@@ -132,6 +132,11 @@ def announce(message: str, invocation: Invocation) -> None:
 def notice(message: str, invocation: Invocation) -> None:
     """Good to know: said on a terminal or with -v."""
     invocation.told.append(message)
+    step(message, invocation)
+
+
+def step(message: str, invocation: Invocation) -> None:
+    """What is being done now: said as a notice is, and not kept."""
     if not invocation.quiet and (invocation.verbose or is_terminal(sys.stderr)):
         aside(one_line(message), invocation)
 

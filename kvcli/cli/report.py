@@ -13,6 +13,7 @@ from kvcli.cli.overflow import Cut
 from kvcli.cli.render import is_terminal
 from kvcli.cli.verification import Verification, as_json
 from kvcli.cli.wrapping import columns
+from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End
@@ -90,6 +91,7 @@ class Result:
     memory: MemoryFacts
     verification: Verification | None = None  # with --verify-estimate
     cut: Cut | None = None  # of the prompt, which was too long
+    error: KVError | None = None  # that the run ends with, although the answer is whole
 
     @property
     def losses(self) -> list[str]:
@@ -266,6 +268,7 @@ def result_object(result: Result) -> dict[str, Any]:
         },
         "sampling": sampling_object(result.params),
         "warnings": result.warnings,
+        **({"error": result.error.as_object()} if result.error else {}),
     }
 
 

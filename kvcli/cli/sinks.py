@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kvcli.cli import jsonobjects
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.render import Progress
 from kvcli.cli.report import Result, result_object, sampling_object
-from kvcli.cli.streams import OutputFile, TextOut
+from kvcli.cli.streams import OutputFile, TextOut, say
 from kvcli.errors import OutputError
 from kvcli.runtime.engine.events import Prefill, Token
 
@@ -84,7 +85,10 @@ class CopySink:
         if self.newline:
             self.file.end_line()
         self.file.whole = result.end.finish_reason != "interrupted"
-        self.sink.end(result, held)
+        remark = self.file.keep()
+        self.sink.end(replace(result, error=self.file.failure), held)
+        if remark:
+            say(remark)
 
     def broken(self) -> None:
         self.sink.broken()
@@ -106,8 +110,8 @@ class NoSink(TextSink):
 class JsonSink:
     """One object when all is done."""
 
-    def __init__(self, out: TextOut) -> None:
-        self.out = out
+    def __init__(self, out: TextOut, invocation: Invocation) -> None:
+        self.out, self.invocation = out, invocation
 
     def start(self, model: str, params: Any) -> None:
         """The object at the end says it all."""
@@ -116,10 +120,11 @@ class JsonSink:
         """The object at the end says it all."""
 
     def token(self, event: Token) -> None:
-        """The object at the end says it all."""
+        self.invocation.answer.append(event.text)
 
     def end(self, result: Result, held: str) -> None:
         self._line("run", result_object(result))
+        self.invocation.answered = True
 
     def broken(self) -> None:
         """The error is an object of its own."""

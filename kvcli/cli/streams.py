@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from kvcli.cli.wrapping import Wrapper, columns, fill
-from kvcli.errors import OutputError
+from kvcli.errors import OutputError, StdoutError
 
 FLUSH_EVERY_S = 0.02
+STDOUT = "stdout"
 
 
 def _caret(code: int) -> str:
@@ -83,7 +84,8 @@ def writing_to(name: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"cannot write to {name}: {error.strerror or error}") from None
+        kind = StdoutError if name == STDOUT else OutputError
+        raise kind(f"cannot write to {name}: {error.strerror or error}") from None
 
 
 class TextOut:
@@ -104,7 +106,7 @@ class TextOut:
     def stdout(cls, raw: bool = False) -> TextOut:
         """Raises OutputError when the process was started without a stdout."""
         if sys.stdout is None:
-            raise OutputError("stdout is closed")
+            raise StdoutError("stdout is closed")
         return cls(sys.stdout.buffer, sys.stdout.isatty(), raw)
 
     def write(self, text: str) -> None:
@@ -114,7 +116,7 @@ class TextOut:
         self._write(self._wrapper.feed(neutralise(text)) if self._wrapper else text)
 
     def _write(self, shown: str) -> None:
-        with writing_to("stdout"):
+        with writing_to(STDOUT):
             self.stream.write(shown.encode("utf-8", errors="replace"))
             now = time.monotonic()
             if self.tty or now - self._flushed_at >= FLUSH_EVERY_S:
@@ -133,7 +135,7 @@ class TextOut:
         """Write what is held back: nothing more comes for now."""
         if self._wrapper:
             self._write(self._wrapper.release())
-        with writing_to("stdout"):
+        with writing_to(STDOUT):
             self.stream.flush()
 
 
@@ -206,8 +208,13 @@ class OutputFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if remark := self.keep():
             say(remark)
-        if self._error and kind is None:
-            raise OutputError(f"cannot write {self.name}: {self._error}")
+        if kind is None and (error := self.failure):
+            raise error
+
+    @property
+    def failure(self) -> OutputError | None:
+        """Why the file does not have the text; None = nothing went wrong yet."""
+        return OutputError(f"cannot write {self.name}: {self._error}") if self._error else None
 
     def write(self, text: str) -> None:
         """Append to the new text, '' too: it has begun."""

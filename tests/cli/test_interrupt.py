@@ -34,7 +34,7 @@ def leaving(code: int) -> None:
 )
 def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
     told = []
-    monkeypatch.setattr(os, "_exit", leaving)
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", leaving)
     with Interrupts(told.append) as interrupts:
         interrupts.stage = stage
         if isinstance(outcome, int):

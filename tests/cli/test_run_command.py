@@ -437,6 +437,9 @@ def test_an_error_in_the_middle_leaves_what_was_generated(kv, tmp_path, error, c
     kv.engine.before_token = failing(error, 3)
     outcome = kv("run", "hello", form, "-o", str(path))
     assert outcome.code == code and path.read_text() == "an " and list(tmp_path.iterdir()) == [path]
+    if form == "--json" and not isinstance(error, SystemExit):
+        told = json.loads(outcome.out)
+        assert (told["error"]["code"], told["text"]) == (code, "an "), "what is printed has all there is"
     assert f"kv: {path} holds the answer so far\n" in outcome.err
     path.write_text("old")
     kv.engine.before_token = failing(error, 0)
@@ -461,11 +464,27 @@ def test_a_second_signal_leaves_what_was_generated(kv, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
     kv.engine.before_token = twice
     outcome = kv("run", "hello", "-o", str(path))
     assert (outcome.code, path.read_text()) == (130, "an ")
     assert outcome.err == f"kv: {path} holds the answer so far\n"
+
+
+def test_a_second_signal_in_json_has_the_text_so_far(kv, monkeypatch):
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
+    kv.engine.before_token = lambda n: [os.kill(os.getpid(), signal.SIGINT) for _ in "12"] if n == 3 else None
+    outcome = kv("run", "hello", "--json")
+    told = json.loads(outcome.out.splitlines()[0])  # there the process ends
+    assert (outcome.code, told["error"]["message"], told["text"]) == (130, "interrupted", "an ")
+
+
+def test_a_file_that_takes_nothing_is_an_error_in_json(kv):
+    """The answer is whole, and so is the object; what went wrong is in it, and on stderr."""
+    outcome = kv("run", "hello", "--json", "-o", "/dev/full")
+    told = json.loads(outcome.out)
+    assert (outcome.code, told["text"], told["error"]["code"]) == (74, "an answer", 74)
+    assert outcome.err == "kv: error: cannot write /dev/full: No space left on device\n"
 
 
 def test_a_dash_is_stdout(kv, tmp_path, monkeypatch):

