@@ -19,8 +19,6 @@ def main() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    if os.isatty(2):
-        os.write(2, b"\n")  # the shell's prompt would follow the ^C on its line
     _signal.signal(number, _signal.SIG_DFL)  # a shell's loop ends, too
     _signal.raise_signal(number)
     os._exit(128 + number)  # it is blocked

@@ -62,7 +62,7 @@ KvHere = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="session")
 def kv_command() -> list[str]:
     """The words that start the `kv` under test, in any working folder."""
-    code = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from kvcli.cli.main import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); from kvcli.__main__ import main; main()"
     return [sys.executable, "-c", code]
 
 

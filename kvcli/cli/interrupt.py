@@ -93,13 +93,6 @@ def as_object(code: int) -> dict[str, Any]:
     return {"code": code, "message": "interrupted" if code == EXIT_INTERRUPTED else "terminated", "hint": None}
 
 
-def end_line(code: int) -> None:
-    """For `on_leave`: a terminal's next line, where the shell's prompt would follow the ^C."""
-    if code == EXIT_INTERRUPTED and sys.stderr is not None and sys.stderr.isatty():
-        with suppress(OSError):
-            os.write(sys.stderr.fileno(), b"\n")
-
-
 def last_words(code: int, as_json: bool = False, remark: str = "", text: str = "") -> None:
     """For `on_leave`: an error object where JSON is expected, with the `text` so far; a terminal gets its line and
     cursor back."""

@@ -65,9 +65,9 @@ _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 def main() -> NoReturn:
     """Run `kv` with the arguments of the process and exit."""
-    from kvcli.cli.interrupt import LEAVE, Interrupts, end_line
+    from kvcli.cli.interrupt import LEAVE, Interrupts
 
-    interrupts = Interrupts(end_line)
+    interrupts = Interrupts()
     interrupts.install()  # for good: a signal while Python shuts down is silent, too
     _prepare_process()
     code = run_command(sys.argv[1:], interrupts)
@@ -226,8 +226,6 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
         if code in interrupt.CODES and invocation and invocation.json and not invocation.answered:
             interrupt.last_words(code, as_json=True)
-        elif code == EXIT_INTERRUPTED:
-            interrupt.end_line(code)
         return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE

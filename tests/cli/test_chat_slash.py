@@ -85,6 +85,42 @@ def test_a_message_stopped_before_its_answer_is_put_back(kv, talk):
     assert talk.drafts == ["", "first"]
 
 
+def test_a_command_does_not_cost_what_was_put_back(kv, talk):
+    """It waits until it is sent, or another message is; the keys are told once."""
+    kv.engine.ctx_size = 60
+    too_long = "a message that is much too long for such a context"
+    outcome = talk("first", too_long, "/stats", "/nonsense", "second", "/undo", "//x", args=("-v",))
+    assert talk.drafts == ["", "", too_long, too_long, too_long, "", "second", ""]
+    assert outcome.err.count("Enter sends it, typing replaces it") == 1
+    kv.engine.answers, kv.engine.ctx_size = ["x"], 5
+    talk("//slash")
+    assert talk.drafts == ["", "//slash"], "as it is to be typed"
+
+
+def test_a_ctrl_c_between_answers_ends_nothing(kv, talk, monkeypatch):
+    """It was meant for the answer that has just ended; other signals are obeyed."""
+    save = sessions.Session.save
+
+    def interrupted(self, conversation):
+        os.kill(os.getpid(), number)
+        save(self, conversation)
+
+    monkeypatch.setattr(sessions.Session, "save", interrupted)
+    number = signal.SIGINT
+    assert talk("first", "second", args=("--session", "ann")).code == 0
+    assert [m["content"] for m in sessions.read("ann").messages()] == ["first", "one", "second", "two"]
+    number = signal.SIGTERM
+    assert talk("third", "fourth", args=("--session", "ann")).code == 143
+    assert [m["content"] for m in sessions.read("ann").messages()][4:] == ["third", "three"]
+
+
+def test_a_saved_chat_that_is_cleared_stays_until_something_is_said(kv):
+    assert "which stays in ann until you send a message" in chat(kv, "first\n/clear\n", "--session", "ann").err
+    assert [m["content"] for m in sessions.read("ann").messages()] == ["first", "one"]
+    chat(kv, "/clear\nother\n", "--session", "ann")
+    assert [m["content"] for m in sessions.read("ann").messages()] == ["other", "two"]
+
+
 def test_clear_can_be_undone(kv, tmp_path):
     outcome = chat(kv, "first\n/clear\n/undo\nsecond\n/clear\nthird\n/undo\n/undo\n", "--session", "ann")
     assert outcome.code == 2 and "no turn to undo" in outcome.err, "once something was said it is gone"
@@ -125,7 +161,7 @@ def test_files_go_in_front_of_the_next_message(kv, talk, tmp_path):
     assert "a.txt (5 tokens) goes in front of the next message" in outcome.err
     assert asked(kv, 0) == "user:Alpha\n\nBeta\n\nwhat?assistant:"
     assert asked(kv, 1).endswith("user:moreassistant:")
-    assert talk.drafts[5:] == ["more", "what?", "", ""]
+    assert talk.drafts[5:] == ["more", "what?", "what?", ""]
     assert "b.txt does not go with the next message" in outcome.err
     assert asked(kv, 2) == "user:Alpha\n\nagainassistant:"
 

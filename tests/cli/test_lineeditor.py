@@ -67,6 +67,29 @@ def test_keys(keys, messages):
     assert typed(keys) == messages
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("\r", "go on"),
+        ("/ctx 600\r", "/ctx 600"),
+        ("\x1b[200~other\rtext\x1b[201~\r", "other\ntext"),
+        ("\x7fx\r", "x"),
+        ("\x1b[3~x\r", "x"),
+        ("\x05!\r", "go on!"),
+        ("\x1b[C!\r", "go on!"),
+        ("\x01I \r", "I go on"),
+        ("\x1b[D\x1b[Dd\r", "go don"),
+        ("\n!\r", "go on\n!"),
+        ("\x1b[D\x1b[C?\r", "go on?"),
+    ],
+    ids=ascii,
+)
+def test_text_that_was_put_back_is_sent_replaced_or_changed(keys, message):
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text(keys)
+        assert LineEditor(InMemoryHistory(), []).read("go on") == message
+
+
 def test_tab_completes_commands():
     assert typed("/he\t", "\r") == ["/help"]
 
@@ -118,7 +141,7 @@ def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
 def test_the_editor_begins_with_a_text():
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         editor = LineEditor(InMemoryHistory(), [])
-        pipe.send_text("!\rtwo\r")
+        pipe.send_text("\x05!\rtwo\r")
         assert [editor.read("one"), editor.read()] == ["one!", "two"]
 
 

@@ -29,7 +29,7 @@ from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.helptext import GENERATE
 from kvcli.cli.inputs import decode, drop_mark
-from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
+from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts, last_words
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.sinks import TextSink
 from kvcli.cli.streams import TextOut, keys_wait, say, wrapped, write_err
@@ -105,7 +105,7 @@ def chat(
                 engines.keep_prompt(engine, conversation.system_tokens(), invocation)
             tell = _telling(invocation)
             with closing(ChatSession(engine, conversation, options, sink, interrupts, branches, tell)) as session:
-                interrupts.stage = UNWIND
+                interrupts.stage = UNWIND if flags.script else FINISH  # between answers a Ctrl-C ends nothing
                 _greet(session, told, invocation)
                 if flags.script:
                     _follow(session, b"\0" if flags.null else b"\n")
@@ -224,10 +224,18 @@ def _talk(session: ChatSession, invocation: Invocation, no_history: bool) -> Non
 
     history = lineeditor.open_history(partial(render.warn, invocation=invocation), no_history)
     editor = lineeditor.LineEditor(history, slash.NAMES)
+    explained = False
     while True:
+        session.after_signal()
         draft, session.draft = session.draft, ""
+        if draft and not explained:
+            explained = True
+            render.step("what is back on the line: Enter sends it, typing replaces it, arrow keys keep it", invocation)
         try:
-            if not slash.handle(session, editor.read(draft)):
+            line = editor.read(slash.as_message(draft))
+            if slash.is_command(line):
+                session.draft = draft  # it waits until the command is obeyed
+            if not slash.handle(session, line):
                 return
         except EOFError:
             return

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app_or_none
 from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.filters import shift_selection_mode
 from prompt_toolkit.history import History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 
 from kvcli import paths
 
@@ -46,10 +48,17 @@ class LineEditor:
         )
 
     def read(self, text: str = "") -> str:
-        """The next message; `text` stands there already, to be changed. Raises EOFError (Ctrl-D), KeyboardInterrupt
-        (Ctrl-C), and SystemExit for a signal that ends the process."""
+        """The next message; `text` stands there already, selected: Enter sends it, what is typed or pasted replaces it,
+        a key that moves the cursor leaves it to be changed. Raises EOFError (Ctrl-D), KeyboardInterrupt (Ctrl-C), and
+        SystemExit for a signal that ends the process."""
         with _ended_by_signals() as check:
-            return unquote(self._session.prompt("> ", default=text, pre_run=check))
+
+            def begin() -> None:
+                check()
+                if text:
+                    select_all(self._session.default_buffer)
+
+            return unquote(self._session.prompt("> ", default=text, pre_run=begin))
 
     @property
     def interrupted_text(self) -> str:
@@ -108,13 +117,43 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter")
     @keys.add("c-j")
     def _(event: KeyPressEvent) -> None:
+        event.current_buffer.exit_selection()
         event.current_buffer.insert_text("\n")
+
+    @keys.add("c-e", filter=shift_selection_mode)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.exit_selection()
+
+    @keys.add("delete", filter=shift_selection_mode)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.cut_selection()
+
+    @keys.add(Keys.BracketedPaste, filter=shift_selection_mode)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.cut_selection()
+        event.current_buffer.insert_text(event.data.replace("\r\n", "\n").replace("\r", "\n"))
 
     return keys
 
 
+def select_all(buffer: Buffer) -> None:
+    """Select the text as Shift and arrow keys would, until the cursor moves."""
+    buffer.cursor_position = 0
+    buffer.start_selection()
+    assert buffer.selection_state is not None
+    buffer.selection_state.enter_shift_mode()
+    buffer.cursor_position = len(buffer.text)
+
+    def moved(_: Buffer) -> None:
+        buffer.on_cursor_position_changed -= moved
+        buffer.exit_selection()
+
+    buffer.on_cursor_position_changed += moved
+
+
 def enter(buffer: Buffer) -> None:
     """What the Enter key does with the text so far."""
+    buffer.exit_selection()
     before = buffer.document.text_before_cursor
     if buffer.text.lstrip().startswith(QUOTES) and not _closed(buffer.text):
         buffer.insert_text("\n")

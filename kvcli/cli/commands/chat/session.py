@@ -195,6 +195,11 @@ class ChatSession:
         self.conversation.clear()
         self.sequence.rewind_to(0)
 
+    def save(self) -> None:
+        """Keep a saved chat as it is now; one that was cleared stays as it was until something is said."""
+        if self._cleared is None or self.conversation.messages:
+            self.branches.save(self.conversation)
+
     def _check_length(self, text: str) -> None:
         needed, limit = self.conversation.alone(text), self.engine.ctx_size
         if needed > limit:
@@ -220,10 +225,10 @@ class ChatSession:
             result = answer(self.engine, self.sequence, ids, job)
         except BaseException:
             self.conversation.restore(before)
-            self._after_signal()
+            self.after_signal()
             raise
         finally:
-            self.interrupts.stage = UNWIND
+            self.interrupts.stage = UNWIND if self.options.script else FINISH
         answered = result.end.finish_reason != "interrupted" or bool(result.end.ids)
         if answered:
             self.conversation.record_answer(result.text, result.end.ids)
@@ -231,7 +236,7 @@ class ChatSession:
         else:
             self.conversation.restore(before)
             say("stopped before the answer began; the conversation is as it was")
-        self._after_signal()
+        self.after_signal()
         return answered
 
     def _check_conversation(self, n_tokens: int) -> None:
@@ -270,8 +275,9 @@ class ChatSession:
         self.totals.add(result.end.usage)
         self.last = result
 
-    def _after_signal(self) -> None:
-        """At a terminal Ctrl-C has done its work by ending the answer; other signals end the session too."""
+    def after_signal(self) -> None:
+        """At a terminal Ctrl-C has done its work by ending the answer, if there was one; other signals end the session
+        too: raises SystemExit."""
         code = self.interrupts.code
         self.interrupts.reset()
         if code and (self.options.script or code != EXIT_INTERRUPTED):

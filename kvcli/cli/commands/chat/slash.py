@@ -22,6 +22,16 @@ from kvcli.words import counted, human_bytes
 WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal
 
 
+def is_command(line: str) -> bool:
+    """Whether a line is no message."""
+    return line.startswith("/") and not line.startswith("//")
+
+
+def as_message(text: str) -> str:
+    """What is to be typed to send a text."""
+    return f"/{text}" if text.startswith("/") else text
+
+
 def handle(session: ChatSession, line: str) -> bool:
     """Answer a message or obey a command; False when the session is to end.
 
@@ -29,16 +39,16 @@ def handle(session: ChatSession, line: str) -> bool:
     the conversation is saved.
     """
     try:
+        if is_command(line):
+            return _obey(session, line)
         if line.startswith("//"):
             session.send(line[1:])
-        elif line.startswith("/"):
-            return _obey(session, line)
         elif not session.options.script and line.strip().lower() in WORDS_TO_LEAVE:
             return False
         elif line.strip():
             session.send(line)
     finally:
-        session.branches.save(session.conversation)
+        session.save()
     return True
 
 
@@ -83,9 +93,10 @@ def _also(names: tuple[str, ...]) -> str:
 
 
 def _clear(session: ChatSession, argument: str) -> None:
-    was = session.conversation.turns
+    was, saved_as = session.conversation.turns, session.branches.saved_as
     session.clear()
-    say("a new conversation" + ("; /undo brings the old one back" if was else ""))
+    back = "; /undo brings the old one back" if was else ""
+    say(f"a new conversation{back}" + (f", which stays in {saved_as} until you send a message" if saved_as else ""))
 
 
 def _undo(session: ChatSession, argument: str) -> None:
