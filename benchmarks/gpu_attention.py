@@ -33,9 +33,7 @@ from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.seal import seal_step as seal_page
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.rotation import rotate
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import paged_record
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
@@ -157,7 +155,7 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
             page.fill_(0xA5)
     seal(device_pages(there, "cuda", None if angles is None else half_angles(angles, "cuda")), 64, 256)
     pairs = [(a, b) for a, b in zip(kv.pages, there.pages, strict=True) if a is not None and b is not None]
-    used = group.page_size * (group.k_row_bytes + group.v_row_bytes + group.scale_bytes)
+    used = group.page_size * group.record.token_bytes
     heads = [(x.view(group.kv_heads, -1)[:, :used] for x in (a, b.cpu())) for a, b in pairs]
     return max(float((a != b).float().mean()) for a, b in heads)
 
@@ -186,7 +184,7 @@ def check_all(workers: int) -> dict[str, float]:
 
 def arena(group: GroupLayout, pages: int) -> torch.Tensor:
     """uint8 [pages, page_bytes] with finite numbers everywhere."""
-    r = paged_record(group)
+    r = group.record
     memory = torch.randint(0, 256, (pages, group.page_bytes), dtype=torch.uint8, device="cuda")
     records = memory.view(pages * r.kv_heads, r.record_bytes)
     for codec, at, n in ((r.codec_k, 0, r.k_row_bytes), (r.codec_v, r.v_offset, r.v_row_bytes)):
@@ -208,8 +206,8 @@ class Timed:
     def __init__(self, kind: str, context: int, dim: int = 128, kv_heads: int = 8, group: int = 4) -> None:
         self.layout = layer((kind, kind), (dim, dim), kv_heads).groups[0]
         self.context, self.heads = context, kv_heads * group
-        r, n = paged_record(self.layout), -(-context // 64)
-        self.bytes = context * kv_heads * (r.k_row_bytes + r.v_row_bytes + self.layout.scale_bytes)
+        r, n = self.layout.record, -(-context // 64)
+        self.bytes = context * kv_heads * r.token_bytes
         count = max(2, -(-400_000_000 // (n * self.layout.page_bytes)))
         self.memory = arena(self.layout, count * n)
         order = torch.randperm(count * n, device="cuda").view(count, n) * self.layout.page_bytes
@@ -224,7 +222,7 @@ class Timed:
                 table = torch.zeros(n, dtype=torch.int64, device="cuda")
                 first = self.open_memory.data_ptr() + 2 * i * opened.page_bytes
                 table[0], table[-1] = first, first + opened.page_bytes
-                two = DevicePages(paged_record(opened), table, 0)
+                two = DevicePages(opened.record, table, 0)
             self.pages.append(
                 DevicePages(
                     r,

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcli.cli import settings
 from kvcli.cli.app import shared_options, walk
@@ -21,6 +21,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 # From the call of `kv` to all values that an option or argument may have.
 _Known = Callable[[Invocation], Iterable[str]]
+
+
+class Suggestion(NamedTuple):
+    """A value that may come next, as Typer's answers to shells want it; zsh and fish show the help."""
+
+    value: str
+    help: str | None = None
+    type: str = "plain"
 
 
 def script(shell: str) -> str:
@@ -56,14 +64,20 @@ def answer(command: Any, invocation: Invocation) -> int:
     return int(completion.shell_complete(command, context, "kv", VARIABLE, os.environ[VARIABLE]))
 
 
-def _completer(values: _Known | None, invocation: Invocation) -> Callable[[Any, Any, str], list[str]] | None:
+def _completer(values: _Known | None, invocation: Invocation) -> Callable[[Any, Any, str], list[Suggestion]] | None:
     """What completes the value of an option or argument; None = Typer's own way, which is files."""
     if values is None:
         return None
 
-    def complete(context: Any, param: Any, incomplete: str) -> list[str]:
-        before = re.match(r".*[,/]|", incomplete)[0] if values is _cache_types else ""  # type: ignore[index]
-        return [before + value for value in values(invocation) if (before + value).startswith(incomplete)]
+    def complete(context: Any, param: Any, incomplete: str) -> list[Suggestion]:
+        before, helps = "", dict[str, str]()
+        if values is _cache_types:
+            before, helps = re.match(r".*[,/]|", incomplete)[0], _helps_of_cache_types()  # type: ignore[index]
+        return [
+            Suggestion(before + value, helps.get(value))
+            for value in values(invocation)
+            if (before + value).startswith(incomplete)
+        ]
 
     return complete
 
@@ -99,9 +113,15 @@ def _planned(invocation: Invocation) -> list[str]:
 
 
 def _cache_types(invocation: Invocation) -> list[str]:
-    from kvcli.runtime.cache.codecs import CODEC_SPECS
+    from kvcli.codecs import CODECS
 
-    return ["auto", *CODEC_SPECS]
+    return ["auto", *CODECS]
+
+
+def _helps_of_cache_types() -> dict[str, str]:
+    from kvcli.codecs import CODECS
+
+    return {row.name: row.help for row in CODECS.values()}
 
 
 def _cards(invocation: Invocation) -> Iterable[str]:

@@ -10,8 +10,8 @@ from kvcli.cli import locate, render
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
+from kvcli.codecs import alias_note
 from kvcli.options import CacheOptions, LoadOptions
-from kvcli.runtime.cache.codecs import alias_note
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine

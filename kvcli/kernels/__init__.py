@@ -27,10 +27,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
+from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, RecordLayout
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.matmul import QuantTensor
 

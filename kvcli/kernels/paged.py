@@ -9,33 +9,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from kvcli.codecs import RecordLayout
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """One (page, KV head) record: `page_size` K rows, V rows, then their scales. Sizes and offsets in bytes.
-
-    `k_scales`, `v_scales`: where the float16 scale of each row stands; 0 = there are none.
-    """
-
-    page_size: int
-    kv_heads: int
-    dim_k: int
-    dim_v: int
-    codec_k: str
-    codec_v: str
-    k_row_bytes: int
-    v_row_bytes: int
-    v_offset: int
-    record_bytes: int
-    k_scales: int = 0
-    v_scales: int = 0
 
 
 @dataclass
@@ -118,7 +98,7 @@ class PagedKV:
 
     @cached_property
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:
-        return codecs.load(self.record.codec_k), codecs.load(self.record.codec_v)
+        return codecs.of(self.record.codec_k), codecs.of(self.record.codec_v)
 
     @property
     def rotated(self) -> tuple[bool, bool]:

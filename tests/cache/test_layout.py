@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from cachecases import SmallPool, chunks, tiny_layout
 
+from kvcli.codecs import CODECS, RecordLayout, Section
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import PAGE_SIZES, KVLayout
@@ -44,7 +45,7 @@ def test_smollm2_by_hand(types: tuple[str, str], token_bytes: int, page_bytes: i
     )
     assert layout.pages(100, 512) == (2,) and layout.bytes(100, 512) == 2 * page_bytes
     assert layout.bytes(2048, 512) == 2048 * token_bytes and layout.bytes(0, 512) == 0
-    assert group.v_offset == 64 * 64 * (4 if types[0] == "f32" else 2)
+    assert group.record.v_offset == 64 * 64 * (4 if types[0] == "f32" else 2)
 
 
 def test_gemma3_by_hand():
@@ -67,7 +68,7 @@ def test_gemma3_by_hand():
 def test_records_are_rounded_up_to_128_bytes(dim_k: int, dim_v: int, page_size: int, record_bytes: int):
     layer = LayerConfig(FULL, 2, dim_k, dim_v)
     (group,) = KVLayout.build(model((layer,) * 3), "f16", "f16", page_size).groups
-    assert (group.record_bytes, group.layer_bytes) == (record_bytes, 2 * record_bytes)
+    assert (group.record.record_bytes, group.layer_bytes) == (record_bytes, 2 * record_bytes)
     assert group.page_bytes == 6 * record_bytes
 
 
@@ -150,3 +151,16 @@ def test_other_page_sizes_are_refused(size: int):
     with pytest.raises(UsageError, match=f"page size {size} ") as refused:
         KVLayout.build(SMOLLM2, "f16", "f16", size)
     assert "16, 32, 64, 128" in refused.value.hint
+
+
+def test_a_record_is_its_sections():
+    record = RecordLayout.of(32, 1, 64, 48, CODECS["int8"], CODECS["int4"])
+    assert record.sections == (Section("k", 64), Section("v", 24), Section("k_scales", 2), Section("v_scales", 2))
+    assert (record.v_offset, record.k_scales, record.v_scales) == (2048, 2816, 2880)
+    assert (record.token_bytes, record.record_bytes) == (92, 2944)
+    groups, once = Section("means", 100, 16), Section("mark", 8, 32)  # for each 16 rows, and for the page
+    wider = replace(record, sections=(groups, *record.sections[:2], once, *record.sections[2:]))
+    assert (wider.v_offset, wider.k_scales, wider.v_scales) == (2248, 3024, 3088)
+    assert (wider.token_bytes, wider.record_bytes) == (92, 3200)
+    plain = RecordLayout.of(16, 1, 64, 0, CODECS["f16"], CODECS["int8"])
+    assert (plain.k_scales, plain.v_scales, plain.record_bytes) == (0, 0, 2048)

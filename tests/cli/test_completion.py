@@ -14,6 +14,7 @@ from conftest import PACKAGE_ROOT, KvHere
 from test_helptext import COMMANDS, options
 
 from kvcli.cli import completion
+from kvcli.codecs import CODECS
 from kvcli.runtime.promptcache import sessions
 
 Complete = Callable[..., list[str]]
@@ -47,8 +48,9 @@ def test_commands_and_options(complete: Complete) -> None:
 
 def test_values(complete: Complete, kv_env: dict[str, str]) -> None:
     assert "smollm2" in complete("run", "-m", "") and complete("run", "-m", "smoll") == ["smollm2"]
-    assert complete("run", "-ct", "int") == ["int8", "int6", "int4"]
-    assert complete("bench", "--cache-type", "f16,int8/int") == ["f16,int8/int8", "f16,int8/int6", "f16,int8/int4"]
+    integers = [name for name in CODECS if name.startswith("int")]
+    assert complete("run", "-ct", "int") == integers
+    assert complete("bench", "--cache-type", "f16,int8/int") == [f"f16,int8/{name}" for name in integers]
     assert complete("run", "--evict", "") == ["none", "window", "sink"]
     assert complete("run", "--device", "c") == ["cpu", "cuda"] and complete("--color", "al") == ["always"]
     assert "llama-3.1-8b" in complete("estimate", "llama-3.1") and "rtx4090-24g" in complete("estimate", "--gpu", "rtx")
@@ -91,6 +93,9 @@ def test_other_shells_ask_in_their_way(shell: str, kv_here: KvHere, monkeypatch:
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     code, out, err = kv_here()
     assert (code, err) == (0, "") and "sink" in out and "window" not in out
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "kv run -ct f16/int4")
+    code, out, err = kv_here()
+    assert (code, err) == (0, "") and "f16/int4" in out and CODECS["int4"].help in out
 
 
 def test_the_scripts(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:

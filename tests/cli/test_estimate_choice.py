@@ -10,7 +10,7 @@ import pytest
 from conftest import KvHere
 from estimatecases import CARD, ok, small_file, use_own_folders
 
-from kvcli.runtime.cache.codecs import CODEC_SPECS
+from kvcli.codecs import CODECS
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_print_args_can_be_run(small: Path, kv_here: KvHere) -> None:
 def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
     code, out, _ = kv_here("estimate", *CARD, "--print-args")
     args = out.split()
-    assert code == 0 and args[args.index("--cache-type-k") + 1] in CODEC_SPECS
+    assert code == 0 and args[args.index("--cache-type-k") + 1] in CODECS
     assert 0 < int(args[args.index("-c") + 1]) <= 65536
 
 

@@ -9,6 +9,7 @@ from fakes import FakeEngine
 from kvcli.cli.flags.cache import type_pairs
 from kvcli.cli.flags.sampling import parse_logit_bias
 from kvcli.cli.flags.shared import parse_tokens
+from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 
 
@@ -149,7 +150,7 @@ def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
 
 
 def test_cache_types_and_their_aliases(kv):
-    for given in ("auto", "f32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int6", "int4", "q8_0", "q4_0"):
+    for given in ("auto", *CODECS, "fp8_e4m3", "q8_0", "q4_0"):
         kv("run", "hello", "-ctk", given, "-ctv", "f16")
         cache = kv.opened[-1][1]
         assert (cache.type_k, cache.type_v, cache.force_types) == (given, "f16", False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from engines import open_tiny
 
+from kvcli.codecs import CODECS, Codec
 from kvcli.errors import UsageError
 from kvcli.kernels.reference import codecs
 from kvcli.options import CacheOptions
@@ -51,7 +52,7 @@ def test_outliers_of_key_biases_are_named_with_layer_norm_and_median():
     assert "norm 921 in layer 3" in reason(biased([605.0, 20.0, 22.0, 921.0]), "int4")
 
 
-@pytest.mark.parametrize("type_k", ("f16", "int8", "int6", "fp8", "fp8_e5m2"))
+@pytest.mark.parametrize("type_k", [name for name, row in CODECS.items() if row.bits > 4])
 def test_types_with_more_bits_take_them(type_k: str):
     assert reason(biased([605.0, 22.0, 22.0, 22.0]), type_k) == ""
 
@@ -119,15 +120,15 @@ def test_refused_unless_forced_with_a_type_that_would_do():
     assert "--cache-type-k f16" in refused.value.hint
 
 
-@pytest.mark.parametrize("name", guard.RELATIVE_ERROR)
-def test_the_errors_of_types_are_those_that_the_codecs_make(name: str):
-    rows, codec = torch.randn(1, 2000, DIM, generator=torch.manual_seed(0)), codecs.load(name)
+@pytest.mark.parametrize("row", [row for row in CODECS.values() if row.sealed], ids=lambda row: row.name)
+def test_the_errors_of_types_are_those_that_the_codecs_make(row: Codec):
+    rows, codec = torch.randn(1, 2000, DIM, generator=torch.manual_seed(0)), codecs.of(row)
     if codec.per_head:
         scales = codec.static_scale(rows)
         found = codec.decode(codec.encode(rows, scales), scales, DIM)
     else:
         found = codec.decode(*codec.encode(rows), DIM)
-    assert float((found - rows).norm() / rows.norm()) == pytest.approx(guard.RELATIVE_ERROR[name], rel=0.1)
+    assert float((found - rows).norm() / rows.norm()) == pytest.approx(row.error, rel=0.1)
 
 
 def test_the_engine_asks_before_it_builds_the_model(monkeypatch: pytest.MonkeyPatch):

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions
-from kvcli.runtime.cache.codecs import CODEC_SPECS
-from kvcli.runtime.cache.grouplayout import CHUNK_BYTES
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import CHUNK_BYTES, KVLayout
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.host import memory
 from kvcli.runtime.host.memory import CPU, CUDA, Memory
@@ -50,7 +49,7 @@ CONFIGS = {
     "shared": config([*full(2, 2, 64), LayerConfig(FULL, 2, 64, 64, shares_kv_with=1)]),
 }
 each_config = pytest.mark.parametrize("name", CONFIGS)
-TYPES = tuple(CODEC_SPECS)
+TYPES = tuple(CODECS)
 
 
 def layout_of(name: str, type_k: str = "f16", type_v: str | None = None, page_size: int = 64, **more: int) -> KVLayout:
@@ -208,7 +207,7 @@ def test_layers_that_share_are_counted_once() -> None:
     [("int4", 70, 36), ("int6", 70, 54), ("int8", 71, 71), ("fp8", 71, 71), ("f16", 71, 142)],
 )
 def test_padding_counts(kind: str, dim: int, row: int) -> None:
-    assert CODEC_SPECS[kind].row_bytes(dim) == row
+    assert CODECS[kind].row_bytes(dim) == row
 
 
 def test_what_a_sealed_cache_keeps_outside_its_pages() -> None:

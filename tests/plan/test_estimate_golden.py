@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from estimatecases import IdealGroup, ideal_bytes, ideal_token_bytes
 
-from kvcli.runtime.cache.codecs import CODEC_SPECS
+from kvcli.codecs import CODECS
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig
 from kvcli.runtime.plan.plan import heads_per_rank
@@ -51,7 +51,7 @@ def test_row(row: dict[str, str]) -> None:
     assert f"{float(total / GIB):.4f}" == row["total_GiB"]
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r["type"] in CODEC_SPECS], ids=lambda r: r["id"])
+@pytest.mark.parametrize("row", [r for r in ROWS if r["type"] in CODECS], ids=lambda r: r["id"])
 def test_the_layout_agrees_with_the_formula(row: dict[str, str]) -> None:
     """Rows of types that we have: the allocator's class gives the same bytes per token."""
     heads, dim_k, dim_v = (int(row[key]) for key in ("kv_heads", "dim_k", "dim_v"))
@@ -69,7 +69,7 @@ def test_own_types_at_the_8b_shape() -> None:
     config = ModelConfig("x", "x", 1000, 4096, 14336, 32, 1 << 17, 1e-5, layers, 1.0)
     expected = {"f32": 262144, "f16": 131072, "bf16": 131072, "fp8": 65536, "fp8_e5m2": 65536,
                 "int8": 66560, "int6": 50176, "int4": 33792}  # fmt: skip
-    assert {t: KVLayout.build(config, t, t).token_bytes() for t in CODEC_SPECS} == expected
+    assert {t: KVLayout.build(config, t, t).token_bytes() for t in CODECS} == expected
     assert KVLayout.build(config, "int8", "int4").token_bytes() == 32 * 8 * 196
     assert KVLayout.build(config, "int6", "int4").token_bytes() == 32 * 8 * 164
 

@@ -16,7 +16,7 @@ from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
-from kvcli.runtime.cache import grouplayout
+from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.promptcache import chatfiles, ledger, lookup
 from kvcli.runtime.promptcache.store import Found, PromptStore
 
@@ -337,7 +337,7 @@ def test_a_miss_says_why(tmp_path: Path) -> None:
 
 def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget that is exactly the plan's, prompts that fill the context run one after another."""
-    monkeypatch.setattr(grouplayout, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
     engine = open_tiny("gemma3", "native", CacheOptions(ctx_size=128, page_size=16, type_k="int8", type_v="int8"))
     planned = engine.plan.kv_bytes
     engine.pool.budget_bytes = planned
@@ -358,7 +358,7 @@ def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pages_that_nobody_uses_do_not_make_the_pool_larger_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouplayout, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
     engine = open_tiny("llama", "native", CacheOptions(ctx_size=160, page_size=16))
     with closing(engine.use_caches(NOWHERE, Told())):
         seq = engine.new_sequence()

@@ -10,7 +10,7 @@ import torch
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.reference.store import store
-from kvcli.runtime.cache import grouplayout
+from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool, _Arena
 from kvcli.runtime.cache.sequence import Part, Sequence
@@ -25,7 +25,7 @@ class SmallPool(PagePool):
     """Commits little memory at a time: in a chunk of the usual size are thousands of tiny pages, each a tensor."""
 
     def _grow(self, arena: _Arena) -> bool:
-        with mock.patch.object(grouplayout, "CHUNK_BYTES", 1 << 14):
+        with mock.patch.object(layouts, "CHUNK_BYTES", 1 << 14):
             return super()._grow(arena)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvcli.codecs import CODECS, Codec, Section
 from kvcli.errors import KVError
 from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout
 from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
@@ -99,10 +100,10 @@ def record(
     heads: int, dim_k: int, dim_v: int, codec_k: str = "f32", codec_v: str = "f32", page_size: int = 16
 ) -> RecordLayout:
     """A record with gaps before V and at its end, as an aligned layout may have."""
-    bytes_k, bytes_v = (d * (4 if c == "f32" else 2) for d, c in ((dim_k, codec_k), (dim_v, codec_v)))
-    v_offset = page_size * bytes_k + 64
-    total = v_offset + page_size * bytes_v + 128
-    return RecordLayout(page_size, heads, dim_k, dim_v, codec_k, codec_v, bytes_k, bytes_v, v_offset, total)
+    k, v = CODECS[codec_k], CODECS[codec_v]
+    rows = Section("k", k.row_bytes(dim_k)), Section("v", v.row_bytes(dim_v))
+    sections = rows[0], Section("gap", 64, page_size), rows[1], Section("end", 128, page_size)
+    return RecordLayout(page_size, heads, dim_k, dim_v, k, v, sections)
 
 
 def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
@@ -114,9 +115,9 @@ def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
     return PagedKV(r, addresses, pages, 1, first)
 
 
-def stored(x: torch.Tensor, codec: str) -> torch.Tensor:
+def stored(x: torch.Tensor, codec: Codec) -> torch.Tensor:
     """What a codec keeps of x, in float64."""
-    kept = codecs.load(codec)
+    kept = codecs.of(codec)
     return kept.decode(kept.encode(x), x.shape[-1]).double()
 
 

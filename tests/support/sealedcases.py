@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from cachecases import SmallPool
 
+from kvcli.codecs import CODECS
 from kvcli.kernels import Angles, Backend, PagedKV
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
@@ -12,9 +13,13 @@ from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 
-SEALED = ("fp8", "fp8_e5m2", "int8", "int6", "int4")
+SEALED = tuple(row.name for row in CODECS.values() if row.sealed)
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (72, 40))
 PAIRS = (("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"))
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.manual_seed(seed))
 
 
 class PoisonedPool(SmallPool):

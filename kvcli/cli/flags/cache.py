@@ -11,8 +11,8 @@ import typer
 
 from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.helptext import KV_CACHE
+from kvcli.codecs import CODECS, canonical
 from kvcli.errors import UsageError
-from kvcli.runtime.cache.codecs import ALIASES, CODEC_SPECS, canonical
 
 Types = tuple[str, str]  # of keys and of values
 
@@ -62,16 +62,18 @@ Sinks = Annotated[
 
 def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
     """Raises UsageError for a --kv-tail and a --kv-sink that cannot be together, of a cache of one of these types."""
-    if tail == sinks == 0 and any(CODEC_SPECS[canonical(name)].sealed for pair in types for name in pair):
+    if tail == sinks == 0 and any(CODECS[canonical(name)].sealed for pair in types for name in pair):
         hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
         raise UsageError("--kv-tail 0 and --kv-sink 0 cannot be used together", hint)
 
 
 def check_cache_type(name: str, flag: str) -> str:
     """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
-    if name == "auto" or ALIASES.get(name, name) in CODEC_SPECS:
-        return name
-    raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODEC_SPECS)}")
+    try:
+        canonical(name)
+    except UsageError:
+        raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODECS)}") from None
+    return name
 
 
 def type_pair(text: str, flag: str = "--cache-type") -> Types:

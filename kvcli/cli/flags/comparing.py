@@ -13,8 +13,8 @@ from kvcli.cli.flags.shared import ModelFlags
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.cli.interrupt import Interrupts
 from kvcli.cli.invocation import Invocation
+from kvcli.codecs import canonical
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.cache.codecs import canonical
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine

@@ -18,6 +18,7 @@ from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_pages, check_size
 from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
 from kvcli.cli.inputs import argument, read_file
+from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions
@@ -194,7 +195,7 @@ class CacheFlags:
             "-ctk",
             "--cache-type-k",
             metavar="T",
-            help="Cache type of keys: auto, f32, f16, bf16, fp8, fp8_e5m2, int8, int6 or int4.",
+            help=f"Cache type of keys: auto, {', '.join(CODECS)}.",
             show_default="auto",
             callback=types_checked("--cache-type-k", one_pair),
         ),

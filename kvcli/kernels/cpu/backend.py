@@ -10,15 +10,16 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
-from kvcli.kernels.paged import Angles, PagedKV, RecordLayout
+from kvcli.kernels.paged import Angles, PagedKV
 from kvcli.kernels.reference.matmul import QuantTensor, place
 
 # GGML type ids; the formats that cpu.c decodes.
@@ -26,7 +27,6 @@ FORMATS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "BF16": 30,
 }  # fmt: skip
-CODECS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int6": 4, "int4": 5, "fp8": 6, "fp8_e5m2": 7}
 ACTS = {"silu": 0, "gelu": 1}
 ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
 
@@ -35,8 +35,21 @@ class _Weight(ctypes.Structure):
     _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
 
 
+class _Codec(ctypes.Structure):
+    """`Numbers` of codecs.py."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("bits", "mantissa", "packing", "lowest", "tries")),
+        ("largest", c_double),
+    ]
+
+
 class _Record(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("bytes", "v_offset", "k_scales", "v_scales", "codec_k", "codec_v")]
+    _fields_ = [
+        *((name, c_int64) for name in ("bytes", "k_row", "v_row", "v_offset", "k_scales", "v_scales")),
+        ("codec_k", _Codec),
+        ("codec_v", _Codec),
+    ]
 
 
 class _Paged(ctypes.Structure):
@@ -80,6 +93,7 @@ def library() -> ctypes.CDLL:
     except OSError as e:
         raise KVError(f"the CPU kernels do not load: {e}", "reinstall kv") from None
     lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
+    lib.kv_has_codec.argtypes, lib.kv_has_codec.restype = [c_void_p], c_int
     for name, arguments in _SIGNATURES.items():
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
     return lib
@@ -104,7 +118,14 @@ def _address(x: torch.Tensor | None) -> int | None:
 
 
 def _record(r: RecordLayout) -> _Record:
-    return _Record(r.record_bytes, r.v_offset, r.k_scales, r.v_scales, CODECS[r.codec_k], CODECS[r.codec_v])
+    """Raises KVError for a cache type that the compiled kernels do not have."""
+    codecs = []
+    for codec in (r.codec_k, r.codec_v):
+        codecs.append(_Codec(*codec.numbers))
+        if not library().kv_has_codec(ctypes.byref(codecs[-1])):
+            raise KVError(f"the compiled CPU kernels lack the cache type {codec.name}", "reinstall kv")
+    places = r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales
+    return _Record(*places, *codecs)
 
 
 class NativeBackend:

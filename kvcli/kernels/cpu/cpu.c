@@ -25,8 +25,14 @@ typedef struct { /* rows of one packed weight matrix */
     int64_t rows, row_bytes, format;
 } kv_weight;
 
-typedef struct { /* K rows, V rows, then scales where a codec has them; offsets in bytes */
-    int64_t bytes, v_offset, k_scales, v_scales, codec_k, codec_v;
+typedef struct { /* a cache type; `Numbers` of codecs.py says what they are */
+    int64_t bits, mantissa, packing, lowest, tries;
+    double largest;
+} kv_codec;
+
+typedef struct { /* K rows, V rows, then scales where a codec has them; sizes and offsets in bytes */
+    int64_t bytes, k_row, v_row, v_offset, k_scales, v_scales;
+    kv_codec codec_k, codec_v;
 } kv_record;
 
 typedef struct { /* one layer's K/V as pages by address; a record is one (page, kv head) */
@@ -43,7 +49,7 @@ typedef struct { /* one layer's K/V as pages by address; a record is one (page, 
 
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
        Q6_K = 14, BF16 = 30 };
-enum { CODEC_F32, CODEC_F16, CODEC_BF16, CODEC_INT8, CODEC_INT6, CODEC_INT4, CODEC_FP8, CODEC_FP8_E5M2 };
+#define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
 
@@ -119,6 +125,7 @@ typedef struct {
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
     void (*seal)(const kv_paged *, int64_t, int64_t);
+    int (*decode_rows)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
     void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float,
                       const kv_paged *, float *);
 } kernels;
@@ -212,6 +219,9 @@ void kv_seal(const kv_paged *kv, int64_t first, int64_t end) { active->seal(kv, 
 void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
     active->store(k, ldk, v, ldv, t, start, kv);
 }
+
+/* Whether rows of that cache type can be read here. */
+int kv_has_codec(const kv_codec *codec) { return active->decode_rows(NULL, 0, 0, codec, NULL, 1.0f, NULL, 0, 0); }
 
 /* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. sink_q: the
  * queries for the first kv->keep rows where rows are evicted, NULL = the same ones. */

@@ -589,15 +589,10 @@ static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t row, float
     NAME(rotate)(out, 0, 1, 1, kv->dim_k);
 }
 
-/* Bytes of one row of n elements, without its scale. */
-INLINE int64_t NAME(row_bytes)(int64_t codec, int64_t n) {
-    static const int64_t bits[] = {32, 16, 16, 8, 6, 4, 8, 8};
-    int64_t padded = codec == CODEC_INT4 || codec == CODEC_INT6 ? (n + 3) / 4 * 4 : n;
-    return padded * bits[codec] / 8;
-}
-
-static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out) {
-    if (codec == CODEC_F32) {
+/* n elements in 16 or 32 bits. */
+static void NAME(encode)(const float *x, int64_t n, const kv_codec *codec, uint8_t *out) {
+    int is_half = codec->mantissa == 10;
+    if (codec->bits == 32) {
         memcpy(out, x, n * 4);
         return;
     }
@@ -605,9 +600,9 @@ static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out)
         uint16_t bits;
         float f = x[i] > 65504.0f ? 65504.0f : x[i] < -65504.0f ? -65504.0f : x[i]; /* no infinities in f16; NaN stays */
 #if defined(__F16C__)
-        bits = codec == CODEC_F16 ? _cvtss_sh(f, 0) : float_to_bf16(x[i]);
+        bits = is_half ? _cvtss_sh(f, 0) : float_to_bf16(x[i]);
 #else
-        bits = codec == CODEC_F16 ? soft_float_to_half(f) : float_to_bf16(x[i]);
+        bits = is_half ? soft_float_to_half(f) : float_to_bf16(x[i]);
 #endif
         memcpy(out + 2 * i, &bits, 2);
     }
@@ -617,18 +612,17 @@ static void NAME(encode)(const float *x, int64_t n, int64_t codec, uint8_t *out)
 static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
     const kv_record *rec = kv->open ? &kv->open_record : &kv->record;
     const int64_t *pages = kv->open ? kv->open : kv->pages;
-    int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
     for (int64_t r = 0; r < t; r++) {
         int64_t page = page_index(kv, (start + r) / kv->page_size), slot = (start + r) % kv->page_size;
         for (int64_t h = 0; h < kv->kv_heads; h++) {
             uint8_t *record = (uint8_t *)(intptr_t)pages[page] + h * rec->bytes;
-            NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, rec->codec_k, record + slot * k_bytes);
-            NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, rec->codec_v, record + rec->v_offset + slot * v_bytes);
+            NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, &rec->codec_k, record + slot * rec->k_row);
+            NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, &rec->codec_v, record + rec->v_offset + slot * rec->v_row);
         }
     }
 }
 
-/* ---- sealing: a full 16-bit page becomes codes; grid.py and fp8.py are the specification ------------------------ */
+/* ---- sealing: a full 16-bit page becomes codes; grid.py and float8.py are the specification ------------------------ */
 
 INLINE float NAME(round_half)(float x) { /* to float16 and back */
 #if defined(__F16C__)
@@ -657,39 +651,46 @@ INLINE float NAME(grid_scale)(const float *x, int64_t n, float centre, float low
     return best;
 }
 
-INLINE uint8_t NAME(e4m3)(float x) { /* round to nearest even, clamped to +-448 */
+/* An 8-bit float with that many bits of mantissa: round to nearest even, clamped to +-largest. */
+INLINE uint8_t NAME(float8)(float x, int mantissa, float largest) {
+    int bias = (1 << (6 - mantissa)) - 1, cut = 23 - mantissa;
     uint32_t sign = f32_bits(x) >> 24 & 0x80;
-    float a = fabsf(x) > 448.0f ? 448.0f : fabsf(x);
-    if (a < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(a * 512.0f)); /* subnormal: steps of 2^-9 */
+    float a = fabsf(x) > largest ? largest : fabsf(x);
     uint32_t u = f32_bits(a);
-    u += 0x7ffff + (u >> 20 & 1);
-    return (uint8_t)(sign | ((u >> 20) - (120 << 3)));
+    if (u < (uint32_t)(128 - bias) << 23) /* subnormal: steps of 2^(1 - bias - mantissa) */
+        return (uint8_t)(sign | (uint32_t)rintf(a * bits_f32((uint32_t)(126 + bias + mantissa) << 23)));
+    u += (1u << (cut - 1)) - 1 + (u >> cut & 1);
+    return (uint8_t)(sign | ((u >> cut) - ((uint32_t)(127 - bias) << mantissa)));
 }
 
-INLINE uint8_t NAME(e5m2)(float x) { /* round to nearest even, clamped to +-57344 */
-    uint32_t sign = f32_bits(x) >> 24 & 0x80;
-    float a = fabsf(x) > 57344.0f ? 57344.0f : fabsf(x);
-    if (a < 0x1p-14f) return (uint8_t)(sign | (uint32_t)rintf(a * 65536.0f)); /* subnormal: steps of 2^-16 */
-    uint32_t u = f32_bits(a);
-    u += 0xfffff + (u >> 21 & 1);
-    return (uint8_t)(sign | ((u >> 21) - (112 << 2)));
+INLINE float NAME(middle)(const kv_codec *codec) { /* of the grid of codes */
+    return (float)(codec->lowest + (INT64_C(1) << codec->bits) - 1) / 2;
 }
 
-/* One row of n elements; returns its scale (fp8: `fixed`, which the row is divided by). */
-static float NAME(encode_row)(const float *x, int64_t n, int64_t codec, float fixed, uint8_t *out) {
-    if (codec <= CODEC_BF16) {
+/* Fields in a plane of codes of a row of n elements: a quarter of the elements, padding included. */
+INLINE int64_t NAME(fields)(const kv_codec *codec, int64_t n) {
+    return (n + codec->packing - 1) / codec->packing * codec->packing / 4;
+}
+
+/* One row of n elements; returns its scale (8-bit floats: `fixed`, which the row is divided by). */
+static float NAME(encode_row)(const float *x, int64_t n, const kv_codec *codec, float fixed, uint8_t *out) {
+    if (codec->bits >= 16) {
         NAME(encode)(x, n, codec, out);
         return 1.0f;
     }
-    if (codec == CODEC_FP8 || codec == CODEC_FP8_E5M2) {
-        for (int64_t i = 0; i < n; i++) out[i] = codec == CODEC_FP8 ? NAME(e4m3)(x[i] / fixed) : NAME(e5m2)(x[i] / fixed);
+    if (codec->mantissa) { /* a loop each, which is compiled for its mantissa */
+        float largest = (float)codec->largest;
+        if (codec->mantissa == 3)
+            for (int64_t i = 0; i < n; i++) out[i] = NAME(float8)(x[i] / fixed, 3, largest);
+        else
+            for (int64_t i = 0; i < n; i++) out[i] = NAME(float8)(x[i] / fixed, 2, largest);
         return fixed;
     }
-    int bits = codec == CODEC_INT8 ? 8 : codec == CODEC_INT6 ? 6 : 4;
-    float highest = (float)((1 << bits) - 1), centre = bits == 8 ? 128.0f : highest / 2, lowest = bits == 8;
-    float scale = NAME(grid_scale)(x, n, centre, lowest, highest, bits == 8 ? 1 : 15);
-    int64_t quarter = (n + 3) / 4;
-    if (bits != 8) memset(out, 0, NAME(row_bytes)(codec, n));
+    int bits = (int)codec->bits;
+    float highest = (float)((1 << bits) - 1), centre = NAME(middle)(codec), lowest = (float)codec->lowest;
+    float scale = NAME(grid_scale)(x, n, centre, lowest, highest, (int)codec->tries);
+    int64_t quarter = NAME(fields)(codec, n);
+    if (bits != 8) memset(out, 0, quarter * bits / 2);
     for (int64_t i = 0; i < n; i++) {
         float f = rintf(x[i] / scale + centre);
         uint32_t u = (uint32_t)(f > highest ? highest : f > lowest ? f : lowest); /* NaN: lowest */
@@ -697,7 +698,7 @@ static float NAME(encode_row)(const float *x, int64_t n, int64_t codec, float fi
             out[i] = (uint8_t)u;
             continue;
         }
-        int64_t j = i % quarter, part = i / quarter; /* nibble `part` of 16-bit word j; int6: its high two bits follow */
+        int64_t j = i % quarter, part = i / quarter; /* field j of each plane; see grid.py */
         out[2 * j + part / 2] |= (uint8_t)((u & 15) << (4 * (part % 2)));
         if (bits == 6) out[2 * quarter + j] |= (uint8_t)((u >> 4) << (2 * part));
     }
@@ -718,7 +719,7 @@ typedef struct {
     int64_t first, end;
 } NAME(seal_args);
 
-static void NAME(decode_row)(const uint8_t *, int64_t, float, float *, int64_t);
+static int NAME(decode_rows)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
 
 static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const NAME(seal_args) *a = arg;
@@ -729,16 +730,15 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
     uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
     float *x = scratch(thread, (size_t)(2 * kv->dim_k + kv->dim_v)), *mean = x + kv->dim_k + kv->dim_v;
-    int64_t ki = NAME(row_bytes)(from->codec_k, kv->dim_k), vi_ = NAME(row_bytes)(from->codec_v, kv->dim_v);
-    int64_t ko = NAME(row_bytes)(to->codec_k, kv->dim_k), vo = NAME(row_bytes)(to->codec_v, kv->dim_v);
     for (int64_t j = lo; j < hi; j++) {
-        NAME(decode_row)(in + j * ki, from->codec_k, 1.0f, x, kv->dim_k);
+        NAME(decode_rows)(in + j * from->k_row, 0, 1, &from->codec_k, NULL, 1.0f, x, 0, kv->dim_k);
         if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, page * size + j / CENTRE_ROWS * CENTRE_ROWS, mean);
         for (int64_t i = 0; kv->centre && i < kv->dim_k; i++) x[i] -= mean[i];
-        float scale = NAME(encode_row)(x, kv->dim_k, to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * ko);
+        float scale = NAME(encode_row)(x, kv->dim_k, &to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * to->k_row);
         if (to->k_scales) NAME(put_half)(scale, out + to->k_scales + 2 * j);
-        NAME(decode_row)(in + from->v_offset + j * vi_, from->codec_v, 1.0f, x, kv->dim_v);
-        scale = NAME(encode_row)(x, kv->dim_v, to->codec_v, kv->static_v ? kv->static_v[head] : 1.0f, out + to->v_offset + j * vo);
+        NAME(decode_rows)(in + from->v_offset + j * from->v_row, 0, 1, &from->codec_v, NULL, 1.0f, x, 0, kv->dim_v);
+        scale = NAME(encode_row)(x, kv->dim_v, &to->codec_v, kv->static_v ? kv->static_v[head] : 1.0f,
+                                 out + to->v_offset + j * to->v_row);
         if (to->v_scales) NAME(put_half)(scale, out + to->v_scales + 2 * j);
     }
 }
@@ -768,54 +768,66 @@ INLINE vf NAME(load_fp8)(const uint8_t *p, int shift) {
     return NAME(load_f16)((const uint8_t *)h);
 }
 
-/* Element i of a packed row as its code less the centre of the grid. */
-INLINE float NAME(grid_at)(const uint8_t *b, int64_t codec, int64_t quarter, int64_t i) {
-    if (codec == CODEC_INT8) return (float)b[i] - 128.0f;
+/* Element i of a packed row as its code. */
+INLINE float NAME(code_at)(const uint8_t *b, int bits, int64_t quarter, int64_t i) {
+    if (bits == 8) return (float)b[i];
     int64_t j = i % quarter, part = i / quarter;
-    int low = read16(b + 2 * j) >> (4 * part) & 15;
-    if (codec == CODEC_INT4) return (float)low - 7.5f;
-    return (float)(low | (b[2 * quarter + j] >> (2 * part) & 3) << 4) - 31.5f;
+    int code = read16(b + 2 * j) >> (4 * part) & 15;
+    if (bits == 6) code |= (b[2 * quarter + j] >> (2 * part) & 3) << 4;
+    return (float)code;
 }
 
-INLINE void NAME(decode_grid)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
-    int64_t quarter = (n + 3) / 4, done = 0; /* whole vectors of every quarter, then what is left one by one */
-    if (codec == CODEC_INT8) {
-        for (; done + VL <= n; done += VL) STORE(out + done, (FLOATS(NAME(u8)(b + done)) - 128.0f) * scale);
-        for (; done < n; done++) out[done] = NAME(grid_at)(b, codec, quarter, done) * scale;
+INLINE void NAME(decode_grid)(const uint8_t *b, int bits, int64_t quarter, float centre, float scale, float *out, int64_t n) {
+    int64_t done = 0; /* whole vectors of every quarter, then what is left one by one */
+    if (bits == 8) {
+        for (; done + VL <= n; done += VL) STORE(out + done, (FLOATS(NAME(u8)(b + done)) - centre) * scale);
+        for (; done < n; done++) out[done] = (NAME(code_at)(b, bits, quarter, done) - centre) * scale;
         return;
     }
     if (4 * quarter == n)
         for (; done + VL <= quarter; done += VL) {
-            vi word = NAME(u16)(b + 2 * done), pair = codec == CODEC_INT6 ? NAME(u8)(b + 2 * quarter + done) : word;
+            vi word = NAME(u16)(b + 2 * done), above = bits == 6 ? NAME(u8)(b + 2 * quarter + done) : word;
             for (int p = 0; p < 4; p++) {
                 vi code = word >> (4 * p) & 15;
-                if (codec == CODEC_INT6) code |= (pair >> (2 * p) & 3) << 4;
-                STORE(out + p * quarter + done, (FLOATS(code) - (codec == CODEC_INT6 ? 31.5f : 7.5f)) * scale);
+                if (bits == 6) code |= (above >> (2 * p) & 3) << 4;
+                STORE(out + p * quarter + done, (FLOATS(code) - centre) * scale);
             }
         }
     for (int64_t j = done; j < quarter; j++)
-        for (int64_t i = j; i < n; i += quarter) out[i] = NAME(grid_at)(b, codec, quarter, i) * scale;
+        for (int64_t i = j; i < n; i += quarter) out[i] = (NAME(code_at)(b, bits, quarter, i) - centre) * scale;
 }
 
-/* One row of n elements to float32; `scale` is the row's (grids) or the head's (fp8). */
-static void NAME(decode_row)(const uint8_t *b, int64_t codec, float scale, float *out, int64_t n) {
-    switch (codec) {
-    case CODEC_F32: NAME(decode_f32)(b, out, n); break;
-    case CODEC_F16: NAME(decode_f16)(b, out, n); break;
-    case CODEC_BF16: NAME(decode_bf16)(b, out, n); break;
-    case CODEC_INT8: NAME(decode_grid)(b, CODEC_INT8, scale, out, n); break;
-    case CODEC_INT6: NAME(decode_grid)(b, CODEC_INT6, scale, out, n); break;
-    case CODEC_INT4: NAME(decode_grid)(b, CODEC_INT4, scale, out, n); break;
-    case CODEC_FP8:
-    case CODEC_FP8_E5M2: {
-        int shift = codec == CODEC_FP8;
-        float factor = shift ? 256.0f * scale : scale;
-        int64_t i = 0;
-        for (; i + VL <= n; i += VL) STORE(out + i, NAME(load_fp8)(b + i, shift) * factor);
-        for (; i < n; i++) out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << (8 - shift))) * factor;
-        break;
+INLINE void NAME(decode_float8)(const uint8_t *b, int mantissa, float scale, float *out, int64_t n) {
+    int shift = mantissa - 2;
+    float factor = shift ? 256.0f * scale : scale;
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) STORE(out + i, NAME(load_fp8)(b + i, shift) * factor);
+    for (; i < n; i++) out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << (8 - shift))) * factor;
+}
+
+/* Rows of n elements, `pitch` bytes apart, to float32, `ld` apart. `scales` of the rows, or NULL: all have `fixed`. Returns 0
+ * where there is no such cache type. */
+static int NAME(decode_rows)(const uint8_t *b, int64_t pitch, int64_t rows, const kv_codec *codec, const uint8_t *scales,
+                             float fixed, float *out, int64_t ld, int64_t n) {
+    int64_t quarter = NAME(fields)(codec, n);
+    float centre = NAME(middle)(codec);
+#define EACH_ROW(decode, ...) for (int64_t j = 0; j < rows; j++) NAME(decode)(b + j * pitch, __VA_ARGS__, out + j * ld, n)
+#define SCALE (scales ? HALF(scales + 2 * j) : fixed)
+#define PLAIN_ROW(decode) for (int64_t j = 0; j < rows; j++) NAME(decode)(b + j * pitch, out + j * ld, n)
+    switch (CODEC(codec->bits, codec->mantissa)) {
+    case CODEC(32, 23): PLAIN_ROW(decode_f32); return 1;
+    case CODEC(16, 10): PLAIN_ROW(decode_f16); return 1;
+    case CODEC(16, 7): PLAIN_ROW(decode_bf16); return 1;
+    case CODEC(8, 3): EACH_ROW(decode_float8, 3, SCALE); return 1;
+    case CODEC(8, 2): EACH_ROW(decode_float8, 2, SCALE); return 1;
+    case CODEC(8, 0): EACH_ROW(decode_grid, 8, quarter, centre, SCALE); return 1;
+    case CODEC(6, 0): EACH_ROW(decode_grid, 6, quarter, centre, SCALE); return 1;
+    case CODEC(4, 0): EACH_ROW(decode_grid, 4, quarter, centre, SCALE); return 1;
+    default: return 0;
     }
-    }
+#undef EACH_ROW
+#undef SCALE
+#undef PLAIN_ROW
 }
 
 #define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, so none has two own pages */
@@ -895,13 +907,12 @@ INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, 
     int open = kv->open && (page > own - kv->tail || page < kv->sinks);
     const kv_record *rec = open ? &kv->open_record : &kv->record;
     const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page_index(kv, page)] + head * rec->bytes;
-    int64_t k_bytes = NAME(row_bytes)(rec->codec_k, kv->dim_k), v_bytes = NAME(row_bytes)(rec->codec_v, kv->dim_v);
     float sk = kv->static_k ? kv->static_k[head] : 1.0f, sv = kv->static_v ? kv->static_v[head] : 1.0f;
-    for (int64_t j = lo; j < hi; j++) {
-        NAME(decode_row)(r + j * k_bytes, rec->codec_k, rec->k_scales ? HALF(r + rec->k_scales + 2 * j) : sk, keys + j * a->dkp, kv->dim_k);
-        NAME(decode_row)(r + rec->v_offset + j * v_bytes, rec->codec_v, rec->v_scales ? HALF(r + rec->v_scales + 2 * j) : sv,
-                         values + j * a->dvp, kv->dim_v);
-    }
+    const uint8_t *k = r + lo * rec->k_row, *v = r + rec->v_offset + lo * rec->v_row;
+    NAME(decode_rows)(k, rec->k_row, hi - lo, &rec->codec_k, rec->k_scales ? r + rec->k_scales + 2 * lo : NULL, sk,
+                      keys + lo * a->dkp, a->dkp, kv->dim_k);
+    NAME(decode_rows)(v, rec->v_row, hi - lo, &rec->codec_v, rec->v_scales ? r + rec->v_scales + 2 * lo : NULL, sv,
+                      values + lo * a->dvp, a->dvp, kv->dim_v);
     if (open || !kv->centre) return 0;
     for (int64_t j = lo / CENTRE_ROWS * CENTRE_ROWS; j < hi; j += CENTRE_ROWS)
         NAME(centre_at)(kv, head, page * kv->page_size + j, mean + j / CENTRE_ROWS * a->dkp);
@@ -1048,7 +1059,8 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(attention),
+    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(decode_rows),
+    NAME(attention),
 };
 
 #undef vf

@@ -21,16 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.codecs import Codec
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import oldest_row
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.span import NOTHING, span
-from kvcli.kernels.gpu.tiles import PARTS, launch_options
+from kvcli.kernels.gpu.tiles import head_factor, launch_options, left_centre, tile_parts
 
-CODE_CENTRE = {"int4": 7.5, "int6": 31.5}  # of codes that are not centred when they are unpacked
-HEAD_FACTOR = {"fp8": 256.0, "fp8_e5m2": 1.0}  # times the scale of a head
 LOG2_E = 1.4426950408889634
 
 
@@ -216,7 +215,7 @@ class Tiling:
     open_stages: int = 2
 
 
-def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
+def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     """By the wider of the two codecs; `dim` is the padded head dim.
 
     int4, int8 and f16 up to 128 are as measured on an H100, the others such that few registers spill. Programs that
@@ -224,18 +223,19 @@ def tiling(codec_k: str, codec_v: str, dim: int, decode: bool) -> Tiling:
     between this kernel and the next, which waits for that.
     """
     both = (codec_k, codec_v)
-    parts, large, wide = min(PARTS[c] for c in both), dim > 128, "f32" in both
+    parts, large, wide = min(tile_parts(c) for c in both), dim > 128, any(c.bits == 32 for c in both)
+    above = any(4 < c.bits < 8 for c in both)  # a second plane of bits
     if not decode:
         return Tiling(32, 4, 2) if large or wide else Tiling(64, 4, 2)
     if parts == 4:
         if large:
-            return Tiling(32, 4 if "int6" in both else 2, 2, 16)
-        return Tiling(64, 2, 2 if "int6" in both else 4, 32, 3)
+            return Tiling(32, 4 if above else 2, 2, 16)
+        return Tiling(64, 2, 2 if above else 4, 32, 3)
     if parts == 2:
         return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2, 32, 3)
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
-    return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if "bf16" in both else 2, 2)
+    return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if any(c.mantissa == 7 for c in both) else 2, 2)
 
 
 def attend(
@@ -263,7 +263,7 @@ def attend(
     pad_k, pad_v = padded(r.dim_k), padded(r.dim_v)
     # Queries of a program, of all heads. With 64 the products go by warp groups, whose numbers are wrong (Triton 3.6)
     # where keys come in two parts and values in four.
-    few = max(pad_k, pad_v) > 128 or PARTS[r.codec_k] != PARTS[r.codec_v]
+    few = max(pad_k, pad_v) > 128 or tile_parts(r.codec_k) != tile_parts(r.codec_v)
     least = 16 if rows == 1 else 32 if few else 64
     m = max(least, triton.next_power_of_2(group))
     block = 1 if rows == 1 else min(r.page_size, 1 << ((m // group).bit_length() - 1))
@@ -280,13 +280,14 @@ def attend(
         rows, share_count(pages, splits), *pages.places, pages.keep, pages.retained, pages.offset, opened.offset,
         window, softcap * LOG2_E,
         heads, group, block, m, r.page_size, r.dim_k, pad_k, r.dim_v, pad_v,
-        r.codec_k, r.codec_v, PARTS[r.codec_k], PARTS[r.codec_v], r.record_bytes, r.k_row_bytes, r.v_row_bytes,
-        r.v_offset, r.k_scales, r.v_scales, CODE_CENTRE.get(r.codec_k, 0.0), CODE_CENTRE.get(r.codec_v, 0.0),
-        HEAD_FACTOR.get(r.codec_k, 0.0), HEAD_FACTOR.get(r.codec_v, 0.0),
-        o.codec_k, o.codec_v, PARTS[o.codec_k], PARTS[o.codec_v], o.record_bytes, o.k_row_bytes, o.v_row_bytes,
-        o.v_offset, centred, rope, max(16, triton.next_power_of_2(rope)), pages.sinks if pages.open else 0,
-        pages.open is None or pages.tail > 0, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, pages.ring > 0, pages.evicts, pages.keeps, pdl,
+        r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_k), tile_parts(r.codec_v), r.record_bytes,
+        r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, left_centre(r.codec_k),
+        left_centre(r.codec_v), head_factor(r.codec_k), head_factor(r.codec_v),
+        o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
+        o.k_row_bytes, o.v_row_bytes, o.v_offset, centred, rope, max(16, triton.next_power_of_2(rope)),
+        pages.sinks if pages.open else 0, pages.open is None or pages.tail > 0, window > 0, softcap > 0,
+        min(tiles.rows, r.page_size), tiles.stages, min(tiles.open_rows, r.page_size), tiles.open_stages,
+        pages.ring > 0, pages.evicts, pages.keeps, pdl,
         **launch_options(pdl, tiles.warps),
     )  # fmt: skip
     return out

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV, RecordLayout
+from kvcli.codecs import RecordLayout
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ def _head(x_at, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.
 def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
     """x float32 [PAD] as a row of f16, bf16 or f32 at that address."""
     i = tl.arange(0, PAD)
-    if CODEC == "f16":
+    if CODEC.mantissa == 10:
         half = tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + i, half, mask=i < DIM)
-    elif CODEC == "bf16":  # in integers: to nearest, ties to even
+    elif CODEC.mantissa == 7:  # in integers: to nearest, ties to even
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + i, bits.to(tl.uint16), mask=i < DIM)
@@ -202,7 +202,7 @@ def prepare(
         some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, *pages.places, pages.keep,
         pages.retained, target.offset, layer.eps, layer.scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k),
         r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset,
-        o.codec_k, o.codec_v, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0,
+        o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0,
         layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None, pages.ring > 0, pages.keeps, pdl,
         **launch_options(pdl, 1),
     )  # fmt: skip

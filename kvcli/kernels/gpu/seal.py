@@ -1,4 +1,4 @@
-"""Sealing on a GPU: rows of full open pages become codes, with the bits that the codecs of kernels/codecs give.
+"""Sealing on a GPU: rows of full open pages become codes, with the bits that kernels/reference/codecs give.
 
 A program encodes the keys or the values of CENTRE_ROWS = 16 rows of one head. Rows are read as four quarters, whose
 codes are packed without moving anything between lanes.
@@ -29,11 +29,11 @@ def _load_quarter(at, rows, keep, i: tl.constexpr, PITCH: tl.constexpr, DIM: tl.
     """Quarter i of rows of f16, bf16 or f32, float32 [ROWS, PAD / 4]; 0 where there is nothing."""
     d = elements(i, 4, DIM, PAD)
     mask = keep[:, None] & (d < DIM)[None, :]
-    if CODEC == "f32":
+    if CODEC.mantissa == 23:
         return tl.load(
             at.to(tl.pointer_type(tl.float32)) + rows[:, None] * (PITCH // 4) + d[None, :], mask=mask, other=0
         )
-    elif CODEC == "f16":
+    elif CODEC.mantissa == 10:
         p = at.to(tl.pointer_type(tl.float16)) + rows[:, None] * (PITCH // 2) + d[None, :]
         return tl.load(p, mask=mask, other=0).to(tl.float32)
     else:
@@ -74,9 +74,12 @@ def _best_scale(x0, x1, x2, x3, there, CENTRE: tl.constexpr, LOWEST: tl.constexp
 
 
 @triton.jit
-def _float8(x, scale, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def _float8(x, scale, CODEC: tl.constexpr):
     """x / scale, clamped, as bits of an 8-bit float in uint16, to nearest, ties to even; by integer arithmetic."""
-    v = tl.clamp(tl.div_rn(x, tl.broadcast_to(tl.full((1, 1), 1.0, tl.float32) * scale, x.shape)), -LARGEST, LARGEST)
+    MANTISSA: tl.constexpr = CODEC.mantissa
+    BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
+    one = tl.broadcast_to(tl.full((1, 1), 1.0, tl.float32) * scale, x.shape)
+    v = tl.clamp(tl.div_rn(x, one), -CODEC.largest, CODEC.largest)
     bits = v.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -99,9 +102,9 @@ def _store_plain(at, rows, keep, x, i: tl.constexpr, PITCH: tl.constexpr, DIM: t
                  CODEC: tl.constexpr):  # fmt: skip
     d = elements(i, 4, DIM, PAD)
     mask = keep[:, None] & (d < DIM)[None, :]
-    if CODEC == "f32":
+    if CODEC.mantissa == 23:
         tl.store(at.to(tl.pointer_type(tl.float32)) + rows[:, None] * (PITCH // 4) + d[None, :], x, mask=mask)
-    elif CODEC == "f16":
+    elif CODEC.mantissa == 10:
         p = at.to(tl.pointer_type(tl.float16)) + rows[:, None] * (PITCH // 2) + d[None, :]
         tl.store(p, x.to(tl.float16), mask=mask)
     else:
@@ -133,11 +136,8 @@ def seal_rows(
     PITCH: tl.constexpr, CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """Slots `rows` [ROWS] where `keep`, of one head: from the records' addresses `source` to `target`."""
-    # As the objects of kernels/codecs: the middle of the codes, the lowest and highest one, and the scales tried.
-    CODE_CENTRE: tl.constexpr = 7.5 if TO == "int4" else (31.5 if TO == "int6" else 128.0)
-    LOWEST: tl.constexpr = 1 if TO == "int8" else 0
-    HIGHEST: tl.constexpr = 15 if TO == "int4" else (63 if TO == "int6" else 255)
-    TRIED: tl.constexpr = 15 if (TO == "int4" or TO == "int6") else (1 if TO == "int8" else 0)
+    HIGHEST: tl.constexpr = (1 << TO.bits) - 1
+    CODE_CENTRE: tl.constexpr = (TO.lowest + HIGHEST) / 2
     x0 = _load_quarter(source, rows, keep, 0, FROM_PITCH, DIM, PAD, FROM)
     x1 = _load_quarter(source, rows, keep, 1, FROM_PITCH, DIM, PAD, FROM)
     x2 = _load_quarter(source, rows, keep, 2, FROM_PITCH, DIM, PAD, FROM)
@@ -149,7 +149,7 @@ def seal_rows(
         x1 -= tl.gather(c, tl.minimum(elements(1, 4, DIM, PAD), last), 0)[None, :]
         x2 -= tl.gather(c, tl.minimum(elements(2, 4, DIM, PAD), last), 0)[None, :]
         x3 -= tl.gather(c, tl.minimum(elements(3, 4, DIM, PAD), last), 0)[None, :]
-    if TRIED > 0:
+    if TO.mantissa == 0:
         j = tl.arange(0, PAD // 4)
         there = j < DIM // 4
         if DIM != PAD:  # beyond the elements there may be a part of the centre
@@ -157,35 +157,33 @@ def seal_rows(
             x1 = tl.where(there[None, :], x1, 0.0)
             x2 = tl.where(there[None, :], x2, 0.0)
             x3 = tl.where(there[None, :], x3, 0.0)
-        scale = _best_scale(x0, x1, x2, x3, there, CODE_CENTRE, LOWEST, HIGHEST, TRIED)
+        scale = _best_scale(x0, x1, x2, x3, there, CODE_CENTRE, TO.lowest, HIGHEST, TO.tries)
         tl.store(scales_at.to(tl.pointer_type(tl.float16)) + rows, scale.to(tl.float16), mask=keep)
-        q0 = _codes(x0, scale, CODE_CENTRE, LOWEST, HIGHEST).to(tl.uint16)
-        q1 = _codes(x1, scale, CODE_CENTRE, LOWEST, HIGHEST).to(tl.uint16)
-        q2 = _codes(x2, scale, CODE_CENTRE, LOWEST, HIGHEST).to(tl.uint16)
-        q3 = _codes(x3, scale, CODE_CENTRE, LOWEST, HIGHEST).to(tl.uint16)
-        if HIGHEST < 64:
+        q0 = _codes(x0, scale, CODE_CENTRE, TO.lowest, HIGHEST).to(tl.uint16)
+        q1 = _codes(x1, scale, CODE_CENTRE, TO.lowest, HIGHEST).to(tl.uint16)
+        q2 = _codes(x2, scale, CODE_CENTRE, TO.lowest, HIGHEST).to(tl.uint16)
+        q3 = _codes(x3, scale, CODE_CENTRE, TO.lowest, HIGHEST).to(tl.uint16)
+        if TO.bits < 8:
             words = (q0 & 15) | ((q1 & 15) << 4) | ((q2 & 15) << 8) | ((q3 & 15) << 12)
             p = target.to(tl.pointer_type(tl.uint16)) + rows[:, None] * (PITCH // 2) + j[None, :]
             tl.store(p, words, mask=keep[:, None] & there[None, :])
-            if HIGHEST > 15:
+            if TO.bits > 4:
+                tl.static_assert(TO.bits == 6, "codes of that width are not packed")
                 pairs = (q0 >> 4) | ((q1 >> 4) << 2) | ((q2 >> 4) << 4) | ((q3 >> 4) << 6)
                 p8 = target.to(tl.pointer_type(tl.uint8)) + DIM // 2 + rows[:, None] * PITCH + j[None, :]
                 tl.store(p8, pairs.to(tl.uint8), mask=keep[:, None] & there[None, :])
-    elif TO == "fp8" or TO == "fp8_e5m2":
-        LARGEST: tl.constexpr = 448.0 if TO == "fp8" else 57344.0
-        MANTISSA: tl.constexpr = 3 if TO == "fp8" else 2
-        BIAS: tl.constexpr = 7 if TO == "fp8" else 15
+    elif TO.bits == 8:
         one = tl.load(head_scales + head)
-        q0 = _float8(x0, one, LARGEST, MANTISSA, BIAS)
-        q1 = _float8(x1, one, LARGEST, MANTISSA, BIAS)
-        q2 = _float8(x2, one, LARGEST, MANTISSA, BIAS)
-        q3 = _float8(x3, one, LARGEST, MANTISSA, BIAS)
-    if TO == "int8" or TO == "fp8" or TO == "fp8_e5m2":
+        q0 = _float8(x0, one, TO)
+        q1 = _float8(x1, one, TO)
+        q2 = _float8(x2, one, TO)
+        q3 = _float8(x3, one, TO)
+    if TO.bits == 8:
         _store_quarter(target, rows, keep, q0, 0, PITCH, DIM, PAD)
         _store_quarter(target, rows, keep, q1, 1, PITCH, DIM, PAD)
         _store_quarter(target, rows, keep, q2, 2, PITCH, DIM, PAD)
         _store_quarter(target, rows, keep, q3, 3, PITCH, DIM, PAD)
-    elif TRIED == 0:
+    elif TO.mantissa > 0:
         _store_plain(target, rows, keep, x0, 0, PITCH, DIM, PAD, TO)
         _store_plain(target, rows, keep, x1, 1, PITCH, DIM, PAD, TO)
         _store_plain(target, rows, keep, x2, 2, PITCH, DIM, PAD, TO)
@@ -261,10 +259,11 @@ def _launch(
     launch(_seal, (groups, r.kv_heads, 2 * layers))(
         some if position is None else position, pages.table, opened.table, *present, first, end, *pages.places,
         pages.offset, opened.offset, *strides, position is not None, r.page_size, pages.sinks, pages.tail, r.dim_k,
-        padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k, r.codec_v, r.record_bytes, r.k_row_bytes, r.v_row_bytes,
-        r.v_offset, r.k_scales, r.v_scales, o.codec_k, o.codec_v, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
-        o.v_offset, pages.centre is not None, 0 if pages.angles is None else pages.angles.shape[1],
-        block(r.dim_k) if pages.rotated[0] else 0, pages.ring > 0, pdl, **launch_options(pdl, 2),
+        padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, r.record_bytes, r.k_row_bytes,
+        r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, o.codec_k.numbers, o.codec_v.numbers, o.record_bytes,
+        o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None,
+        0 if pages.angles is None else pages.angles.shape[1], block(r.dim_k) if pages.rotated[0] else 0,
+        pages.ring > 0, pdl, **launch_options(pdl, 2),
     )  # fmt: skip
 
 

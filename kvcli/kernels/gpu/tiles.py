@@ -2,11 +2,13 @@
 
 A tile comes in *parts*, each with a run of a row's elements, so that nothing has to be shuffled:
 
-| codec | parts | part i holds elements |
+| bits | parts | part i holds elements |
 |---|---|---|
-| f32, f16, bf16 | 1 | all |
-| int8, fp8, fp8_e5m2 | 2 | i, i + 2, i + 4, ... |
-| int6, int4 | 4 | i * dim / 4 and on |
+| 32, 16 | 1 | all |
+| 8 | 2 | i, i + 2, i + 4, ... |
+| fewer | 4 | i * dim / 4 and on |
+
+CODEC is the `Numbers` of a cache type (kvcli/codecs.py): kernels are compiled for these, and know no names.
 
 Codes become float16 exactly, by setting the mantissa of 1024 (integers) or by moving bits (fp8; e4m3 comes 2**8 too
 small). Scales, offsets and that factor are left to the caller, which has them act on scores and probabilities.
@@ -19,11 +21,25 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kvcli.codecs import HEAD, Codec
 from kvcli.kernels.gpu.language import INTERPRET, INTERPRETED
 
 LARGEST_HALF = tl.constexpr(65504.0)
 
-PARTS = {"f32": 1, "f16": 1, "bf16": 1, "int8": 2, "fp8": 2, "fp8_e5m2": 2, "int6": 4, "int4": 4}
+
+def tile_parts(codec: Codec) -> int:
+    """In how many parts its tiles come."""
+    return 1 if codec.bits >= 16 else 2 if codec.bits == 8 else 4
+
+
+def left_centre(codec: Codec) -> float:
+    """What is to be taken from codes as they are unpacked here: those of 8 bits come centred."""
+    return (codec.lowest + (1 << codec.bits) - 1) / 2 if codec.grid and codec.bits < 8 else 0.0
+
+
+def head_factor(codec: Codec) -> float:
+    """What 8-bit floats as they are unpacked here, with the exponent's bits of a half, lack; 0 = they are none."""
+    return 2.0 ** (16 - (1 << (6 - codec.mantissa))) if codec.scale == HEAD else 0.0
 
 
 def launch_options(pdl: int, warps: int) -> dict[str, Any]:
@@ -217,17 +233,18 @@ def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.c
                MASKED: tl.constexpr):  # fmt: skip
     """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
     # Hints are made where the pointer is: they do not pass through the arguments of a function.
-    if CODEC == "f16":
+    if CODEC.mantissa == 10:
         return load_units(
             tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
         )
-    elif CODEC == "bf16":
+    elif CODEC.mantissa == 7:
         bits = load_units(
             tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
         )
         x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     else:
+        tl.static_assert(CODEC.mantissa == 23, "no such floats")
         x = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16), rows, seen, PITCH // 4, DIM, PAD, MASKED)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
 
@@ -238,23 +255,25 @@ def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
     """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each."""
     words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
     w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED)
-    if CODEC == "int8":
+    if CODEC.mantissa == 0:
         return unpack8(w)
-    elif CODEC == "fp8":
+    elif CODEC.mantissa == 3:
         return unpack_e4m3(w)
     else:
+        tl.static_assert(CODEC.mantissa == 2, "no such 8-bit floats")
         return unpack_e5m2(w)
 
 
 @triton.jit
 def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
                  MASKED: tl.constexpr):  # fmt: skip
-    """Rows of int4 or int6 as four parts, float16 [BN, PAD / 4] each."""
+    """Rows of codes of fewer than 8 bits as four parts, float16 [BN, PAD / 4] each."""
     words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
     w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
-    if CODEC == "int4":
+    if CODEC.bits == 4:
         return unpack4(w)
     else:
+        tl.static_assert(CODEC.bits == 6, "codes of that width are not unpacked")
         j = tl.arange(0, PAD // 4)
         p = at.to(tl.pointer_type(tl.uint8)) + DIM // 2 + rows[:, None] * PITCH + j[None, :]
         mask = (j < DIM // 4)[None, :]

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvcli.kernels import Basis, PagedKV, RecordLayout
-from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.kernels import Basis, PagedKV
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
 
 Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
@@ -85,7 +84,7 @@ class PageList:
         """What makes a layer of an arena over these pages, whose numbers are those of the list."""
         layout = pool.layout.arenas[arena]
         keep, window = (layout.retention.keep, layout.retention.window) if layout.retention else (0, 0)
-        record, first, front = paged_record(layout), self.first, len(self.front)
+        record, first, front = layout.record, self.first, len(self.front)
         address, memory = pool.addresses(arena, pages), Memory(pool, arena, pages)
 
         def of_layer(i: int) -> PagedKV:
@@ -93,11 +92,3 @@ class PageList:
             return PagedKV(record, there, memory, i, first, None, 0, 0, front, keep, window)
 
         return of_layer
-
-
-def paged_record(g: GroupLayout) -> RecordLayout:
-    """How the kernels see the records of a group (or of its open class)."""
-    return RecordLayout(
-        g.page_size, g.kv_heads, g.dim_k, g.dim_v, g.codec_k.name, g.codec_v.name,
-        g.k_row_bytes, g.v_row_bytes, g.v_offset, g.record_bytes, *g.scale_offsets,
-    )  # fmt: skip

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 
 NO_PAGE = -1
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import kernels
+from kvcli.codecs import canonical
 from kvcli.errors import ContextOverflow, ModelError, UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end

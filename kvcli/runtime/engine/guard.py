@@ -1,6 +1,6 @@
 """Which cache types a model's keys cannot take, told from its weights before anything runs.
 
-A key k stored with relative error e (a property of the type, measured on Gaussian rows in the rotated basis) moves a
+A key k stored with relative error e (`Codec.error`, measured on Gaussian rows in the rotated basis) moves a
 score by about scale * |q| * e * |k| / sqrt(D): noise in nats, which softmax turns into factors. What k and q are is
 known from vectors alone where it matters most:
 
@@ -26,7 +26,6 @@ from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
 
-RELATIVE_ERROR = {"int8": 0.0065, "int6": 0.026, "fp8": 0.026, "fp8_e5m2": 0.053, "int4": 0.1}
 LIMIT_NATS = 2.0  # gemma3 270M, which int4 suits, has 1.0; a bias of norm 605 over 512 elements has 2.7
 FALLBACK = "int8"
 
@@ -75,18 +74,18 @@ def strengths(weights: Vectors, config: ModelConfig, layers: tuple[int, ...]) ->
 def weakness(weights: Vectors, config: ModelConfig, layout: KVLayout) -> str:
     """Why this layout's type of keys would fail on this model; "" if nothing in the weights says so."""
     for group in layout.groups:
-        name = group.codec_k.name
-        if not group.codec_k.sealed:
+        codec = group.codec_k
+        if not codec.sealed:
             continue
         sinks = [i for i in group.layers if f"blk.{i}.attn_sinks.weight" in weights]
-        if sinks and name == "int4":
-            return f"{name} keys would fail on this model (learned sink logits in layer {sinks[0]})"
+        if sinks and codec.bits <= 4:
+            return f"{codec.name} keys would fail on this model (learned sink logits in layer {sinks[0]})"
         found = list(strengths(weights, config, group.layers))
         worst = max(found, key=lambda x: (math.isnan(x.noise), x.noise), default=None)
-        if worst is not None and not worst.noise * RELATIVE_ERROR[name] <= LIMIT_NATS:
+        if worst is not None and not worst.noise * codec.error <= LIMIT_NATS:
             median = statistics.median(x.norm for x in found)
             where = f"{worst.what} norm {worst.norm:.0f} in layer {worst.layer}, median {median:.0f}"
-            return f"{name} keys would fail on this model ({where})"
+            return f"{codec.name} keys would fail on this model ({where})"
     return ""
 
 

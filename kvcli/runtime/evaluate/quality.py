@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.errors import UsageError
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine

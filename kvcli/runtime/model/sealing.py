@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from kvcli.kernels import Angles, Backend, PagedKV
-from kvcli.runtime.cache.codecs import CODEC_SPECS
-from kvcli.runtime.cache.grouplayout import newly_sealed
+from kvcli.runtime.cache.layout import newly_sealed
 from kvcli.runtime.model.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
@@ -56,7 +55,7 @@ def fix_bases(ops: Backend, layers: list[PagedKV], rope: RopeTable | None) -> No
     keys, values = (torch.cat(x) for x in zip(*pages, strict=True))  # [n * kv_heads, page_size, dim]
     codec_k, codec_v = layers[0].codecs
     found: dict[str, torch.Tensor] = {}
-    if CODEC_SPECS[record.codec_k].centred:
+    if record.codec_k.centred:
         rows = keys.view(n, record.kv_heads, *keys.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
         ops.rotate_(rows)  # back to the basis in which RoPE turns
         if rope is not None:

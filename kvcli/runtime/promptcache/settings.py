@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime.cache.codecs import CODEC_SPECS, codec
 
 # Fields that no option sets, and what to call a file in which they are other than here.
 _OTHER = {
@@ -73,7 +73,7 @@ def _values(identity: Mapping[str, str]) -> dict[str, str]:
     """The settings by name, as far as the identity has them."""
     types = types_of(identity)
     found = {"cache type": pair(types), "page size": identity.get("page_size", "?")}
-    if any(CODEC_SPECS[name].sealed for name in types if name in CODEC_SPECS):
+    if any(CODECS[name].sealed for name in types if name in CODECS):
         names = {"--kv-sink": "sinks", "--kv-tail": "tail"}
         found |= {flag: chosen(identity[name].split() or ["?"]) for flag, name in names.items() if name in identity}
     with suppress(KeyError, ValueError):

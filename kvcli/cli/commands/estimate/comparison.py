@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcli.codecs import codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime.cache.codecs import codec
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.device import AUTO, check_there, parse_device

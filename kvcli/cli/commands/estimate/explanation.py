@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from kvcli.cli.commands.estimate.comparison import Outcome, Wish
 from kvcli.cli.commands.estimate.view import Report
-from kvcli.runtime.cache.grouplayout import ALIGN, GroupLayout
+from kvcli.codecs import ALIGN
+from kvcli.runtime.cache.layout import GroupLayout
 from kvcli.runtime.config import SLIDING
 
 
@@ -57,16 +58,16 @@ def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -
     title += f", window {g.window:,}" if g.window else ""
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
     yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
-    row = f"K {g.dim_k} × {g.codec_k.bits}/8 = {g.k_row_bytes} B"
+    record, each = g.record, g.record.token_bytes
+    row = f"K {g.dim_k} × {g.codec_k.bits}/8 = {record.k_row_bytes} B"
     if g.dim_v:
-        row += f", V {g.dim_v} × {g.codec_v.bits}/8 = {g.v_row_bytes} B"
-    if g.scale_bytes:
-        row += f", scales {g.scale_bytes} B"
+        row += f", V {g.dim_v} × {g.codec_v.bits}/8 = {record.v_row_bytes} B"
+    if scales := each - record.k_row_bytes - record.v_row_bytes:
+        row += f", scales {scales} B"
     yield f"    a row: {row}"
-    each = g.k_row_bytes + g.v_row_bytes + g.scale_bytes
     yield f"    a token: {len(g.layers)} × {g.kv_heads} × {each} = {g.token_bytes:,} B"
-    yield f"    a record: {size} × {each}, to a multiple of {ALIGN} = {g.record_bytes:,} B"
-    yield f"    a page: {len(g.layers)} × {g.kv_heads} × {g.record_bytes:,} = {g.page_bytes:,} B"
+    yield f"    a record: {size} × {each}, to a multiple of {ALIGN} = {record.record_bytes:,} B"
+    yield f"    a page: {len(g.layers)} × {g.kv_heads} × {record.record_bytes:,} = {g.page_bytes:,} B"
     yield f"    pages: {pages} = {count:,}"
     chunks = -(-count // g.pages_per_chunk)
     figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.page_bytes:,} = {g.committed_bytes(count):,} B"

@@ -23,9 +23,9 @@ from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, one_of
 from kvcli.cli.flags.shared import check_device, parse_tokens
 from kvcli.cli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
 from kvcli.cli.invocation import JsonFlag
+from kvcli.codecs import canonical
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.cache.codecs import canonical
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
 

@@ -13,8 +13,7 @@ from typing import Any
 from kvcli.cli.commands.estimate.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.cli.render import one_line
 from kvcli.cli.wrapping import fill
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.memory import CPU

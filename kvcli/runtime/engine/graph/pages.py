@@ -10,9 +10,8 @@ import torch
 
 from kvcli.kernels.gpu.pages import DevicePages, half_angles
 from kvcli.kernels.paged import CENTRE_ROWS
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pagelist import Layers, paged_record
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
+from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
@@ -109,8 +108,8 @@ class GraphPages:
         keep, retained = (group.retention.keep, group.retention.window) if group.retention else (0, 0)
         opened, rope = group.open_class(), self.model.ropes.table(self.model.config.layers[layer].rope)
         return DevicePages(
-            paged_record(group), tables.device[0], slot[1] * group.layer_stride, tables.front,
-            DevicePages(paged_record(opened), tables.device[1], slot[1] * opened.layer_stride) if opened else None,
+            group.record, tables.device[0], slot[1] * group.layer_stride, tables.front,
+            DevicePages(opened.record, tables.device[1], slot[1] * opened.layer_stride) if opened else None,
             group.sinks if opened else 0, group.tail if opened else 0,
             centre=centre, scale_k=scale_k, scale_v=scale_v,
             angles=None if centre is None or rope is None else self._angles_of(rope, tables),

@@ -23,8 +23,7 @@ from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
-from kvcli.runtime.cache.grouplayout import GroupLayout
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages

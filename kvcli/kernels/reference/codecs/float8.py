@@ -1,7 +1,7 @@
-"""8-bit floating point, e4m3 without infinities (arXiv 2209.05433): one float32 scale per (sequence, layer, head).
+"""8-bit floats, e4m3 without infinities (arXiv 2209.05433) and e5m2: one float32 scale per (sequence, layer, head).
 
-The scale comes from the sequence's first page and leaves room above it: the format keeps its relative precision over
-nine octaves, so headroom costs nothing, and larger elements are clamped instead of becoming NaN.
+The scale comes from the sequence's first page and leaves room above it: e4m3 keeps its relative precision over nine
+octaves, e5m2 over thirty, so headroom costs nothing, and larger elements are clamped instead of becoming NaN.
 """
 
 from __future__ import annotations
@@ -29,6 +29,3 @@ class Float8:
     def decode(self, data: torch.Tensor, scales: torch.Tensor, dim: int) -> torch.Tensor:
         """uint8 [kv_heads, n, D] -> float32."""
         return data[..., :dim].contiguous().view(self.dtype).float() * scales[:, None, None]
-
-
-CODEC = Float8(torch.float8_e4m3fn, 448.0)

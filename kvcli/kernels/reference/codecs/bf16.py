@@ -1,7 +1,0 @@
-"""bfloat16 rows, 16 bits an element."""
-
-import torch
-
-from kvcli.kernels.reference.codecs.plain import PlainCodec
-
-CODEC = PlainCodec(torch.bfloat16)
