@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reusecases import NOWHERE, Told
 
+from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, EvictOptions, SampleOptions
-from kvcli.runtime.cache import grouplayout
-from kvcli.runtime.cache.codecs import CODEC_SPECS
+from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.engine import scheduler as schedulers
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import Prefill
@@ -65,13 +65,9 @@ def together(engine: Engine, some: list[tuple], parallel: int) -> list[Watched]:
 
 
 CASES = [
-    *(
-        (v, "native", codec, e)
-        for v, e in (("llama", EvictOptions()), ("gemma3", EvictOptions()))
-        for codec in CODEC_SPECS
-    ),
+    *((v, "native", codec, e) for v, e in (("llama", EvictOptions()), ("gemma3", EvictOptions())) for codec in CODECS),
     *(("llama", "native", codec, SINKS) for codec in ("f16", "int8", "int4")),
-    *(("llama", "reference", codec, EvictOptions()) for codec in CODEC_SPECS),
+    *(("llama", "reference", codec, EvictOptions()) for codec in CODECS),
     *(("gemma3", "reference", codec, e) for codec, e in (("f16", EvictOptions()), ("int4", SINKS))),
 ]
 
@@ -115,7 +111,7 @@ def finished(engine: Engine, requests: list[Watched], parallel: int = 8) -> Sche
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine whose pool has room for the bytes of so many 16-bit pages of 16 rows, taken one by one."""
-    monkeypatch.setattr(grouplayout, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
 
     def open_it(codec: str, pages: int) -> Engine:
         engine = open_tiny("llama", "native", CacheOptions(160, codec, codec, 16, ubatch=24))
