@@ -101,7 +101,7 @@ def start(world: dict[str, str], tmp_path: Path) -> Start:
         f"import os, sys; from pathlib import Path; sys.path.insert(0, {root!r})\n"
         "from kvcli.runtime.hub import recipes\n"
         "recipes.recipe_folder = lambda: Path(os.environ['TOY_RECIPES'])\n"
-        "from kvcli.cli.main import main; main()"
+        "from kvcli.__main__ import main; main()"
     )
 
     def run(*args: str, **env: str) -> subprocess.Popen[str]:
