@@ -1,10 +1,13 @@
-"""The errors a user can cause. Each is one line (what, why), a hint (what next) and an exit code."""
+"""The errors a user can cause. Each is one line (what, why), a hint (what next) and an exit code.
+
+Texts name options by their fields, in backticks and perhaps with a value: `ctx`, `evict=sink`. These are the names that
+`kvcli.load` and `kvcli.options` have; the command line puts its own flags in their place (cli/wording.py)."""
 
 from __future__ import annotations
 
 
 class KVError(Exception):
-    """A failure with a message for the user; `cli.main` prints it and exits with `exit_code`."""
+    """A failure with a message for the user; the command line prints it and exits with `exit_code`."""
 
     exit_code = 1
 
@@ -12,6 +15,11 @@ class KVError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    @property
+    def __notes__(self) -> list[str]:
+        """The hint, below the message in a traceback."""
+        return [self.hint] if self.hint else []
 
     def as_object(self) -> dict[str, int | str | None]:
         """What --json says of it, as "error"."""

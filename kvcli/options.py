@@ -29,11 +29,11 @@ class EvictOptions:
     keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
 
     @property
-    def args(self) -> list[str]:
-        """The flags that say so."""
-        policy = ["--evict", self.policy] if self.policy != "none" else []
-        window = ["--window", str(self.window)] if self.window else []
-        return policy + window + (["--keep", str(self.keep)] if self.keep is not None else [])
+    def named(self) -> str:
+        """The fields that say so, as errors name them."""
+        window = [f"`window={self.window}`"] if self.window else []
+        keep = [] if self.keep is None else [f"`keep={self.keep}`"]
+        return " ".join([f"`evict={self.policy}`", *window, *keep])
 
 
 FORGET_NOTHING = EvictOptions()

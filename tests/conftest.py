@@ -18,12 +18,6 @@ hypothesis.settings.load_profile("kv")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# As `kv` has it, and before torch is imported: threads that wait for work do not take the other tests' processor,
-# memory of a GPU leaves no rests, and every Triton fuses multiplications with additions.
-os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-if sys.platform == "linux":
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Settings of whoever runs the tests are not those of the tests.
 os.environ["KV_CONFIG"] = "none"
 for _name in [name for name in os.environ if name.startswith(("KV_", "OLLAMA_", "LLAMA_ARG_"))]:
@@ -52,6 +46,9 @@ _prefer_installed_package()
 from toyworld import site, start, world  # noqa: E402, F401  # fixtures
 
 import kvcli  # noqa: E402
+from kvcli import environment  # noqa: E402
+
+environment.prepare()  # before torch is imported
 
 PACKAGE_ROOT = Path(kvcli.__file__).resolve().parent.parent  # what subprocesses must import, too
 

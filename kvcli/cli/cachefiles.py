@@ -103,7 +103,7 @@ class Described:
             values = {"page": (o.page_size, CacheOptions.page_size), "sink": (o.sinks, CacheOptions.sinks)}
             values["tail"] = o.tail, CacheOptions.tail
             found += [f"{name} {value}" for name, (value, default) in values.items() if value != default]
-            found += [f"evict {o.evict.keep}+{o.evict.window}"] if o.evict.args else []
+            found += [f"evict {o.evict.keep}+{o.evict.window}"] if o.evict.policy != "none" else []
         device = self.identity.get("computed_on", "").split(" ")[0]
         return " ".join([*found, *([device] if device not in ("", "cpu") else [])])
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvcli.api import finding
 from kvcli.cli import render
 from kvcli.cli.invocation import Invocation
-from kvcli.errors import DownloadError, ModelError
-
-if TYPE_CHECKING:
-    from kvcli.runtime.hub.ranges import RemoteFile
 
 
 def locate_model(name: str, invocation: Invocation, to_run: bool = False) -> Path:
@@ -22,21 +18,9 @@ def locate_model(name: str, invocation: Invocation, to_run: bool = False) -> Pat
     """
     from kvcli.runtime.hub import modelfiles
 
+    find = finding.find_runnable if to_run else modelfiles.find_model
     with showing_download(invocation) as (progress, notice):
-        return modelfiles.find_model(name, invocation.offline, progress, notice, _refuse_unrunnable if to_run else None)
-
-
-def _refuse_unrunnable(files: Sequence[RemoteFile]) -> None:
-    from kvcli.runtime.headers.modelheaders import gguf_model
-    from kvcli.runtime.hub.runnable import judge
-
-    try:
-        header = gguf_model(files)
-    except DownloadError:  # a server without ranges, say; then the download itself tells what can be had
-        return
-    _, problem = judge(header.metadata, header.tensors)
-    if problem:
-        raise ModelError(f"kv cannot run {files[0].label}: {problem}", "kv pull downloads it all the same")
+        return find(name, invocation.offline, progress, notice)
 
 
 @contextmanager

@@ -193,23 +193,13 @@ def _shared_names() -> set[str]:
 
 def _prepare_process() -> None:
     """Missing standard streams, and the environment that libraries read when they are imported."""
+    from kvcli import environment
+
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    # Spinning OpenMP threads cost ten times the work itself as soon as another process wants a core.
-    if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")
-    # Memory of a GPU is mapped piece by piece: else pages that are cut from what a step used leave rests of no use.
-    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.9 warns where it is not set
-    if "TRITON_CACHE_DIR" not in os.environ:
-        from kvcli import paths
-
-        folder = paths.cache_dir() / "triton"
-        if paths.can_be_made(folder):
-            os.environ["TRITON_CACHE_DIR"] = str(folder)
+    environment.prepare()
 
 
 def _flushed(code: int) -> int:
@@ -229,9 +219,10 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
         return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    from kvcli.cli import commandline, jsonobjects, render, streams
+    from kvcli.cli import commandline, jsonobjects, render, streams, wording
 
     known = _as_kverror(error)
+    known.message, known.hint = wording.as_flags(known.message), wording.as_flags(known.hint)
     if invocation and isinstance(known, UsageError):
         known.message = commandline.as_typed(known.message, invocation.called)
     if invocation and invocation.verbose >= 2:

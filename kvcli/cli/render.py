@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from kvcli.cli import jsonobjects
 from kvcli.cli.invocation import Bars, Invocation, When
 from kvcli.cli.streams import is_terminal, marked, wrapped, write_err
+from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import cells, columns
 from kvcli.notices import Tell
 from kvcli.words import human_bytes
@@ -107,8 +108,8 @@ def print_table(
 
 def print_error(message: str, hint: str, when: When = When.auto) -> None:
     """`kv: error: message`, and the hint on a second line."""
-    line = _labelled("error:", _RED, message, when)
-    write_err(line + (wrapped(f"  {one_line(hint)}\n", "  ") if hint else ""))
+    line = _labelled("error:", _RED, as_flags(message), when)
+    write_err(line + (wrapped(f"  {one_line(as_flags(hint))}\n", "  ") if hint else ""))
 
 
 def _labelled(label: str, style: str, message: str, when: When) -> str:
@@ -118,12 +119,14 @@ def _labelled(label: str, style: str, message: str, when: When) -> str:
 
 def warn(message: str, invocation: Invocation) -> None:
     """Something was lost or is not as asked: always said, even with -q."""
+    message = as_flags(message)
     invocation.told.append(message)
     write_err(_labelled("warning:", _YELLOW, message, invocation.color))
 
 
 def announce(message: str, invocation: Invocation) -> None:
     """Something that takes long or costs space and was not asked for by name: said unless -q."""
+    message = as_flags(message)
     invocation.told.append(message)
     if not invocation.quiet:
         write_err(marked(one_line(message)) + "\n")
@@ -131,6 +134,7 @@ def announce(message: str, invocation: Invocation) -> None:
 
 def notice(message: str, invocation: Invocation) -> None:
     """Good to know: said on a terminal or with -v."""
+    message = as_flags(message)
     invocation.told.append(message)
     step(message, invocation)
 

@@ -12,6 +12,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.overflow import Cut
 from kvcli.cli.render import is_terminal
 from kvcli.cli.verification import Verification, as_json
+from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
@@ -230,7 +231,7 @@ def result_object(result: Result) -> dict[str, Any]:
             "cache_read_tokens": usage.cache_read_tokens,
             "cache_disk_tokens": usage.disk_tokens,
             "cache_write_tokens": usage.cache_write_tokens,
-            "cache_miss": usage.cache_miss or None,
+            "cache_miss": as_flags(usage.cache_miss) or None,
             "completion_tokens": usage.completion_tokens,
         },
         "timings": {

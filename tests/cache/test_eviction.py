@@ -309,7 +309,7 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
     asked = EvictOptions(policy, 0, keep if policy == "sink" else None)
     least = eviction.least_context(asked, size)
     if ctx < least:
-        with pytest.raises(UsageError, match=rf"context of {ctx:,} tokens is too short .* = {least:,}$") as refused:
+        with pytest.raises(UsageError, match=rf"(?m)context of {ctx:,} tokens is too short .* = {least:,}$") as refused:
             eviction.retention(asked, ctx, size)
         assert f"a context of {least} or more" in refused.value.hint
         return
@@ -320,12 +320,12 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (EvictOptions("snapkv"), "--evict must be one of none, sink, window, not 'snapkv'"),
-        (EvictOptions("none", 100), "--window needs --evict"),
-        (EvictOptions("none", keep=4), "--keep needs --evict sink"),
-        (EvictOptions("window", keep=4), "--keep needs --evict sink, not window"),
-        (EvictOptions("sink", keep=-2), "--keep must be 0 or more, .* not -2"),
-        (EvictOptions("sink", 63), "--window is 63, less than a page of 64"),
+        (EvictOptions("snapkv"), "`evict` must be one of none, sink, window, not 'snapkv'"),
+        (EvictOptions("none", 100), "`window` needs `evict`"),
+        (EvictOptions("none", keep=4), "`keep` needs `evict=sink`"),
+        (EvictOptions("window", keep=4), "`keep` needs `evict=sink`, not window"),
+        (EvictOptions("sink", keep=-2), "`keep` must be 0 or more, .* not -2"),
+        (EvictOptions("sink", 63), "`window` is 63, less than a page of 64"),
         (EvictOptions("sink", 512, 4), r"64 for the 4 kept in whole pages \+ 512 of window \+ a page of 64 .* = 640"),
         (EvictOptions("sink", keep=400), r"448 for the 400 kept in whole pages \+ at least 64 of window .* = 576"),
     ],

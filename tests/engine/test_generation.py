@@ -113,7 +113,7 @@ def test_rows_that_belong_to_no_token_are_never_drawn(variant: str):
     assert (engine.logits(hidden) - whole[:, :n]).abs().max() < 1e-4
     for options in (GREEDY, replace(DRAWN, max_tokens=40), SampleOptions(1.0, 40, 0.9, seed=1, max_tokens=8)):
         assert max(run(engine, seq, PROMPT[:50], options).ids) < n
-    with pytest.raises(UsageError, match=f"--logit-bias names token {n}, the vocabulary is 0 to {n - 1}"):
+    with pytest.raises(UsageError, match=f"`logit_bias` names token {n}, the vocabulary is 0 to {n - 1}"):
         run(engine, seq, PROMPT[:50], SampleOptions(logit_bias={n: 1.0}))
     with pytest.raises(UsageError, match="outside the vocabulary"):
         run(engine, seq, [n])

@@ -112,12 +112,12 @@ def test_refused_unless_forced_with_a_type_that_would_do():
     layout = KVLayout.build(model, "int4", "int4")
     with pytest.raises(UsageError) as refused:
         guard.check(weights, model, layout, ("int4", "int4"), force=False)
-    assert refused.value.hint == "try --cache-type-k int8, or --force-cache-type"
+    assert refused.value.hint == "try `type_k=int8`, or `force_types`"
     assert guard.check(weights, model, layout, ("int4", "int4"), force=True) == reason(weights, "int4", model)
     wilder = biased([60500.0, 22.0])
     with pytest.raises(UsageError, match="int4 keys") as refused:
         guard.check(wilder, model, layout, ("int4", "int4"), force=False)
-    assert "--cache-type-k f16" in refused.value.hint
+    assert "`type_k=f16`" in refused.value.hint
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS.values() if row.sealed], ids=lambda row: row.name)

@@ -80,7 +80,7 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
         with pytest.raises(DoesNotFit) as refused:
             open_small(small, limit, ctx_size=more, **cut)
         assert refused.value.exit_code == 4
-        assert f"the largest that fits is -c {tokens};" in refused.value.hint
+        assert f"the largest that fits is `ctx={tokens}`;" in refused.value.hint
     with pytest.raises(AssertionError, match="touched"):  # what fits goes on to load
         open_small(small, limit, ctx_size=tokens, **cut)
 
@@ -142,7 +142,7 @@ def test_the_largest_context_that_evicts_is_true(small: Path) -> None:
     assert engine.retention is not None and engine.retention.window == engine.ctx_size - 128
     with pytest.raises(DoesNotFit, match=r"1,024 needs") as refused:
         open_small(small, limit, ctx_size=1024, evict=evict)
-    assert f"-c {engine.ctx_size};" in refused.value.hint
+    assert f"`ctx={engine.ctx_size}`;" in refused.value.hint
     with pytest.raises(UsageError, match="too short to evict"):
         open_small(small, None, ctx_size=100, evict=evict)
 
@@ -183,11 +183,11 @@ def test_an_explicit_context_is_honoured(small: Path) -> None:
 def test_a_model_that_does_not_fit_at_all(small: Path) -> None:
     with pytest.raises(DoesNotFit, match="without any context") as refused:
         open_small(small, 100 * MIB)
-    assert "allowed by --vram-limit" in refused.value.message
+    assert "allowed by `memory_limit`" in refused.value.message
 
 
 def test_a_limit_that_is_no_size(small: Path) -> None:
-    with pytest.raises(UsageError, match="--vram-limit"):
+    with pytest.raises(UsageError, match="`memory_limit`"):
         Engine.open(small, LoadOptions("small", memory_limit="much"), CacheOptions())
 
 
@@ -238,7 +238,7 @@ def test_run_refuses_what_does_not_fit(small: Path, kv_here: KvHere) -> None:
     limit, common = needed_for(small, 704), ("run", "--no-stdin", "-t", "1", "hello")
     code, out, err = kv_here(*common, "-m", str(small), "--vram-limit", str(limit), "-c", "768")
     assert (code, out) == (4, "")
-    assert "the largest that fits is -c 704;" in err
+    assert "the largest that fits is --ctx-size 704;" in err
     assert kv_here(*common, "--vram-limit", "much")[0] == 2
 
 

@@ -107,4 +107,4 @@ def test_a_machine_without_a_free_core_keeps_at_least_one(limit: int):
 def test_more_threads_than_cpus_are_said_to_be_pointless(cpus: int, have: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cores, "usable_cpus", lambda: list(range(cpus)))
     assert cores.too_many(cpus) == ""
-    assert cores.too_many(100) == f"--threads 100 is no faster than {cpus}: {have} for it"
+    assert cores.too_many(100) == f"`threads=100` is no faster than {cpus}: {have} for it"

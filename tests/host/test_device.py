@@ -64,7 +64,7 @@ def test_names(name: str, parsed: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cuda:99999", "cpu:0", "cuda:1 "])
 def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(UsageError, match="--device"):
+    with pytest.raises(UsageError, match="`device`"):
         choose(name)
 
 

@@ -80,7 +80,7 @@ def test_entries_are_private_and_whole(site: RangeSite, private_cache: Path) -> 
 
 def test_offline_needs_the_cache(site: RangeSite) -> None:
     session = Session(site.url, None, QUICK, offline=True)
-    with pytest.raises(DownloadError, match="may not be used \\(--offline\\)"):
+    with pytest.raises(DownloadError, match="may not be used \\(`offline`\\)"):
         RemoteFile(session, f"{site.url}/f", "org/repo/f").prefix(10)
     with pytest.raises(DownloadError, match="may not be used"):
         read_document(session, f"{site.url}/f", "the list")

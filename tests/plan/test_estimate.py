@@ -297,7 +297,7 @@ def test_the_engine_takes_what_fits_and_says_so() -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=size + 64), budget)
     assert refused.value.exit_code == 4
-    assert f"-c {size};" in refused.value.hint
+    assert f"`ctx={size}`;" in refused.value.hint
     assert plan_for_engine(CONFIGS["llama"], WEIGHTS, CacheOptions(ctx_size=size), budget).ctx_size == size
 
 

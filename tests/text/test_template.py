@@ -370,7 +370,7 @@ def test_broken_templates_say_where(source, what):
     with pytest.raises(TemplateError) as caught:
         ChatTemplate(source).render(chat("x"))
     assert what in caught.value.message and "\n" not in caught.value.message
-    assert "--raw" in caught.value.hint
+    assert "`raw`" in caught.value.hint
 
 
 # --- the sandbox
@@ -423,4 +423,4 @@ def test_an_empty_template_is_named_as_such():
     for source in ("", " \n"):
         with pytest.raises(TemplateError, match="the chat template of the file is empty") as error:
             ChatTemplate(source).render([{"role": "user", "content": "hi"}])
-        assert "--raw" in error.value.hint
+        assert "`raw`" in error.value.hint

@@ -4,20 +4,16 @@ cache types, one or lists of them. Never imports torch."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from kvcli.api.checks import MAX_SINKS, Types, check_cache_type, type_pair
 from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.helptext import KV_CACHE
-from kvcli.codecs import CODECS, canonical
 from kvcli.errors import UsageError
-
-Types = tuple[str, str]  # of keys and of values
-
-PAGE_SIZES = (16, 32, 64, 128)
-MAX_SINKS = 1 << 20
+from kvcli.runtime.cache.layout import PAGE_SIZES
 
 check_size_of_step = in_range("--ubatch-size", 0, hint="0 = automatic")
 
@@ -60,35 +56,13 @@ Sinks = Annotated[
 ]
 
 
-def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
-    """Raises UsageError for a --kv-tail and a --kv-sink that cannot be together, of a cache of one of these types."""
-    if tail == sinks == 0 and any(CODECS[canonical(name)].sealed for pair in types for name in pair):
-        hint = "give --kv-sink 1 or more: the first page, in 16 bits, fixes the scales and means"
-        raise UsageError("--kv-tail 0 and --kv-sink 0 cannot be used together", hint)
-
-
-def check_cache_type(name: str, flag: str) -> str:
-    """The name, as given, if `kv` can store the cache so; else UsageError that lists what exists."""
-    try:
-        canonical(name)
-    except UsageError:
-        raise UsageError(f"{flag}: '{name}' is not a cache type", f"available: auto, {', '.join(CODECS)}") from None
-    return name
-
-
-def type_pair(text: str, flag: str = "--cache-type") -> Types:
-    """'int8/int4' (keys/values), or a type for both, as given. Raises UsageError."""
-    keys, slash, values = (part.strip() for part in text.partition("/"))
-    return check_cache_type(keys, flag), check_cache_type(values if slash else keys, flag)
-
-
 def type_pairs(both: str | None, keys: str | None, values: str | None) -> list[Types]:
     """The lists of -ct, -ctk and -ctv as pairs, names as given; [] where nothing is given.
 
     -ctk stands in place of the keys of -ct, -ctv in place of its values, and every type of keys comes with every one of
     values. -ctk alone is for the values too, -ctv alone has keys in 16 bits. Raises UsageError.
     """
-    pairs = [] if both is None else [type_pair(entry) for entry in _entries(both, "--cache-type")]
+    pairs = [] if both is None else [type_pair(entry, "--cache-type") for entry in _entries(both, "--cache-type")]
     if keys is None and values is None:
         return pairs
     of_keys = [k for k, _ in pairs] or ["auto"] if keys is None else _checked(keys, "--cache-type-k")

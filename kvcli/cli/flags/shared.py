@@ -14,7 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_pages, check_size_of_step, one_pair, types_checked
+from kvcli.api.checks import BACKENDS, MAX_CONTEXT, MAX_THREADS, check_pages
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_size_of_step, one_pair, types_checked
 from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
 from kvcli.cli.inputs import argument, read_file
@@ -25,7 +26,6 @@ from kvcli.options import CacheOptions, EvictOptions, LoadOptions
 from kvcli.runtime.host.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
-MAX_CTX = 1 << 31
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,8 +64,8 @@ def parse_tokens(text: str, flag: str, more: str = "") -> int:
     if match is None:
         raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
     tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
-    if tokens > MAX_CTX or len(match[1]) > 12:
-        raise UsageError(f"{flag} must be at most {MAX_CTX:,}, not '{text}'")
+    if tokens > MAX_CONTEXT or len(match[1]) > 12:
+        raise UsageError(f"{flag} must be at most {MAX_CONTEXT:,}, not '{text}'")
     return tokens
 
 
@@ -123,7 +123,7 @@ class ModelFlags:
                 "Maximum number of CPU threads; 0 = one per physical core. Fewer are used while other"
                 " programs need the cores."
             ),
-            callback=in_range("--threads", 0, 1024, "0 = the physical cores"),
+            callback=in_range("--threads", 0, MAX_THREADS, "0 = the physical cores"),
         ),
     ] = 0
     backend: Annotated[
@@ -132,7 +132,7 @@ class ModelFlags:
             "--backend",
             metavar="auto|native|reference",
             help="CPU kernels: native = compiled, reference = plain torch.",
-            callback=one_of("--backend", ("auto", "native", "reference")),
+            callback=one_of("--backend", BACKENDS),
         ),
     ] = "auto"
     device: Annotated[

@@ -47,7 +47,7 @@ class GpuBackend:
         """Repack on the device, stacked where the type is the same."""
         if paired and len({(w.type, w.rows) for w in weights}) > 1:
             kinds = " and ".join(w.type for w in weights)
-            raise ModelError(f"gates and what they gate are stored as {kinds}", "use --device cpu")
+            raise ModelError(f"gates and what they gate are stored as {kinds}", "use `device=cpu`")
         runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
         paired = paired and weights[0].rows % GROUP == 0
         return tuple(repack(run, self.device, paired) for run in runs)

@@ -96,7 +96,7 @@ def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = 
     if fmt is None or (fmt.kind != PLAIN and first.cols % GROUP):
         raise ModelError(
             f"weights stored as {first.type} cannot be computed with on a GPU",
-            f"use --device cpu, or a file of {', '.join((*FORMATS, *STORED_AS))}",
+            f"use `device=cpu`, or a file of {', '.join((*FORMATS, *STORED_AS))}",
         )
     rows = sum(p.rows for p in parts)
     matrix = empty_matrix(fmt, rows, first.cols, device, paired)

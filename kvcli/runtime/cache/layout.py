@@ -270,7 +270,7 @@ class KVLayout:
         if retention and all(g.kind == SLIDING for g in self.groups):
             raise UsageError(
                 "there is nothing to evict: every layer of this model has a sliding window of its own",
-                "leave --evict out; a larger -c costs no memory once the windows are full",
+                "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
             )
         groups = (g if g.kind == SLIDING else replace(g, retention=retention) for g in self.groups)
         return replace(self, groups=tuple(groups))

@@ -106,7 +106,7 @@ class DeviceTokens:
         token = int(self._ids[number % 2])
         if token < 0:
             raise KVError(
-                self.device_sampler.error(token), "check --logit-bias; the model file may be damaged: pull it again"
+                self.device_sampler.error(token), "check `logit_bias`; the model file may be damaged: pull it again"
             )
         return token
 

@@ -65,7 +65,7 @@ class Engine:
             self.notices.append(self.device.notice)
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         if cache.ubatch < 0:
-            raise UsageError(f"--ubatch-size must be 1 or more, not {cache.ubatch}", "0 = automatic")
+            raise UsageError(f"`ubatch` must be 1 or more, not {cache.ubatch}", "0 = automatic")
         eviction.check(cache.evict, cache.page_size)
         self.threads = threads = load.threads or physical_cores()
         if self.device.kind == CPU and (notice := too_many(threads)):
@@ -115,7 +115,7 @@ class Engine:
         if self.template is None:
             raise ModelError(
                 f"the file has no chat template, and kv has none for {self.config.arch}",
-                "kv run --raw continues the text as it is",
+                "text can be continued without a template (`raw`)",
             )
 
     def _doubt(self, text: str) -> None:
@@ -140,7 +140,7 @@ class Engine:
             return device
         reason = repacked.unfit(self.config, {n: t.type for n, t in file.tensors.items() if len(t.shape) > 1})
         if reason and load.device != AUTO:
-            raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use --device cpu")
+            raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use `device=cpu`")
         return Device(CPU, notice=f"runs on the CPU; a GPU cannot compute this model: {reason}") if reason else device
 
     @classmethod
@@ -401,7 +401,7 @@ class Engine:
             over = len(prompt_ids) - self.ctx_size
             raise ContextOverflow(
                 f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it or use --ctx-size {len(prompt_ids)} or more (trained: {self.config.context_length:,})",
+                f"shorten it or use `ctx={len(prompt_ids)}` or more (trained: {self.config.context_length:,})",
             )
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))

@@ -98,7 +98,7 @@ def check(weights: Vectors, config: ModelConfig, layout: KVLayout, types: tuple[
     if reason and not force:
         better = KVLayout.build(config, FALLBACK, types[1], layout.page_size)  # sinks and tail do not matter here
         better_type = "f16" if types[0] == FALLBACK or weakness(weights, config, better) else FALLBACK
-        raise UsageError(reason, f"try --cache-type-k {better_type}, or --force-cache-type")
+        raise UsageError(reason, f"try `type_k={better_type}`, or `force_types`")
     return reason
 
 

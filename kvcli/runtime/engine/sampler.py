@@ -150,7 +150,7 @@ class Sampler:
 def _checked_maximum(logits: Tensor) -> float:
     top = float(logits.max())  # NaN if any logit is
     if top == -math.inf:
-        raise KVError("no token is left to choose from: every logit is -inf", "check --logit-bias")
+        raise KVError("no token is left to choose from: every logit is -inf", "check `logit_bias`")
     if not math.isfinite(top):
         hint = "the model file may be damaged; pull it again"
         raise KVError(f"the model's output is not a number (largest logit {top})", hint)

@@ -13,7 +13,6 @@ from kvcli.options import SampleOptions
 
 
 class _Rule(NamedTuple):
-    flag: str
     text: str
     holds: Callable[[Any], bool]
 
@@ -27,19 +26,19 @@ def _is_real(value: Any) -> bool:
 
 
 _RULES = {
-    "temperature": _Rule("--temp", "0 or more", lambda v: _is_real(v) and v >= 0),
-    "top_k": _Rule("--top-k", "a whole number, 0 (off) or more", lambda v: _is_int(v) and v >= 0),
-    "top_p": _Rule("--top-p", "in (0, 1]", lambda v: _is_real(v) and 0 < v <= 1),
-    "min_p": _Rule("--min-p", "in [0, 1]", lambda v: _is_real(v) and 0 <= v <= 1),
-    "repeat_penalty": _Rule("--repeat-penalty", "more than 0", lambda v: _is_real(v) and v > 0),
-    "repeat_last_n": _Rule("--repeat-last-n", "-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
-    "presence_penalty": _Rule("--presence-penalty", "a number", _is_real),
-    "frequency_penalty": _Rule("--frequency-penalty", "a number", _is_real),
-    "dry_multiplier": _Rule("--dry-multiplier", "0 (off) or more", lambda v: _is_real(v) and v >= 0),
-    "dry_base": _Rule("--dry-base", "1 or more", lambda v: _is_real(v) and v >= 1),
-    "dry_allowed_length": _Rule("--dry-allowed-length", "1 or more", lambda v: _is_int(v) and v >= 1),
-    "dry_penalty_last_n": _Rule("--dry-penalty-last-n", "-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
-    "seed": _Rule("--seed", "-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
+    "temperature": _Rule("0 or more", lambda v: _is_real(v) and v >= 0),
+    "top_k": _Rule("a whole number, 0 (off) or more", lambda v: _is_int(v) and v >= 0),
+    "top_p": _Rule("in (0, 1]", lambda v: _is_real(v) and 0 < v <= 1),
+    "min_p": _Rule("in [0, 1]", lambda v: _is_real(v) and 0 <= v <= 1),
+    "repeat_penalty": _Rule("more than 0", lambda v: _is_real(v) and v > 0),
+    "repeat_last_n": _Rule("-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
+    "presence_penalty": _Rule("a number", _is_real),
+    "frequency_penalty": _Rule("a number", _is_real),
+    "dry_multiplier": _Rule("0 (off) or more", lambda v: _is_real(v) and v >= 0),
+    "dry_base": _Rule("1 or more", lambda v: _is_real(v) and v >= 1),
+    "dry_allowed_length": _Rule("1 or more", lambda v: _is_int(v) and v >= 1),
+    "dry_penalty_last_n": _Rule("-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
+    "seed": _Rule("-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
 }
 _BUILT_IN = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0, "repeat_last_n": 64
@@ -53,25 +52,25 @@ _NOT_HAD = ("xtc_probability", "mirostat")  # 0 = off
 
 
 def check(options: SampleOptions) -> None:
-    """Raises UsageError naming the flag of a value that makes no sense; None is what the model says."""
+    """Raises UsageError naming the field of a value that makes no sense; None is what the model says."""
     for name, rule in _RULES.items():
         value = getattr(options, name)
         if value is not None and not rule.holds(value):
-            raise UsageError(f"{rule.flag} must be {rule.text}, not {value}")
+            raise UsageError(f"`{name}` must be {rule.text}, not {value}")
     for token, bias in options.logit_bias.items():
         if math.isnan(bias) or bias == math.inf:
-            raise UsageError(f"--logit-bias of token {token} must be a number or -inf, not {bias}")
+            raise UsageError(f"`logit_bias` of token {token} must be a number or -inf, not {bias}")
 
 
 def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int) -> SampleOptions:
     """The options with nothing left open: the model's `defaults` (by the keys of its file) and a seed filled in.
 
-    Raises UsageError naming a flag, ModelError naming the key of a default that makes no sense.
+    Raises UsageError naming a field, ModelError naming the key of a default that makes no sense.
     """
     check(options)
     for token in options.logit_bias:
         if not 0 <= token < vocab_size:
-            raise UsageError(f"--logit-bias names token {token}, the vocabulary is 0 to {vocab_size - 1}")
+            raise UsageError(f"`logit_bias` names token {token}, the vocabulary is 0 to {vocab_size - 1}")
     found: dict[str, Any] = {name: _default(name, defaults) for name in _BUILT_IN if getattr(options, name) is None}
     if options.loop_stop is None:
         found["loop_stop"] = not options.ignore_eos
@@ -90,5 +89,5 @@ def _default(name: str, defaults: Mapping[str, Any]) -> Any:
     rule, value = _RULES[name], defaults.get(_MODEL_KEYS[name], _BUILT_IN[name])
     if not rule.holds(value):
         key = f"general.sampling.{_MODEL_KEYS[name]}"
-        raise ModelError(f"the model's {key} is {value!r}; it must be {rule.text}", f"give {rule.flag}")
+        raise ModelError(f"the model's {key} is {value!r}; it must be {rule.text}", f"give `{name}`")
     return value

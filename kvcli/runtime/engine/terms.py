@@ -29,7 +29,7 @@ class Terms:
     def settle(cls, setting: Setting, budget: Budget, options: CacheOptions) -> Terms:
         """Raises UsageError, and DoesNotFit."""
         if options.ctx_size < 0:
-            raise UsageError(f"--ctx-size must be 0 or more, not {options.ctx_size}", "0 = as trained, or what fits")
+            raise UsageError(f"`ctx` must be 0 or more, not {options.ctx_size}", "0 = as trained, or what fits")
         config, layout = setting.config, KVLayout.of_options(setting.config, options)
         found = plan_for_engine(config, setting.weights, options, budget, setting.threads)
         settled = found.setting.settled(layout, found.ctx_size)

@@ -29,4 +29,4 @@ def too_many(threads: int) -> str:
     if threads <= cpus:
         return ""
     have = "there is 1 CPU" if cpus == 1 else f"there are {cpus} CPUs"
-    return f"--threads {threads} is no faster than {cpus}: {have} for it"
+    return f"`threads={threads}` is no faster than {cpus}: {have} for it"

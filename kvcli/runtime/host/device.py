@@ -42,7 +42,7 @@ def parse_device(name: str) -> tuple[str, int]:
     """ "auto", "cpu", "cuda" or "cuda:1" -> kind (AUTO, CPU, CUDA) and index. Raises UsageError."""
     match = re.fullmatch(r"(auto|cpu)|cuda(?::(\d{1,4}))?", name, re.ASCII)
     if match is None:
-        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, not '{name}'")
+        raise UsageError(f"`device` must be auto, cpu, cuda or cuda:N, not '{name}'")
     return match[1] or CUDA, int(match[2] or 0)
 
 
@@ -62,17 +62,17 @@ def choose(name: str) -> Device:
     check_there(name, index, len(cards))
     reason = why_not(cards[index])
     if reason:
-        raise DeviceError(f"{cards[index]['name']} cannot be used: {reason}", "--device cpu runs without it")
+        raise DeviceError(f"{cards[index]['name']} cannot be used: {reason}", "`device=cpu` runs without it")
     return _device(cards[index])
 
 
 def check_there(name: str, index: int, count: int) -> None:
     """Raises DeviceError unless GPU `index`, which --device calls `name`, is one of `count`."""
     if not count:
-        raise DeviceError(f"--device {name}: {why_no_gpu()}", "--device cpu needs none")
+        raise DeviceError(f"`device={name}`: {why_no_gpu()}", "`device=cpu` needs none")
     if index >= count:
         known = ", ".join([CPU, *(f"{CUDA}:{i}" for i in range(count))])
-        raise DeviceError(f"--device {name}: there is no such GPU", f"devices: {known}")
+        raise DeviceError(f"`device={name}`: there is no such GPU", f"devices: {known}")
 
 
 def _first_usable(cards: list[dict[str, Any]]) -> Device:

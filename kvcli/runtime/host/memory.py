@@ -82,7 +82,7 @@ def _meminfo(path: Path) -> tuple[int, int, str]:
     try:  # macOS and others: the installed memory is all that is told without a library
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
-        raise UsageError("this system does not tell how much memory it has", "give --vram SIZE") from None
+        raise UsageError("this system does not tell how much memory it has", "give `memory`") from None
     return total, total, "installed"
 
 

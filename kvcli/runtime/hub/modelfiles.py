@@ -148,7 +148,7 @@ def _offline(name: str, here: bool) -> DownloadError:
     if here:
         what = f"{name} is downloaded; --force would download it again, and --offline forbids that"
         return DownloadError(what, "leave out one of the two")
-    what = f"{name} is not downloaded, and the network may not be used (--offline)"
+    what = f"{name} is not downloaded, and the network may not be used (`offline`)"
     return DownloadError(what, f"run kv pull {name} while online")
 
 

@@ -42,7 +42,7 @@ def read_document(session: Session, url: str, label: str) -> bytes:
 def _offline(entry: Entry | None, label: str) -> Entry:
     if entry is None:
         hint = "run the command once while online, or give a downloaded file"
-        raise DownloadError(f"the header of {label} is not here, and the network may not be used (--offline)", hint)
+        raise DownloadError(f"the header of {label} is not here, and the network may not be used (`offline`)", hint)
     return entry
 
 

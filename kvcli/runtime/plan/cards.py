@@ -79,7 +79,9 @@ def find_card(name: str) -> Card:
     close = [names[match].name for match in near(wanted, names, 5)]
     offered = [c.name for c in found] or list(dict.fromkeys(close))[:3]
     hint = meant(offered) or "kv estimate --list-gpus names the NVIDIA cards it knows;"
-    raise UsageError(f"--gpu: no card named '{name}' in the table", f"{hint} --vram 24G --bandwidth 800 needs no name")
+    raise UsageError(
+        f"`gpu`: no card named '{name}' in the table", f"{hint} `memory=24G` `bandwidth=800` needs no name"
+    )
 
 
 def _short_names(card: Card) -> tuple[str, str]:

@@ -255,7 +255,7 @@ def plan_for_engine(
     if cache.ctx_size:
         raise DoesNotFit(
             f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
-            f"the largest that fits is -c {fits}; kv estimate compares cache types",
+            f"the largest that fits is `ctx={fits}`; kv estimate compares cache types",
         )
     notice = f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
     return EnginePlan(setting, fits, setting.whole(layout, fits), notice)
@@ -272,8 +272,8 @@ def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
         memory, ours = memories.gpus()[index], 0
     measured = overheads.load(CPU if kind == CPU else memory.name)[0].runtime_bytes
     if limit is not None:
-        size = memories.parse_size(limit, "--vram-limit", memory.total)
-        return Budget(size, "allowed by --vram-limit", 0, measured, kind)
+        size = memories.parse_size(limit, "`memory_limit`", memory.total)
+        return Budget(size, "allowed by `memory_limit`", 0, measured, kind)
     label = "available" if kind == CPU else f"free on {memory.name}"
     return Budget(memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind)
 

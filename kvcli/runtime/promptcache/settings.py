@@ -1,4 +1,4 @@
-"""What rows depend on (fingerprint.py), in the words of the command line. No torch."""
+"""What rows depend on (fingerprint.py), in the names of options. No torch."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _values(identity: Mapping[str, str]) -> dict[str, str]:
     types = types_of(identity)
     found = {"cache type": pair(types), "page size": identity.get("page_size", "?")}
     if any(CODECS[name].sealed for name in types if name in CODECS):
-        names = {"--kv-sink": "sinks", "--kv-tail": "tail"}
+        names = {"`sinks`": "sinks", "`tail`": "tail"}
         found |= {flag: chosen(identity[name].split() or ["?"]) for flag, name in names.items() if name in identity}
     with suppress(KeyError, ValueError):
-        found["eviction"] = " ".join(_eviction(identity["eviction"]).args) or "--evict none"
+        found["eviction"] = _eviction(identity["eviction"]).named
     if "computed_on" in identity:
         found["device"] = identity["computed_on"]
     return found

@@ -141,4 +141,4 @@ def find_pretokenizer(name: str | None, force: bool = False) -> PreTokenizer:
             what = "the file does not say how text is cut into words (tokenizer.ggml.pre is 'default')"
     else:
         what = f"unknown pre-tokenizer {str(name)[:60]!r} (tokenizer.ggml.pre)"
-    raise ModelError(what, "get a newer conversion of the model, or accept worse answers with --force-pretokenizer")
+    raise ModelError(what, "get a newer conversion of the model, or accept worse answers (`force_pretokenizer`)")

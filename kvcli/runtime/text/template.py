@@ -183,7 +183,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-_GO_WITHOUT = "--raw sends the prompt without a template"
+_GO_WITHOUT = "text can be continued without a template (`raw`)"
 
 
 def _with_trusted_role(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcli.cli.wording import as_flags
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import CacheOptions
 from kvcli.runtime.promptcache.settings import cache_options, differences, sentence
@@ -31,7 +32,7 @@ def _differing(found: dict[str, str], engine: Engine) -> str:
     from kvcli.runtime.promptcache import fingerprint
 
     expected = fingerprint.identity(engine.model_weights.file, engine.config, engine.layout)
-    return sentence(differences({k: v for k, v in found.items() if k in expected}, expected))
+    return as_flags(sentence(differences({k: v for k, v in found.items() if k in expected}, expected)))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.cli.report import CacheFacts, Result, stats_line
 from kvcli.cli.sinks import Sink, WhileRead
 from kvcli.cli.streams import say
+from kvcli.cli.wording import as_flags
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
@@ -326,7 +327,7 @@ class ChatSession:
             self._open_caches()
         self.evict, self._told = evict, False
         for notice in self.engine.notices[told:]:
-            say(notice)
+            say(as_flags(notice))
         self.tell_unread()
 
     def set_system(self, text: str) -> None:

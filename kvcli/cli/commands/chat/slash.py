@@ -13,6 +13,7 @@ from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.report import full_stats
 from kvcli.cli.streams import say, wrapped, write_err
+from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
@@ -152,7 +153,7 @@ def _called(name: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        flag, _, rest = error.message.partition(" ")
+        flag, _, rest = as_flags(error.message).partition(" ")
         error.message = f"{name} {rest}" if flag.startswith("--") else error.message
         raise
 

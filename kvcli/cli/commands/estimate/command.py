@@ -14,6 +14,7 @@ from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import grouped
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.invocation import Invocation
+from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit, ModelError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 
@@ -85,7 +86,7 @@ def _report(
     device: DeviceFlags,
     invocation: Invocation,
 ) -> Report:
-    from kvcli.cli.commands.estimate.comparison import compare, find_target, recommend
+    from kvcli.api.planning import compare, find_target, recommend
     from kvcli.cli.commands.estimate.view import Report
     from kvcli.runtime.headers.plannedmodel import planned_model
 
@@ -157,7 +158,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
     args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]
     args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
-    args += wish.evict.args
+    args += as_flags(wish.evict.named).split() if wish.evict.policy != "none" else []
     args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
     render.write_out(shlex.join(args) + "\n")
 

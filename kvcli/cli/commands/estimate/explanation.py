@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcli.cli.commands.estimate.comparison import Outcome, Wish
+from kvcli.api.planning import Outcome, Wish
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
 from kvcli.runtime.cache.layout import GroupLayout

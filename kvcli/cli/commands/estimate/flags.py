@@ -30,7 +30,7 @@ from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvcli.cli.commands.estimate.comparison import Pair, Wish
+    from kvcli.api.planning import Pair, Wish
     from kvcli.runtime.headers.plannedmodel import PlannedModel
     from kvcli.runtime.headers.shapes import Given
 
@@ -171,15 +171,14 @@ class PlanFlags:
 
     def wish(self, model: PlannedModel, evict: EvictOptions) -> Wish:
         """Raises UsageError for values that do not go together, or for a context that nobody names."""
-        from kvcli.cli.commands.estimate.comparison import Wish
+        from kvcli.api.planning import Wish, kept_apart
 
         pairs = self.pairs()
         check_pages(self.kv_tail, self.kv_sink, pairs)
         contexts, shared = self.contexts(model), _shared(self.shared_prefix)
         if shared > min(contexts):
             raise UsageError(f"--shared-prefix must be at most the context of {min(contexts):,}, not {shared:,}")
-        if all(layer.dim_v == 0 for layer in model.config.layers):  # latent: there are no values of their own
-            pairs = tuple(dict.fromkeys((k, k) for k, _ in pairs))
+        pairs = kept_apart(model, pairs)
         threads = len(usable_cpus())  # no fewer than the engine starts
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, threads
         return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
@@ -197,7 +196,7 @@ class PlanFlags:
 
     def pairs(self) -> tuple[Pair, ...]:
         """The pairs of types to compare. Raises UsageError for a type that does not exist."""
-        from kvcli.cli.commands.estimate.comparison import ALL_PAIRS
+        from kvcli.api.planning import ALL_PAIRS
 
         return tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in self.named_pairs())) or ALL_PAIRS
 

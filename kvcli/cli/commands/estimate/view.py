@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.cli.commands.estimate.comparison import NO_LIMIT, Outcome, Recommendation, Target, Wish
+from kvcli.api.planning import NO_LIMIT, Outcome, Recommendation, Target, Wish
 from kvcli.cli.render import one_line
 from kvcli.cli.wrapping import fill
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout

@@ -79,7 +79,7 @@ def names() -> tuple[str, ...]:
 def policy(name: str) -> Policy:
     """Raises UsageError for a policy that does not exist."""
     if name not in names():
-        raise UsageError(f"--evict must be one of {', '.join(names())}, not '{name}'")
+        raise UsageError(f"`evict` must be one of {', '.join(names())}, not '{name}'")
     found: Policy = importlib.import_module(f"{__name__}.{name}").POLICY
     return found
 
@@ -88,15 +88,15 @@ def check(asked: EvictOptions, page_size: int) -> None:
     """What can be refused before the context is known. Raises UsageError."""
     chosen = policy(asked.policy)
     if asked.window and not chosen.evicts:
-        raise UsageError("--window needs --evict", "--evict sink keeps the first tokens and a window")
+        raise UsageError("`window` needs `evict`", "`evict=sink` keeps the first tokens and a window")
     if asked.keep is not None and not chosen.free:
-        raise UsageError(f"--keep needs --evict sink, not {asked.policy}", "only sink keeps first tokens")
+        raise UsageError(f"`keep` needs `evict=sink`, not {asked.policy}", "only sink keeps first tokens")
     if asked.keep is not None and asked.keep < WHOLE_PROMPT:
-        raise UsageError(f"--keep must be 0 or more, or -1 for the whole prompt, not {asked.keep}")
+        raise UsageError(f"`keep` must be 0 or more, or -1 for the whole prompt, not {asked.keep}")
     if asked.window < 0 or 0 < asked.window < page_size:
         raise UsageError(
-            f"--window is {asked.window}, less than a page of {page_size} tokens",
-            "whole pages are evicted: use a larger window, or a smaller --page-size",
+            f"`window` is {asked.window}, less than a page of {page_size} tokens",
+            "whole pages are evicted: use a larger window, or a smaller `page_size`",
         )
 
 
@@ -125,8 +125,8 @@ def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention |
         raise UsageError(
             f"the context of {ctx_size:,} tokens is too short to evict: {kept:,} for the {keep:,} kept in whole pages"
             f" + {wanted} + a page of {page_size} at its edge = {least:,}",
-            f"use a context of {least} or more (-c; kv bench -d)"
-            + (f", or --window {largest}" if asked.window and largest >= page_size else ", or a smaller --page-size"),
+            f"use a context of {least} or more (`ctx`)"
+            + (f", or `window={largest}`" if asked.window and largest >= page_size else ", or a smaller `page_size`"),
         )
     return Retention(keep, window, page_size)
 

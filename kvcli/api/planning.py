@@ -1,4 +1,4 @@
-"""What `kv estimate` compares: cache types at each context on one device, and which to take. No torch."""
+"""What an estimate compares: cache types at each context on one device, and which to take. No torch."""
 
 from __future__ import annotations
 
@@ -102,16 +102,17 @@ def label(pair: Pair) -> str:
 def find_target(
     card: str | None, vram: str | None, device: str | None, margin: str | None, bandwidth: float | None
 ) -> tuple[Target, list[str]]:
-    """The device meant by --gpu, --vram, --device, or the one that is here; and warnings. UsageError, DeviceError."""
+    """The device meant by these, or the one that is here; and warnings. `card`: a GPU by name; `vram`: free memory.
+    Raises UsageError and DeviceError."""
     memory, rate, source = _memory(card, vram, device)
     measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
     if measured.bandwidth is not None and card is None:
         rate, source = measured.bandwidth, "measured"
     if bandwidth is not None:
         rate, source = bandwidth, "--bandwidth"
-    left = DEFAULT_MARGIN if margin is None else parse_size(margin, "--margin", memory.total)
+    left = DEFAULT_MARGIN if margin is None else parse_size(margin, "`margin`", memory.total)
     if margin is not None and left >= memory.total:
-        raise UsageError(f"--margin {margin} leaves nothing of {memory.total >> 20:,} MiB", "give a smaller one")
+        raise UsageError(f"`margin={margin}` leaves nothing of {memory.total >> 20:,} MiB", "give a smaller one")
     return Target(memory, left, rate, source, measured.runtime_bytes), [warning] if warning else []
 
 
@@ -121,28 +122,28 @@ def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Mem
 
     if card is not None:
         if device is not None:
-            raise UsageError("only one of --gpu and --device can be given", "--gpu is for a card that need not be here")
+            raise UsageError("only one of `gpu` and `device` can be given", "`gpu` is for a card that need not be here")
         known = find_card(card)
         memory, rate = known.memory(), known.bandwidth
-        free = memory.free if vram is None else parse_size(vram, "--vram", memory.total)
+        free = memory.free if vram is None else parse_size(vram, "`memory`", memory.total)
         return (
             Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"),
             rate,
             "table",
         )
     if device is None and vram is not None:
-        size = parse_size(vram, "--vram", max((g.total for g in gpus()), default=None))
+        size = parse_size(vram, "`memory`", max((g.total for g in gpus()), default=None))
         return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
     memory = _device(device or AUTO)
     known_rate = bandwidth_of(memory.name, memory.total) if memory.kind == CUDA else None
     if vram is not None:
-        free = parse_size(vram, "--vram", memory.total)
+        free = parse_size(vram, "`memory`", memory.total)
         memory = Memory(memory.kind, memory.name, memory.total, free, "--vram")
     return memory, known_rate, "table" if known_rate else ""
 
 
 def _device(name: str) -> Memory:
-    """The memory of what --device names. UsageError, DeviceError."""
+    """The memory of what `device` names. UsageError, DeviceError."""
     kind, number = parse_device(name)
     if kind == CPU:
         return main_memory()
@@ -153,8 +154,14 @@ def _device(name: str) -> Memory:
     return found[number]
 
 
+def kept_apart(model: PlannedModel, pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """The pairs that differ in this model: a latent cache has no values of its own, only the type of keys counts."""
+    latent = all(layer.dim_v == 0 for layer in model.config.layers)
+    return tuple(dict.fromkeys((k, k) for k, _ in pairs)) if latent else pairs
+
+
 def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
-    """The parts of the plan that do not depend on types and context. Raises UsageError for an odd --tp."""
+    """The parts of the plan that do not depend on types and context. Raises UsageError for an odd number of ranks."""
     weights = (model.weights or _NO_WEIGHTS).part(wish.ranks)
     return Setting(
         per_rank(model.config, wish.ranks),

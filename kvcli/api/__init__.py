@@ -1,0 +1,1 @@
+"""What `import kvcli` offers, and what the command line shares with it."""

@@ -1,0 +1,98 @@
+"""`Answer`: text that is generated while it is read. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvcli.options import SampleOptions
+from kvcli.runtime.engine.events import End, Event, Timings, Token, Usage
+
+
+class Answer:
+    """One answer of a model. Iterate over it for pieces of text as they come, once; its properties hold the whole.
+
+    A property that needs the end generates what is left, so `model.generate("...").text` is all of the text.
+    `close` ends it early. Whatever the model raises comes out of the call that generates.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, sampling: SampleOptions, start: Callable[[Callable[[], bool]], Iterator[Event]]
+    ) -> None:
+        """`start(cancelled)` begins the generation; `sampling` has every value in force."""
+        self.prompt_tokens, self.sampling = prompt_tokens, sampling
+        self._stopped = False
+        self._pieces: list[str] = []
+        self._end: End | None = None
+        self._events = start(lambda: self._stopped)
+        self._failed = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next piece of text, which is never empty."""
+        while not self.done:
+            try:
+                event = next(self._events)
+            except BaseException:
+                self._failed = True
+                raise
+            if isinstance(event, End):
+                self._end = event
+            text = event.text if isinstance(event, (Token, End)) else ""
+            if text:
+                self._pieces.append(text)
+                return text
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the answer where it is; its text so far stays, and `finish_reason` is "interrupted"."""
+        self._stopped = True
+        self._result()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._end is not None or self._failed
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        self._result()
+        return "".join(self._pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of all tokens that were generated."""
+        return self._result().ids
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop", "length", "context", "repetition" or "interrupted"; see `kvcli.runtime.engine.events.End`."""
+        return self._result().finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of tokens, also of those that were not prefilled again."""
+        return self._result().usage
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds of prefill and decoding, and tokens a second."""
+        return self._result().timings
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Why the cache is not what 16 bits and all tokens would give; () = it is."""
+        return self._result().losses
+
+    def _result(self) -> End:
+        for _ in self:
+            pass
+        if self._end is None:
+            raise RuntimeError("the answer ended with an error")
+        return self._end
+
+    def __repr__(self) -> str:
+        state = f"finish_reason={self._end.finish_reason!r}" if self._end else "not done"
+        return f"<Answer {''.join(self._pieces)[:40]!r}, {state}>"

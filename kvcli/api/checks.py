@@ -1,0 +1,76 @@
+"""What can be refused of options before any file is opened. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcli.codecs import CODECS, canonical
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.layout import PAGE_SIZES
+from kvcli.runtime.host.device import parse_device
+from kvcli.runtime.host.memory import main_memory, parse_size
+
+BACKENDS = ("auto", "native", "reference")
+MAX_CONTEXT = 1 << 31
+MAX_SINKS = 1 << 20
+MAX_THREADS = 1024
+
+Types = tuple[str, str]  # of keys and of values
+
+
+def check_load(options: LoadOptions) -> None:
+    """Raises UsageError for a value out of range."""
+    if not options.model.strip():
+        raise UsageError("`model` is empty", "give a name from kv models ls, or a .gguf file")
+    if options.backend not in BACKENDS:
+        raise UsageError(f"`backend` must be auto, native or reference, not '{options.backend}'")
+    if not 0 <= options.threads <= MAX_THREADS:
+        raise UsageError(f"`threads` must be 0 (the physical cores) to {MAX_THREADS:,}, not {options.threads}")
+    if options.memory_limit is not None:
+        parse_size(options.memory_limit, "`memory_limit`", main_memory().total)
+    parse_device(options.device)
+
+
+def check_cache(options: CacheOptions) -> None:
+    """Raises UsageError for a value out of range, or for values that exclude each other."""
+    types = check_cache_type(options.type_k), check_cache_type(options.type_v)
+    if not 0 <= options.ctx_size <= MAX_CONTEXT:
+        raise UsageError(f"`ctx` must be 0 (automatic) to {MAX_CONTEXT:,}, not {options.ctx_size}")
+    if options.page_size not in PAGE_SIZES:
+        raise UsageError(f"`page_size` must be 16, 32, 64 or 128, not {options.page_size}")
+    if options.tail not in (0, 1):
+        raise UsageError(f"`tail` must be 0 or 1, not {options.tail}")
+    if not 0 <= options.sinks <= MAX_SINKS:
+        raise UsageError(f"`sinks` must be 0 to {MAX_SINKS:,} pages, not {options.sinks}")
+    check_pages(options.tail, options.sinks, [types])
+    if options.ubatch < 0:
+        raise UsageError(f"`ubatch` must be 0 or more, not {options.ubatch}", "0 = automatic")
+    eviction.check(options.evict, options.page_size)
+
+
+def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
+    """Raises UsageError for 16-bit pages that cannot be so few, of a cache of one of these types."""
+    if tail == sinks == 0 and any(CODECS[canonical(name)].sealed for pair in types for name in pair):
+        hint = "give `sinks=1` or more: the first page, in 16 bits, fixes the scales and means"
+        raise UsageError("`tail=0` and `sinks=0` cannot be used together", hint)
+
+
+def check_cache_type(name: str, called: str = "`cache_type`") -> str:
+    """The name as given. Raises UsageError that lists what exists; `called`: what to call the option there."""
+    try:
+        canonical(name)
+    except UsageError:
+        raise UsageError(f"{called}: '{name}' is not a cache type", f"available: auto, {', '.join(CODECS)}") from None
+    return name
+
+
+def type_pair(text: str, called: str = "`cache_type`") -> Types:
+    """The types of keys and values in 'int8/int4', or one type for both. Raises UsageError.
+
+    >>> type_pair("int8/int4"), type_pair("f16")
+    (('int8', 'int4'), ('f16', 'f16'))
+    """
+    keys, slash, values = (part.strip() for part in text.partition("/"))
+    return check_cache_type(keys, called), check_cache_type(values if slash else keys, called)

@@ -1,0 +1,91 @@
+"""`load`: from a name to an open model. torch is imported when it is called, not before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike, fspath
+
+from kvcli import environment
+from kvcli.api import checks
+from kvcli.api.finding import find_runnable
+from kvcli.api.model import Model
+from kvcli.errors import UsageError
+from kvcli.notices import Tell
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions
+
+LOG = logging.getLogger("kvcli")
+IN_MEMORY = PromptCacheOptions(memory=True)
+DEFAULTS = CacheOptions()
+
+
+def load(
+    model: str | PathLike[str],
+    *,
+    cache_type: str | None = None,
+    ctx: int | None = None,
+    evict: str | None = None,
+    window: int | None = None,
+    keep: int | None = None,
+    device: str = "auto",
+    threads: int = 0,
+    exact: bool = False,
+    backend: str = "auto",
+    memory_limit: str | None = None,
+    offline: bool = False,
+    force_pretokenizer: bool = False,
+    cache: CacheOptions = DEFAULTS,
+    prompts: PromptCacheOptions = IN_MEMORY,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Model:
+    """Open a model, downloading it first where it is a known one that is missing.
+
+    model: a name (`kv models ls`), a .gguf file, or a repository of the hub (`org/repo:Q4_K_M`).
+    cache_type: how keys and values are stored: "f16", "int8", "int4", ..., or "int8/int4" for each.
+    ctx: most tokens in a sequence; 0 = as trained, or as many as fit.
+    evict: what is forgotten where the context is full: "none", "window" or "sink".
+    window, keep: how many of the recent and of the first tokens stay then.
+    device: "auto", "cpu", "cuda" or "cuda:N".
+    threads: most threads of a CPU; 0 = one for each physical core.
+    exact: on a GPU, 16-bit activations throughout.
+    backend: the kernels of a CPU: "auto", "native" or "reference".
+    memory_limit: most memory to use, "6G", or "0.9" of what there is.
+    offline: download nothing.
+    force_pretokenizer: go on with a pre-tokenizer that is not known; tokens may be wrong.
+    cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window` and `keep` stand above it.
+    prompts: where the rows of prompts are kept: by default in memory; with `store=FOLDER` on disk, too.
+    progress: is called with (stage, bytes done, bytes in all) during a download.
+
+    What is worth knowing goes to the logger "kvcli". Raises UsageError, ModelError, DeviceError, DownloadError and
+    DoesNotFit, each before any weight is read. torch itself computes with one thread afterwards, for the engine has
+    threads of its own; `torch.set_num_threads` changes that.
+    """
+    cache = replace(cache, evict=_evict(cache.evict, evict, window, keep))
+    if cache_type is not None:
+        type_k, type_v = checks.type_pair(cache_type)
+        cache = replace(cache, type_k=type_k, type_v=type_v)
+    if ctx is not None:
+        cache = replace(cache, ctx_size=ctx)
+    options = LoadOptions(
+        fspath(model), threads, backend, offline, force_pretokenizer, memory_limit, device, exact=exact
+    )
+    checks.check_load(options)
+    checks.check_cache(cache)
+    if cache.evict.keep == -1:
+        raise UsageError("`keep=-1` means a whole prompt, and there is none yet", "give a number of tokens")
+    environment.prepare()
+    path = find_runnable(options.model, offline, progress, LOG.info)
+    from kvcli.runtime.engine.engine import Engine
+
+    engine = Engine.open(path, options, cache)
+    for text in engine.notices:
+        LOG.log(logging.WARNING if text in engine.doubts else logging.INFO, "%s", text)
+    engine.tell = LOG.warning
+    return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))
+
+
+def _evict(base: EvictOptions, policy: str | None, window: int | None, keep: int | None) -> EvictOptions:
+    """The options with what was named beside them; another policy begins with its own defaults."""
+    asked = base if policy is None else EvictOptions(policy)
+    return EvictOptions(asked.policy, asked.window if window is None else window, asked.keep if keep is None else keep)

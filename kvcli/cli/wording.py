@@ -1,0 +1,44 @@
+"""Options as the command line calls them: what is `ctx` in the texts of the runtime is --ctx-size here."""
+
+from __future__ import annotations
+
+import re
+
+# Fields whose flags are not their names with dashes.
+_OTHER = {
+    "cache_type": "--cache-type",
+    "ctx": "--ctx-size",
+    "force_pretokenizer": "--force-pretokenizer",
+    "force_types": "--force-cache-type",
+    "max_tokens": "--predict",
+    "memory": "--vram",
+    "memory_limit": "--vram-limit",
+    "sinks": "--kv-sink",
+    "tail": "--kv-tail",
+    "temperature": "--temp",
+    "type_k": "--cache-type-k",
+    "type_v": "--cache-type-v",
+    "ubatch": "--ubatch-size",
+}
+_SAME = """
+backend bandwidth device dry_allowed_length dry_base dry_multiplier dry_penalty_last_n evict exact frequency_penalty gpu
+keep logit_bias margin min_p model offline page_size presence_penalty raw repeat_last_n repeat_penalty seed stop threads
+top_k top_p window
+"""
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | _OTHER
+
+
+def as_flags(text: str) -> str:
+    """The text with flags in place of the fields that it names in backticks.
+
+    >>> as_flags("`ctx` must be 0 or more; `evict=sink` keeps the first tokens")
+    '--ctx-size must be 0 or more; --evict sink keeps the first tokens'
+    """
+    return re.sub(r"`(\w+)(?:=([^`]*))?`", _flag, text)
+
+
+def _flag(found: re.Match[str]) -> str:
+    name, value = found[1], found[2]
+    if name not in FLAGS:
+        return found[0]
+    return FLAGS[name] if value is None else f"{FLAGS[name]} {value}"
