@@ -12,7 +12,7 @@ class Answer:
     """One answer of a model. Iterate over it for pieces of text as they come, once; its properties hold the whole.
 
     A property that needs the end generates what is left, so `model.generate("...").text` is all of the text.
-    `close` ends it early. Whatever the model raises comes out of the call that generates.
+    `close`, or the end of a `with`, ends it early. Whatever the model raises comes out of the call that generates.
     """
 
     def __init__(
@@ -20,10 +20,10 @@ class Answer:
     ) -> None:
         """`start(cancelled)` begins the generation; `sampling` has every value in force."""
         self.prompt_tokens, self.sampling = prompt_tokens, sampling
-        self._stopped = False
+        self._stopped = stopped = [False]
         self._pieces: list[str] = []
         self._end: End | None = None
-        self._events = start(lambda: self._stopped)
+        self._events = start(lambda: stopped[0])  # without a circle: an answer that nobody has is gone at once
         self._failed = False
 
     def __iter__(self) -> Iterator[str]:
@@ -47,8 +47,14 @@ class Answer:
 
     def close(self) -> None:
         """End the answer where it is; its text so far stays, and `finish_reason` is "interrupted"."""
-        self._stopped = True
+        self._stopped[0] = True
         self._result()
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def done(self) -> bool:

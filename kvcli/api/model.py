@@ -146,9 +146,7 @@ class Model:
         return self._answer(ids, sequence, replace(sampling, **fields))
 
     def _answer(self, ids: list[int], sequence: Sequence | None, options: SampleOptions) -> Answer:
-        engine, rows = self._open(), (sequence or self._own).rows
-        if rows.pool is not engine.pool:
-            raise UsageError("the sequence is of another model", "Model.new_sequence makes one")
+        engine, rows = self._open(), self._rows(sequence)
         settled = settling.settled(options, engine.sampling_defaults, engine.config.vocab_size)
 
         def start(cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -167,14 +165,14 @@ class Model:
     def fork(self, sequence: Sequence | None = None) -> Sequence:
         """A sequence with the rows of `sequence`, or of what the model was asked last; both go on by themselves."""
         self._open()
-        return (sequence or self._own).fork()
+        return Sequence(self._rows(sequence).fork())
 
     def save_cache(self, path: str | PathLike[str], sequence: Sequence | None = None) -> None:
         """Write the rows of `sequence`, or of what the model was asked last, to a file. Raises UsageError for a
         sequence of less than a page, which is not worth it, and OutputError."""
         from kvcli.runtime.promptcache import saved
 
-        engine, rows = self._open(), (sequence or self._own).rows
+        engine, rows = self._open(), self._rows(sequence)
         if rows.length < engine.layout.page_size:
             raise UsageError(
                 f"the sequence has {rows.length} tokens, less than a page of {engine.layout.page_size}",
@@ -219,6 +217,13 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _rows(self, sequence: Sequence | None) -> Rows:
+        """Of a sequence, or of the model's own. Raises UsageError for one of another model."""
+        rows = (self._own if sequence is None else sequence).rows
+        if rows.pool is not self.engine.pool:
+            raise UsageError("the sequence is of another model", "Model.new_sequence makes one")
+        return rows
 
     def _open(self) -> Engine:
         """The engine. Raises UsageError where it is closed or busy."""

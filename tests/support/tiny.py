@@ -110,7 +110,7 @@ def make(name: str) -> Tiny:
     n_tokens = len(tokenizer["tokenizer.ggml.tokens"])
     reference = _reference(variant, sizes, n_tokens + variant.padding)
     path = Path(_folder().name) / f"{name}.gguf"
-    _write(path, variant, reference, tokenizer)
+    write(path, variant, reference, tokenizer)
     return Tiny(path, reference, n_tokens)
 
 
@@ -129,7 +129,7 @@ def make_even(arch: str, quantized: bool, tokens: int = 64) -> Path:
         )
     path = Path(_folder().name) / f"{arch}-even-{quantized}-{tokens}.gguf"
     names = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(tokens)]}
-    _write(path, variant, _reference(variant, sizes, 64), names, quantized)
+    write(path, variant, _reference(variant, sizes, 64), names, quantized)
     return path
 
 
@@ -158,7 +158,7 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
     return model
 
 
-def _write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
+def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(path, variant.arch)
     sizes, heads = model.config, (model.config.num_attention_heads, model.config.num_key_value_heads)
     base = 1e6 if variant.arch == "gemma3" else 1e4

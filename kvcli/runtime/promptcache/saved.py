@@ -36,11 +36,7 @@ def load(setting: Setting, path: Path) -> Sequence:
     Raises CacheFileError for a file that is missing, damaged, of another model or setting, or computed by other
     kernels, whose last bits are not those of this machine; and DoesNotFit.
     """
-    try:
-        file = PromptCacheFile(path, setting.identity())
-    except FileNotFoundError:
-        raise CacheFileError(f"there is no prompt cache {path}", "Model.save_cache makes one") from None
-    with file:
+    with PromptCacheFile(path, setting.identity()) as file:
         contents, pool = file.contents, setting.pool
         if contents.start:
             raise CacheFileError(f"{path} holds only a part of a prompt", "files of the store are found by themselves")
