@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.api.checks import Types, check_pages
 from kvcli.cli import engines, render, report
-from kvcli.cli.flags.cache import PageSize, Sinks, Tail, Types, check_pages, type_pairs, types_checked
+from kvcli.cli.flags.cache import PageSize, Sinks, Tail, type_pairs, types_checked
 from kvcli.cli.flags.shared import ModelFlags
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.cli.interrupt import Interrupts

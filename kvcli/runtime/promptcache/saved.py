@@ -11,7 +11,8 @@ from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.filewriting import write
 from kvcli.runtime.promptcache.held import Held
-from kvcli.runtime.promptcache.keeper import WORDS, Setting
+from kvcli.runtime.promptcache.keeper import Setting
+from kvcli.runtime.promptcache.ledger import WORDS
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
 from kvcli.runtime.promptcache.prefixpages import longest, needed
 

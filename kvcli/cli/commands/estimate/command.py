@@ -19,7 +19,7 @@ from kvcli.errors import DoesNotFit, ModelError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
-    from kvcli.cli.commands.estimate.comparison import Recommendation
+    from kvcli.api.planning import Recommendation
     from kvcli.cli.commands.estimate.view import Report
 
 
@@ -165,7 +165,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
 
 def _choice(report: Report, plan: PlanFlags) -> Recommendation | None:
     """What is recommended; a context that was asked for stays as it is, also beyond the trained one."""
-    from kvcli.cli.commands.estimate.comparison import recommend
+    from kvcli.api.planning import recommend
 
     return report.best[0] if plan.ctx_size is None else recommend(report.outcomes[0], plan.names_types, trained=0)
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.api.checks import Types, check_pages
 from kvcli.cli.flags.cache import (
     PageSize,
     Sinks,
     Tail,
-    Types,
-    check_pages,
     check_size_of_step,
     type_pairs,
     types_checked,
