@@ -229,7 +229,7 @@ def talk(kv, monkeypatch):
         class Editor:
             interrupted_text = ""
 
-            def __init__(self, history, commands):
+            def __init__(self, history, commands, ended):
                 assert "/help" in commands
 
             def read(self, text):

@@ -13,6 +13,7 @@ from fakes import FakeEngine
 
 from kvcli.cli.commands.chat import lineeditor, slash
 from kvcli.runtime.promptcache import sessions
+from kvcli.runtime.text.conversation import Conversation
 
 ANSWERS = ["one", "two", "three", "four", "five", "six"]
 
@@ -45,7 +46,7 @@ def talk(kv, monkeypatch):
         class Editor:
             interrupted_text = ""
 
-            def __init__(self, history, commands):
+            def __init__(self, history, commands, ended):
                 assert set(commands) == set(slash.NAMES)
 
             def read(self, text):
@@ -114,16 +115,86 @@ def test_a_ctrl_c_between_answers_ends_nothing(kv, talk, monkeypatch):
     assert [m["content"] for m in sessions.read("ann").messages()][4:] == ["third", "three"]
 
 
-def test_a_saved_chat_that_is_cleared_stays_until_something_is_said(kv):
-    assert "which stays in ann until you send a message" in chat(kv, "first\n/clear\n", "--session", "ann").err
-    assert [m["content"] for m in sessions.read("ann").messages()] == ["first", "one"]
-    chat(kv, "/clear\nother\n", "--session", "ann")
-    assert [m["content"] for m in sessions.read("ann").messages()] == ["other", "two"]
+def test_a_ctrl_c_ends_a_file_that_does_not_end(kv, talk, monkeypatch):
+    """A pipe into which nobody writes; the chat goes on."""
+
+    def read(name: str) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr("kvcli.cli.commands.chat.session.read_file", read)
+    outcome = talk("/file pipe", "first")
+    assert outcome.code == 0 and "pipe was not read to its end" in outcome.err and outcome.out == "one\n"
+    assert chat(kv, "/file pipe\nsecond\n").code == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_just_after_an_answer_does_not_cost_the_turn(kv, number, monkeypatch):
+    """In a script, which it ends."""
+    record = Conversation.record_answer
+
+    def interrupted(self, text, ids):
+        os.kill(os.getpid(), number)
+        record(self, text, ids)
+
+    monkeypatch.setattr(Conversation, "record_answer", interrupted)
+    assert chat(kv, "first\nsecond\n", "--session", "ann").code == 128 + number
+    assert said("ann") == ["first", "one"]
+
+
+def said(name: str, branch: str = "") -> list[str]:
+    """What a saved chat has."""
+    return [m["content"] for m in sessions.read(name).messages(branch)]
+
+
+def test_a_saved_chat_that_is_cleared_stays_until_something_is_said_and_then_as_a_branch(kv):
+    told = "a new conversation; /undo brings the old one back, which is branch cleared now"
+    assert told in chat(kv, "first\n/clear\n/clear\n", "--session", "ann").err
+    assert said("ann") == ["first", "one"] and list(sessions.read("ann").states) == ["main"]
+    chat(kv, "/clear\nother\n/clear\nthird\n/branch b\n", "--session", "ann")
+    assert (said("ann", "main"), said("ann", "cleared"), said("ann", "cleared-2")) == (
+        ["third", "three"], ["first", "one"], ["other", "two"],
+    )  # fmt: skip
+    outcome = chat(kv, "/undo\n/undo\n", "--session", "ann")
+    assert outcome.code == 2 and "no turn to undo" in outcome.err, "in this branch nothing was cleared"
+    outcome = chat(kv, "/branch main\n/undo\n/undo\n/undo\n/undo\n", "--session", "ann")
+    assert outcome.code == 0 and outcome.err.count("the conversation of 1 turn is back") == 2
+    assert said("ann") == ["first", "one"] and sorted(sessions.read("ann").states) == ["b", "main"]
+
+
+def test_a_branch_that_was_cleared_and_went_on_is_a_branch_like_others(kv):
+    chat(kv, "first\n/clear\nother\n/branch cleared\nmore\n/branch main\n/undo\n", "--session", "ann")
+    assert chat(kv, "/undo\n", "--session", "ann").code == 2
+    assert said("ann", "cleared") == ["first", "one", "more", "three"]
+
+
+def test_a_chat_in_which_nothing_was_said_leaves_nothing(kv, talk):
+    talk("/help", "/exit", args=("--session", "ann", "-sys", "be kind"))
+    talk(args=("--session", "bob"))
+    assert list(sessions.folder().iterdir()) == []
+    talk("/system be brief", args=("--session", "ann"))
+    assert sessions.read("ann").messages() == [{"role": "system", "content": "be brief"}]
+
+
+def test_a_message_that_is_being_read_as_the_terminal_closes_is_asked_again(kv, talk):
+    Path("a.txt").write_text("Alpha\nBeta\n")
+    kv.engine.before_prefill = lambda: os.kill(os.getpid(), signal.SIGHUP) if len(kv.engine.calls) == 2 else None
+    assert talk("first", "/file a.txt", "what?", args=("--session", "ann")).code == 129
+    assert said("ann") == ["first", "one", "Alpha\nBeta\n\nwhat?"]
+    assert kv("chat", "show", "ann").out == "> first\n\none\n\n> [a.txt, 2 lines]\n> what?\n"
+    outcome = talk("what now?", args=("--session", "ann"))
+    assert "got no answer; it is on the line again and a.txt goes with it" in outcome.err
+    assert talk.drafts[0] == "what?" and asked(kv).endswith("assistant:oneuser:Alpha\nBeta\n\nwhat now?assistant:")
+    kv.engine.before_prefill = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    assert talk("/undo", "first", args=("--session", "ann")).code == 143
+    kv.engine.before_prefill = lambda: None
+    outcome = chat(kv, "again\n", "--session", "ann")
+    assert "got no answer; it is left out" in outcome.err and asked(kv).endswith("assistant:oneuser:againassistant:")
 
 
 def test_clear_can_be_undone(kv, tmp_path):
-    outcome = chat(kv, "first\n/clear\n/undo\nsecond\n/clear\nthird\n/undo\n/undo\n", "--session", "ann")
-    assert outcome.code == 2 and "no turn to undo" in outcome.err, "once something was said it is gone"
+    outcome = chat(kv, "first\n/clear\n/undo\nsecond\n/clear\nthird\n/undo\n/undo\n")
+    assert outcome.code == 0 and "the conversation of 2 turns is back" in outcome.err
     assert "/undo brings the old one back" in outcome.err and "the conversation of 1 turn is back" in outcome.err
     assert asked(kv, 1).startswith(asked(kv, 0) + "one") and asked(kv, 2) == "user:thirdassistant:"
 
@@ -162,8 +233,21 @@ def test_files_go_in_front_of_the_next_message(kv, talk, tmp_path):
     assert asked(kv, 0) == "user:Alpha\n\nBeta\n\nwhat?assistant:"
     assert asked(kv, 1).endswith("user:moreassistant:")
     assert talk.drafts[5:] == ["more", "what?", "what?", ""]
-    assert "b.txt does not go with the next message" in outcome.err
+    assert "b.txt does not go with the next message" in outcome.err and 'removed "what?" and' in outcome.err
     assert asked(kv, 2) == "user:Alpha\n\nagainassistant:"
+
+
+def test_files_keep_their_names(kv, talk):
+    """After the chat was left, too: /undo brings them back as files, and what is shown names them."""
+    Path("a.txt").write_text("Alpha\n")
+    Path("b.txt").write_text("1\n2\n\n3")
+    talk("/file a.txt", "/file b.txt", "what?", args=("--session", "ann"))
+    shown = "> [a.txt, 1 line]\n> [b.txt, 4 lines]\n> what?\n\none\n"
+    assert kv("chat", "show", "ann").out == shown and kv("chat", "ls").out.splitlines()[1].endswith(" what?")
+    assert "Alpha\n\n1\n2\n\n3\n\nwhat?" in kv("chat", "export", "ann").out, "an export has all of it"
+    outcome = talk("/history", "/undo", "why?", args=("--session", "ann"))
+    assert outcome.err.count(shown) == 2 and "b.txt (6 tokens) goes in front" in outcome.err
+    assert talk.drafts == ["", "", "what?", ""] and asked(kv) == "user:Alpha\n\n1\n2\n\n3\n\nwhy?assistant:"
 
 
 def test_files_that_cannot_be_are_refused_at_once(kv, tmp_path):

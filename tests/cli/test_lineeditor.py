@@ -175,6 +175,15 @@ def test_a_signal_ends_the_prompt_and_the_handlers_are_as_before(number):
         signal.signal(number, before)
 
 
+def test_a_signal_that_came_before_the_prompt_ends_it():
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        with pytest.raises(SystemExit) as ended:
+            LineEditor(InMemoryHistory(), [], lambda: 143).read()
+        assert ended.value.code == 143
+        pipe.send_text("one\r")
+        assert LineEditor(InMemoryHistory(), [], lambda: 130).read() == "one", "a Ctrl-C ends an answer only"
+
+
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize("how", ["signal", "hangup"])
 def test_a_terminal_that_goes_away_ends_the_process_silently(how, term):

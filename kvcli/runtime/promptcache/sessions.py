@@ -13,18 +13,22 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli import paths
 from kvcli.errors import OutputError, UsageError
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
+from kvcli.runtime.promptcache.attachments import Attachments
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.conversation import Conversation
 
 VERSION = 1
 MAIN = "main"  # the branch that every chat begins with
+CLEARED = "cleared"  # a branch that has what /clear took away
+CLEARED_IN = "cleared_in"  # in the state of such a branch: the branch where that was
 MAX_ID = 1 << 31  # of a token
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -57,16 +61,35 @@ class Branches:
     def __init__(self) -> None:
         self.branch = MAIN
         self.states: dict[str, dict[str, Any]] = {}
+        self.attachments = Attachments()
 
     @property
     def saved_as(self) -> str:
         """The session's name; "" = it is in memory only."""
         return ""
 
-    def restore(self, conversation: Conversation) -> None:
-        """Bring the conversation to where this branch is. Raises ValueError for a state that is none."""
-        if self.branch in self.states:
-            conversation.set_state(self.states[self.branch])
+    def restore(self, conversation: Conversation, branch: str = "") -> None:
+        """Bring the conversation to where a branch is, by default the one at hand. Raises ValueError for a state that
+        is none."""
+        if (name := branch or self.branch) in self.states:
+            conversation.set_state(self.states[name])
+
+    def put_aside(self, conversation: Conversation) -> str:
+        """Keep a conversation that is about to be cleared as a branch of its own; the name of that one."""
+        names = (CLEARED if number == 1 else f"{CLEARED}-{number}" for number in count(1))
+        name = next(name for name in names if name != self.branch and name not in self.states)
+        self.states[name] = {**conversation.state(), CLEARED_IN: self.branch}
+        return name
+
+    def take_back(self, conversation: Conversation) -> bool:
+        """Bring back what was cleared last in this branch, which then is no branch of its own any more; False where
+        nothing was. Raises TemplateError, and ValueError for a state that is none."""
+        cleared = (name for name in reversed(self.states) if self.states[name].get(CLEARED_IN) == self.branch)
+        name = next(cleared, "")
+        if name:
+            self.restore(conversation, name)
+            del self.states[name]
+        return bool(name)
 
     def switch(self, name: str, conversation: Conversation) -> bool:
         """Go on in the branch of that name, which begins here if it is new; whether it was there. Raises UsageError
@@ -105,6 +128,7 @@ class Saved:
     hashes: dict[str, str]
     branch: str
     states: dict[str, dict[str, Any]]
+    attachments: Attachments
     saved_at: float
 
     def messages(self, branch: str = "") -> list[dict[str, str]]:
@@ -130,7 +154,10 @@ def read(name: str) -> Saved:
         value = load_object(raw, str(path), UsageError)
         if value["kv_session"] != VERSION:
             raise UsageError(f"the chat {name} was saved by another version of kv", f"see {path}")
-        found = Saved(name, value["model"], value["hashes"], value["branch"], dict(value["branches"]), saved_at)
+        attachments = Attachments()
+        attachments.set_state(value.get("files", {}))
+        states = dict(value["branches"])
+        found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at)
         for branch in ("", *found.states):
             if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
                 raise TypeError(branch)
@@ -198,6 +225,7 @@ class Session(Branches):
         self.name, self.model, self.hashes = check_name(name), model, hashes
         self.path, self.held_with = path_of(name), ""
         self._saved = b""
+        self._untouched: dict[str, Any] | None = None  # how a new chat begins
         self._lock = _lock(name)
         try:
             if self.path.exists():
@@ -211,30 +239,38 @@ class Session(Branches):
         return self.name
 
     def _take(self, saved: Saved) -> None:
-        self.branch, self.states = saved.branch, saved.states
+        self.branch, self.states, self.attachments = saved.branch, saved.states, saved.attachments
         if saved.hashes != self.hashes:
             self.held_with = saved.model
             for state in self.states.values():
                 state["chunks"] = []
 
     def close(self) -> None:
-        """Let other processes have it; once is enough."""
+        """Let other processes have it; once is enough. A chat in which nothing was said leaves nothing."""
         if self._lock >= 0:
+            if not self.path.exists():
+                with suppress(OSError):
+                    _lock_file(self.name).unlink()
             os.close(self._lock)
             self._lock = -1
 
-    def restore(self, conversation: Conversation) -> None:
+    def restore(self, conversation: Conversation, branch: str = "") -> None:
         """As above. Raises UsageError for a damaged file."""
+        if not self.states and self._untouched is None:
+            self._untouched = conversation.state()
         try:
-            super().restore(conversation)
+            super().restore(conversation, branch)
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{self.path} is damaged: {error}", "move it away, or use another --session") from None
 
     def save(self, conversation: Conversation) -> None:
-        """Replace the file where anything changed. Raises OutputError."""
+        """Replace the file where anything changed; there is none before that. Raises OutputError."""
         self.states[self.branch] = conversation.state()
+        if not self._saved and list(self.states.values()) == [self._untouched]:
+            return
+        texts = (message["content"] for state in self.states.values() for message in state["messages"])
         value = {"kv_session": VERSION, "name": self.name, "model": self.model, "hashes": self.hashes,
-                 "branch": self.branch, "branches": self.states}  # fmt: skip
+                 "branch": self.branch, "branches": self.states, "files": self.attachments.state(texts)}  # fmt: skip
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         if data == self._saved:
             return

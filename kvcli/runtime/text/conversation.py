@@ -113,7 +113,7 @@ class Conversation:
     def state(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
         chunks = [{"segments": [list(s) for s in chunk.segments], "ids": chunk.ids} for chunk in self._chunks]
-        return {"system": self.system, "messages": self.messages, "chunks": chunks}
+        return {"system": self.system, "messages": self.messages.copy(), "chunks": chunks}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave; without chunks the text is tokenized again. Raises ValueError for nonsense, and

@@ -29,7 +29,7 @@ from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.helptext import GENERATE
 from kvcli.cli.inputs import decode, drop_mark
-from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts, last_words
+from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.sinks import TextSink
 from kvcli.cli.streams import TextOut, keys_wait, say, wrapped, write_err
@@ -105,7 +105,7 @@ def chat(
                 engines.keep_prompt(engine, conversation.system_tokens(), invocation)
             tell = _telling(invocation)
             with closing(ChatSession(engine, conversation, options, sink, interrupts, branches, tell)) as session:
-                interrupts.stage = UNWIND if flags.script else FINISH  # between answers a Ctrl-C ends nothing
+                session.await_message()
                 _greet(session, told, invocation)
                 if flags.script:
                     _follow(session, b"\0" if flags.null else b"\n")
@@ -172,14 +172,17 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     """What a chat begins with: the model, or where a saved chat was left."""
     tell = partial(render.announce, invocation=invocation)
     conversation, engine = session.conversation, session.engine
+    unanswered = session.take_unanswered()
     if not session.options.script:
         title = render.one_line(engine.title)
         render.notice(f"{title}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
+    if unanswered:
+        tell(f"the last message of session {session.branches.saved_as} got no answer; {unanswered}")
     if not conversation.messages:
         return
     branches, turns = session.branches, counted(conversation.turns, "turn")
     if not session.options.script and not invocation.quiet:
-        write_err(wrapped(transcript.last_turn(conversation.messages)) + "\n")
+        write_err(wrapped(transcript.last_turn(conversation.messages, branches.attachments)) + "\n")
     branch = "" if branches.branch == sessions.MAIN else f", branch {branches.branch}"
     tell(f"session {branches.saved_as}{branch}: {turns} so far" + ("; /history shows them" if turns else ""))
     if held_with := getattr(branches, "held_with", ""):
@@ -223,7 +226,7 @@ def _talk(session: ChatSession, invocation: Invocation, no_history: bool) -> Non
     from kvcli.cli.commands.chat import lineeditor
 
     history = lineeditor.open_history(partial(render.warn, invocation=invocation), no_history)
-    editor = lineeditor.LineEditor(history, slash.NAMES)
+    editor = lineeditor.LineEditor(history, slash.NAMES, lambda: session.interrupts.code)
     explained = False
     while True:
         session.after_signal()

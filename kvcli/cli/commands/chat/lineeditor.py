@@ -35,7 +35,9 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 class LineEditor:
     """Reads one message after another from the terminal."""
 
-    def __init__(self, history: History, commands: Iterable[str]) -> None:
+    def __init__(self, history: History, commands: Iterable[str], ended: Callable[[], int] = lambda: 0) -> None:
+        """`ended`: the exit code of a signal that came before there was a prompt to end, 0 = none."""
+        self._ended = ended
         self._session: PromptSession[str] = PromptSession(
             history=history,
             multiline=True,
@@ -51,7 +53,7 @@ class LineEditor:
         """The next message; `text` stands there already, selected: Enter sends it, what is typed or pasted replaces it,
         a key that moves the cursor leaves it to be changed. Raises EOFError (Ctrl-D), KeyboardInterrupt (Ctrl-C), and
         SystemExit for a signal that ends the process."""
-        with _ended_by_signals() as check:
+        with _ended_by_signals(self._ended) as check:
 
             def begin() -> None:
                 check()
@@ -76,9 +78,10 @@ class _Ended(Exception):
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[Callable[[], None]]:
+def _ended_by_signals(ended: Callable[[], int]) -> Iterator[Callable[[], None]]:
     """Inside, SIGTERM and SIGHUP end the prompt as Ctrl-D does, and then the process: raised by a handler, SystemExit
-    would be told by the event loop, on a terminal that may be gone. Yields what is to be called when the loop runs."""
+    would be told by the event loop, on a terminal that may be gone. Yields what is to be called when the loop runs.
+    `ended`: see `LineEditor`."""
     noted = 0
 
     def check() -> None:
@@ -95,6 +98,7 @@ def _ended_by_signals() -> Iterator[Callable[[], None]]:
 
     heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in heeded}
+    noted = noted or next((number for number in heeded if ended() == 128 + number), 0)
     try:
         yield check
     except BaseException:

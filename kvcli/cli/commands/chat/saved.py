@@ -54,7 +54,7 @@ def _described(name: str) -> dict[str, Any]:
     except KVError as error:
         return {**values, "saved_at": None, "begins": None, "problem": error.message}
     messages = found.messages()
-    first = next((m["content"] for m in messages if m["role"] == "user"), "")
+    first = found.attachments.part(next((m["content"] for m in messages if m["role"] == "user"), ""))[1]
     return {
         "session": name,
         "model": found.model,
@@ -74,7 +74,7 @@ def show(name: Name, branch: Branch = "", json: JsonFlag = False) -> None:
     if json:
         render.print_json("chat show", transcript.as_object(messages, found.model, name, branch or found.branch))
     else:
-        render.write_out(transcript.shown(messages))
+        render.write_out(transcript.shown(messages, found.attachments))
 
 
 def export(

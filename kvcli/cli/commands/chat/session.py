@@ -25,7 +25,7 @@ from kvcli.words import counted
 if TYPE_CHECKING:
     from kvcli.notices import Tell
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.text.conversation import Conversation, Snapshot
+    from kvcli.runtime.text.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class ChatSession:
         self.last: Result | None = None
         self.draft = ""  # what the user may want to change and send again
         self.files: list[File] = []  # for the next message
-        self._sent: dict[str, tuple[list[File], str]] = {}  # messages that had files, and what the user typed
-        self._cleared: Snapshot | None = None
+        self._cleared = False  # and nothing was said since
         self._told = False  # that tokens are being evicted
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
@@ -135,25 +134,26 @@ class ChatSession:
         conversation must. Raises ContextOverflow, ModelError, and SystemExit for a SIGTERM or SIGHUP during the answer.
         """
         self._regenerated = 0
-        files, message = self.files, "\n\n".join([*(file.text for file in self.files), text])
+        files, turns = self.files, self.conversation.turns
+        message = self.branches.attachments.join([(file.name, file.text) for file in files], text)
         self.files, self.draft = [], ""
         answered = False
         try:
             if self.engine.retention:
                 self._check_length(message)
             answered = self._answer(lambda: self.conversation.add_user(message))
+        except SystemExit:
+            if not self.options.script and self.conversation.turns == turns:
+                self.conversation.add_user(message)  # it is asked again when the chat goes on
+            raise
         finally:
             if not answered:
                 self.files, self.draft = files, text
-        self._cleared = None
-        if files:
-            self._sent[message] = files, text
 
     def attach(self, name: str) -> File:
         """Put a file in front of the next message. Raises UsageError, InputBytesError, and ContextOverflow for one
         that no message could have."""
-        text = read_file(name)
-        file = File(name, text, len(self.engine.tokenizer.encode(text, add_bos=False)))
+        file = self._file(name, self._read(name))
         limit = self.engine.ctx_size
         free = limit - sum(other.tokens for other in self.files)
         free -= self.conversation.alone("") if self.engine.retention else len(self.conversation.tokens)
@@ -164,6 +164,21 @@ class ChatSession:
             )
         self.files.append(file)
         return file
+
+    def _read(self, name: str) -> str:
+        """The text of a file. A Ctrl-C stops it: nobody may ever write into a pipe."""
+        before, self.interrupts.stage = self.interrupts.stage, UNWIND
+        try:
+            return read_file(name)
+        except SystemExit as error:
+            if self.options.script or error.code != EXIT_INTERRUPTED:
+                raise
+            raise UsageError(f"{name} was not read to its end", "the conversation is as it was") from None
+        finally:
+            self.interrupts.stage = before
+
+    def _file(self, name: str, text: str) -> File:
+        return File(name, text, len(self.engine.tokenizer.encode(text, add_bos=False)))
 
     def regenerate(self) -> None:
         """Another answer to the last message. Raises UsageError where there is none."""
@@ -179,26 +194,43 @@ class ChatSession:
         """Take back what was done last: the words for it. Its text is the draft. Raises UsageError."""
         if self.files:
             return f"{self.files.pop().name} does not go with the next message"
-        if self._cleared is not None and not self.conversation.messages:
-            self.conversation.restore(self._cleared)
-            self._cleared = None
+        if not self.conversation.messages and self.branches.take_back(self.conversation):
             return f"the conversation of {counted(self.conversation.turns, 'turn')} is back"
-        message = self.conversation.undo()
-        self.files, self.draft = self._sent.pop(message, ([], message))
+        self._take_back()
         shared = self.sequence.rewindable(common_length(self.sequence.tokens, self.conversation.tokens))
         if shared:  # else its pages may be of use in another way
             self.sequence.rewind(shared)
-        return f'removed "{first_words(message)}" and its answer'
+        return f'removed "{first_words(self.draft)}" and its answer'
 
-    def clear(self) -> None:
-        """A new conversation with the same system message."""
-        self._told, self._cleared = False, self.conversation.snapshot()
+    def _take_back(self) -> None:
+        """Take the last message back, with its answer, to be changed and sent again. Raises UsageError."""
+        files, self.draft = self.branches.attachments.part(self.conversation.undo())
+        self.files = [self._file(*file) for file in files]
+
+    def take_unanswered(self) -> str:
+        """Take a message back that was being read when the chat ended; what becomes of it, "" = there was none."""
+        if [message["role"] for message in self.conversation.messages[-1:]] != ["user"]:
+            return ""
+        self._take_back()
+        if self.options.script:
+            self.files, self.draft = [], ""
+            return "it is left out"
+        return " and ".join(["it is on the line again", *(f"{file.name} goes with it" for file in self.files)])
+
+    def clear(self) -> str:
+        """A new conversation with the same system message; the branch that the old one is now, "" = it was empty."""
+        if not self.conversation.messages:
+            return ""
+        self._told, self._cleared = False, True
+        branch = self.branches.put_aside(self.conversation)
         self.conversation.clear()
         self.sequence.rewind_to(0)
+        return branch
 
     def save(self) -> None:
         """Keep a saved chat as it is now; one that was cleared stays as it was until something is said."""
-        if self._cleared is None or self.conversation.messages:
+        self._cleared = self._cleared and not self.conversation.messages
+        if not self._cleared:
             self.branches.save(self.conversation)
 
     def _check_length(self, text: str) -> None:
@@ -228,8 +260,6 @@ class ChatSession:
             self.conversation.restore(before)
             self.after_signal()
             raise
-        finally:
-            self.interrupts.stage = UNWIND if self.options.script else FINISH
         answered = result.end.finish_reason != "interrupted" or bool(result.end.ids)
         if answered:
             self.conversation.record_answer(result.text, result.end.ids)
@@ -276,11 +306,18 @@ class ChatSession:
         self.totals.add(result.end.usage)
         self.last = result
 
+    def await_message(self) -> None:
+        """All that was said is saved. From here on a signal ends a script at once. Raises SystemExit for one that has
+        come before."""
+        self.interrupts.stage = UNWIND if self.options.script else FINISH  # a Ctrl-C at a terminal ends nothing
+        self.after_signal()
+
     def after_signal(self) -> None:
         """At a terminal Ctrl-C has done its work by ending the answer, if there was one; other signals end the session
         too: raises SystemExit."""
         code = self.interrupts.code
-        self.interrupts.reset()
+        if code:
+            self.interrupts.reset()
         if code and (self.options.script or code != EXIT_INTERRUPTED):
             raise SystemExit(code)
 
@@ -356,6 +393,7 @@ class ChatSession:
             if saved.states:
                 raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")
             saved.branch, saved.states = self.branches.branch, dict(self.branches.states)
+            saved.attachments = self.branches.attachments
             saved.save(self.conversation)
         except BaseException:
             saved.close()

@@ -50,6 +50,7 @@ def handle(session: ChatSession, line: str) -> bool:
             session.send(line)
     finally:
         session.save()
+        session.await_message()
     return True
 
 
@@ -94,10 +95,8 @@ def _also(names: tuple[str, ...]) -> str:
 
 
 def _clear(session: ChatSession, argument: str) -> None:
-    was, saved_as = session.conversation.turns, session.branches.saved_as
-    session.clear()
-    back = "; /undo brings the old one back" if was else ""
-    say(f"a new conversation{back}" + (f", which stays in {saved_as} until you send a message" if saved_as else ""))
+    branch = session.clear()
+    say("a new conversation" + (f"; /undo brings the old one back, which is branch {branch} now" if branch else ""))
 
 
 def _undo(session: ChatSession, argument: str) -> None:
@@ -113,7 +112,8 @@ def _history(session: ChatSession, argument: str) -> None:
         if not argument.isdecimal() or int(argument) < 1:
             raise UsageError(f"/history takes a number of turns, not '{argument}'")
         messages = messages[-2 * int(argument) :]
-    write_err(wrapped(transcript.shown(messages)) or "kv: nothing was said yet\n")
+    text = transcript.shown(messages, session.branches.attachments)
+    write_err(wrapped(text) or "kv: nothing was said yet\n")
 
 
 def _file(session: ChatSession, name: str) -> None:
@@ -225,7 +225,7 @@ COMMANDS = (
     Command("/history", "[N]", "the conversation, or its last N turns", _history),
     Command("/regen", "", "another answer to the last message", lambda s, _: s.regenerate(), ("/retry",)),
     Command("/undo", "", "take the last turn back, to change its text", _undo),
-    Command("/clear", "", "a new conversation; the system message stays", _clear),
+    Command("/clear", "", "a new conversation; the old one becomes a branch", _clear),
     Command("/file", "[PATH]", "put a file in front of the next message", _file),
     Command("/system", "[TEXT]", "show or replace the system message", _system),
     Command("/set", "[KEY VALUE]", "show or change temperature, top_k, n, seed, ...", _set),

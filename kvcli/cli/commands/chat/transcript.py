@@ -11,6 +11,8 @@ from typing import Any
 from kvcli.cli import jsonobjects
 from kvcli.cli.streams import neutralise
 from kvcli.errors import OutputError, UsageError
+from kvcli.runtime.promptcache.attachments import Attachments
+from kvcli.words import counted
 
 Messages = list[dict[str, str]]  # role and content; a system message, if any, in front
 
@@ -28,20 +30,24 @@ def turns(messages: Messages) -> int:
     return sum(message["role"] == "assistant" for message in messages)
 
 
-def shown(messages: Iterable[dict[str, str]]) -> str:
-    """Messages for a terminal: the user's have a > in front of each line."""
+def shown(messages: Iterable[dict[str, str]], attachments: Attachments, shorten: bool = False) -> str:
+    """Messages for a terminal, of each text all or the beginning: the user's have a > in front of each line, and name
+    the files that they begin with."""
     marks = {"user": "> ", "system": "system: "}
     blocks = []
     for message in messages:
         mark = marks.get(message["role"], "")
-        blocks.append("".join(f"{mark}{line}\n" for line in neutralise(message["content"]).split("\n")))
+        files, text = attachments.part(message["content"])
+        lines = [f"[{name}, {counted(len(content.splitlines()), 'line')}]" for name, content in files]
+        lines += (shortened(text) if shorten else text).split("\n")
+        blocks.append("".join(f"{mark}{neutralise(line)}\n" for line in lines))
     return "\n".join(blocks)
 
 
-def last_turn(messages: Messages) -> str:
+def last_turn(messages: Messages, attachments: Attachments) -> str:
     """The last message of the user and its answer, shortened, for a terminal."""
     start = max(i for i, message in enumerate(messages) if message["role"] == "user")
-    return shown({**message, "content": shortened(message["content"])} for message in messages[start:])
+    return shown(messages[start:], attachments, shorten=True)
 
 
 def shortened(text: str) -> str:
