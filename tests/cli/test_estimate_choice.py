@@ -11,6 +11,8 @@ from conftest import KvHere
 from estimatecases import CARD, ok, small_file, use_own_folders
 
 from kvcli.codecs import CODECS
+from kvcli.runtime.model.archs import RUNNABLE
+from kvcli.words import listed
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +113,12 @@ _META = "-m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"
 def test_names_that_kv_does_not_run(kv_here: KvHere) -> None:
     """Planned all the same, with a word; no flags are printed for what cannot run."""
     card = ("--gpu", "h200")
-    reason = "its architecture is qwen3, and kv runs gemma3 and llama"
-    out = ok(kv_here("estimate", "qwen3-8b", *card))
+    reason = f"its architecture is falcon, and kv runs {listed(RUNNABLE)}"
+    out = ok(kv_here("estimate", "falcon-7b", *card))
     assert f"runs       no: {reason}\n" in out and "a plan only: kv does not run this model" in out
-    code, out, err = kv_here("estimate", "qwen3-8b", *card, "--print-args")
+    code, out, err = kv_here("estimate", "falcon-7b", *card, "--print-args")
     assert (code, out) == (3, "") and reason in err and "kv models ls" in err
-    model = json.loads(ok(kv_here("estimate", "qwen3-8b", *card, "--json")))["model_info"]
+    model = json.loads(ok(kv_here("estimate", "falcon-7b", *card, "--json")))["model_info"]
     assert (model["runs"], model["problem"], model["run_as"]) == (False, reason, None)
     out = ok(kv_here("estimate", "llama3.1:8b", *card))
     assert "runs       as bartowski/Meta-Llama-3.1-8B-Instruct-GGUF (from the hub)" in out and "plan only" not in out

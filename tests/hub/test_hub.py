@@ -252,16 +252,16 @@ def test_names_that_do_not_run_are_not_offered_as_if_they_did() -> None:
     for name, message, hint in (
         ("llama-3.1-8", "no model named 'llama-3.1-8'", f"{_META} downloads it from the hub; {listed}"),
         ("gemma3-271m", "no model named 'gemma3-271m'", f"did you mean gemma-3-270m? {listed}"),
-        ("qwen3-9b", "no model named 'qwen3-9b'", listed),
+        ("falcon-8b", "no model named 'falcon-8b'", listed),
         ("llama3.1:8b", "llama-3.1-8b is known by its sizes only: kv has no file of it to download", "from the hub"),
-        ("qwen3:8b", "kv cannot run qwen3-8b: its architecture is qwen3, and kv runs", "models that run"),
+        ("falcon:7b", "kv cannot run falcon-7b: its architecture is falcon, and kv runs", "models that run"),
         ("mixtral", "kv cannot run mixtral-8x7b: it is a mixture of experts", "models that run"),
         ("llama-3.1-405b", "kv has no file of it to download", "org/repo:Q4_K_M"),
     ):
         with pytest.raises(ModelError, match=re.escape(message)) as caught:
             modelfiles.find_model(name, offline=True)
         assert hint in caught.value.hint, caught.value.hint
-    assert "did you mean qwen3-8b or " in modelfiles.unknown_name("qwen3-9b", planning=True).hint
+    assert "did you mean falcon-7b or " in modelfiles.unknown_name("falcon-8b", planning=True).hint
 
 
 _META = "did you mean llama-3.1-8b? kv run -m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"
