@@ -35,7 +35,7 @@ from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.archs import RUNNABLE, from_gguf
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
@@ -157,9 +157,8 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
 @pytest.mark.parametrize(
     ("arch", "types", "quantized"),
     [
-        ("llama", "f16", False),
+        *((arch, "f16", arch != "llama") for arch in RUNNABLE),
         ("llama", "int8", True),
-        ("gemma3", "f16", True),
         pytest.param("gemma3", "int4", False, marks=COMPILED),
     ],
 )

@@ -15,7 +15,7 @@ from kvcli.errors import ModelError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, ModelConfig
 from kvcli.runtime.headers.anygguf import config_from_gguf_any
-from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.archs import RUNNABLE, from_gguf
 
 SHAPES = {"token_embd.weight": (10, 16)}
 LLAMA = {
@@ -138,7 +138,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("arch", RUNNABLE)
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_that_are_refused_by_name(arch: str, key: str) -> None:
     bad, neutral = REFUSED[key]
