@@ -54,7 +54,7 @@ from typing import Any
 import kvcli
 from kvcli.errors import KVError
 from kvcli.runtime.model.archs import RUNNABLE
-from kvcli.words import listed, near
+from kvcli.words import near
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -140,7 +140,7 @@ class Recipe:
         """Why kv cannot run this model, whatever its file; "" = it can."""
         arch = self.shape.get("arch", RUNNABLE[0])
         if arch not in RUNNABLE:
-            return f"its architecture is {arch}, and kv runs {listed(RUNNABLE)}"
+            return f"its architecture, {arch}, is not one that kv runs"
         return "it is a mixture of experts" if "moe" in self.shape else ""
 
     @property

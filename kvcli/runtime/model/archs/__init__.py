@@ -18,7 +18,6 @@ ARCHITECTURES: tuple[Architecture, ...] = tuple(
 )
 _BY_NAME = {name: architecture for architecture in ARCHITECTURES for name in architecture.gguf}
 RUNNABLE = tuple(sorted(_BY_NAME))  # values of general.architecture that kv runs
-RUNS = f"kv runs {listed(RUNNABLE)}"
 
 
 def from_gguf(metadata: Mapping[str, Any], tensor_shapes: Shapes) -> ModelConfig:
