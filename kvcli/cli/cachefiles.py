@@ -35,8 +35,10 @@ def stored(root: Path) -> list[Path]:
 
 def locate(name: str, root: Path) -> Path:
     """The file that a user means by a path or the beginning of an id. Raises UsageError."""
-    if "/" in name or Path(name).exists():
+    if Path(name).exists():
         return Path(name)
+    if "/" in name:
+        raise UsageError(f"there is no file {name}", "kv cache ls lists ids of stored prompts")
     if len(name) < 4:
         raise UsageError(f"'{name}' is too short for an id", "give at least 4 digits of one in kv cache ls, or a path")
     found = [path for path in stored(root) if id_of(path).startswith(name.lower())]

@@ -70,7 +70,8 @@ class Reader:
         if value is None and rest:
             value = rest.pop(0)
         if value is None:
-            return [ours]
+            metavar = self.options[ours].metavar or "VALUE"
+            raise UsageError(f"{name} needs a value: {name} {metavar}", f"see {self.path} --help")
         return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
 
     def _parts(self, word: str) -> tuple[str, str | None]:
@@ -154,7 +155,7 @@ def refused(error: Any) -> UsageError:
     text = error.format_message()
     extra = re.fullmatch(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", text, re.DOTALL)
     if extra and command:
-        return _too_many(extra[1].split(" "), command, path)
+        return _too_many(extra[1].split(" "), command, path, error.ctx.params)
     return UsageError(text.rstrip("."), help_page)
 
 
@@ -182,12 +183,15 @@ def _value(error: Any) -> Any:
     return re.sub(r"^'(.*)'$", r"\1", error.message.partition(" is not ")[0])
 
 
-def _too_many(words: Sequence[str], command: Any, path: str) -> UsageError:
-    """For words behind the last argument of the command `path`."""
+def _too_many(words: Sequence[str], command: Any, path: str, given: Mapping[str, Any]) -> UsageError:
+    """For words behind the last argument of the command `path`. `given`: the values of its arguments."""
     more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
     told = f"unexpected argument{'s' if words[1:] else ''}: {' '.join(words[:_SHOWN])}{more}"
     if not _takes_text(command.params):
         return UsageError(told, f"see {path} --help")
+    text = next(str(given[p.name]) for p in command.params if _is_text(p) and given.get(p.name) is not None)
+    if _names_model(text) and any("--model" in param.opts for param in command.params):
+        return UsageError(told, f"{path} -m {text} ... takes the model {text}")
     if not any(os.path.isfile(word) for word in words):
         return UsageError(told, "put the text in quotes")
     many = any(param.multiple for param in command.params if "--file" in param.opts)
@@ -197,5 +201,14 @@ def _too_many(words: Sequence[str], command: Any, path: str) -> UsageError:
 
 def _takes_text(params: Sequence[Any]) -> bool:
     """Whether an argument among these is a text of the user's."""
-    arguments = (param for param in params if param.param_type_name == "argument")
-    return any(str(param.metavar or param.name).lower() in _TEXTS for param in arguments)
+    return any(map(_is_text, params))
+
+
+def _is_text(param: Any) -> bool:
+    return param.param_type_name == "argument" and str(param.metavar or param.name).lower().strip("[]") in _TEXTS
+
+
+def _names_model(word: str) -> bool:
+    from kvcli.runtime.hub.recipes import load_recipes
+
+    return word in load_recipes() or (word.endswith(".gguf") and os.path.isfile(word))

@@ -40,11 +40,14 @@ def assemble_prompt(
     if piped:
         unasked = bool(files) or instruction is not None
         sources.append((STDIN, _unasked_stdin(tell) if unasked else read_stdin(tell)))
+    for name, text in sources:
+        if not text and name != STDIN:
+            tell.warn(f"{_shown(name)} is empty")
     parts = [f"==> {_shown(name)} <==\n{text}" if names else text for name, text in sources]
     if instruction is not None:
         parts.append(argument(instruction, "the prompt", "-f", tell))
     prompt = "\n\n".join(part for part in parts if part)
-    if not prompt:
+    if not prompt.strip():
         what = "the prompt is empty" if parts else "no prompt"
         more = "pipe something in, or use kv chat" if use_stdin else "or -f - for stdin, which --no-stdin leaves alone"
         raise UsageError(what, f"give text, -f FILE, {more}")

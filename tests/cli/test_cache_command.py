@@ -154,7 +154,7 @@ def test_less_than_a_page_is_not_reused(kv_here: KvHere, model: tuple[str, ...],
 
 def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     code, _, err = kv_here("run", *RUN, *model, "--prompt-cache", "", TEXT)
-    assert code == 2 and "--prompt-cache needs the name of a file" in err
+    assert code == 2 and "--prompt-cache is empty\n  give the name of a file" in err
     code, _, err = kv_here("run", *RUN, *model, "--cache-size", "much", TEXT)
     assert code == 2 and "share" not in err
     (tmp_path / "file").write_text("")
@@ -269,7 +269,7 @@ def test_a_full_disk_and_a_folder_that_is_read_only(kv_here: KvHere, model: tupl
     (tmp_path / "file").write_text("")
     for reason, *flags in (
         ("cannot make the folder", *store, str(tmp_path / "file" / "x")),
-        ("more than the 1,024 of the store", *store, str(tmp_path / "small"), "--cache-size", "1KiB"),
+        ("more than the 1.0 KiB of the store", *store, str(tmp_path / "small"), "--cache-size", "1KiB"),
     ):
         unkept = _run(kv_here, *model, *flags, TEXT)
         assert unkept["text"] == cold["text"] and unkept["usage"]["cache_write_tokens"] == 0

@@ -139,6 +139,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("args", "told"),
     [
         (("run", "hello", "world"), "unexpected argument: world\n  put the text in quotes"),
+        (("run", "smollm2", "hi"), "unexpected argument: hi\n  kv run -m smollm2 ... takes the model smollm2"),
+        (("estimate", "smollm2", "--gpu"), "--gpu needs a value: --gpu NAME\n  see kv estimate --help"),
+        (("run", "hi", "-f"), "-f needs a value: -f FILE\n  see kv run --help"),
         (("tokenize", "a", "b", "c"), "unexpected arguments: b c\n  put the text in quotes"),
         (("run", "-f", "a.txt", "b.txt", "c0.txt"), "c0.txt\n  repeat -f for each file, or cat FILES | kv run"),
         (("tokenize", "-f", "a.txt", "b.txt", "c0.txt"), "c0.txt\n  cat FILES | kv tokenize"),

@@ -487,6 +487,23 @@ def test_a_file_that_takes_nothing_is_an_error_in_json(kv):
     assert outcome.err == "kv: error: cannot write /dev/full: No space left on device\n"
 
 
+def test_a_file_is_not_read_and_replaced(kv, tmp_path):
+    path = tmp_path / "x"
+    path.write_text("text")
+    outcome = kv("run", "hello", "-f", str(path), "-o", str(path))
+    assert (
+        outcome.code == 2
+        and outcome.err == f"kv: error: {path} would be read and replaced\n  name another file with -o\n"
+    )
+    assert path.read_text() == "text"
+
+
+def test_no_text_is_no_prompt(kv, tmp_path):
+    assert "the prompt is empty" in kv("run", " \n\t").err
+    (tmp_path / "x").write_text("")
+    assert kv("run", "hello", "-f", str(tmp_path / "x")).err == f"kv: warning: {tmp_path}/x is empty\n"
+
+
 def test_a_dash_is_stdout(kv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     outcome = kv("run", "hello", "-o", "-")

@@ -270,7 +270,7 @@ def test_rm_asks_and_leaves_what_is_open(kv, two):
     assert sorted(p.name for p in sessions.folder().iterdir()) == [".bob.lock", "bob.json"]
     assert kv("chat", "rm", "--all", "-y").code == 0 and sessions.names() == []
     nothing = kv("-v", "chat", "rm", "--all")
-    assert (nothing.code, nothing.err) == (0, "kv: no chat is saved\n")
+    assert (nothing.code, nothing.err) == (0, "kv: there is nothing to remove\n")
 
 
 def test_a_lock_that_is_deleted_while_one_waits_for_it_is_made_anew(kv, two, monkeypatch):

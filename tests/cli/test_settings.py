@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,29 @@ def test_every_value_is_checked_where_it_is_read() -> None:
             if option.callback is None and not option.is_flag:
                 name = settings.name(option)
                 assert {name, f"{name} of {' '.join(words)}"} & free
+
+
+def test_what_is_not_set_cannot_be_unset(config: Path, kv_here: KvHere) -> None:
+    config.write_text("seed = 1\n")
+    assert kv_here("config", "unset", "temp") == (0, "", f"kv: temp is not set in {config}\n")
+    assert config.read_text() == "seed = 1\n"
+
+
+def test_names_of_options_that_are_no_settings(config: Path, kv_here: KvHere) -> None:
+    for name, meant in {"n": "predict", "num-ctx": "ctx-size", "bench.r": "bench.repetitions"}.items():
+        assert (
+            kv_here("config", "set", name, "20")[2] == f"kv: error: {name} is not a setting\n  did you mean {meant}?\n"
+        )
+
+
+def test_several_processes_set_values_at_once(kv_command: list[str], kv_env: dict[str, str], tmp_path: Path) -> None:
+    """None loses what another one has written."""
+    names = ["seed", "threads", "top-k", "window"]
+    env = kv_env | {"KV_CONFIG": str(tmp_path / "config.toml")}
+    started = [subprocess.Popen([*kv_command, "config", "set", name, "64"], env=env) for name in names]
+    assert [process.wait(60) for process in started] == [0] * len(names)
+    lines = (tmp_path / "config.toml").read_text().splitlines()
+    assert sorted(lines) == [f"{name} = 64" for name in names]
 
 
 def test_a_file_is_made_and_a_link_stays_one(config: Path, kv_here: KvHere) -> None:

@@ -77,13 +77,14 @@ def test_everything_is_listed_and_cleared(full: Path, kv_here: KvHere) -> None:
     assert lines[-1].split()[:2] == ["total", "11"]
     code, _, err = kv_here("storage", "rm", "kernels", "history")
     assert code == 2 and "removing kernels (1 file, 40 B), history (1 file, 50 B) needs confirmation" in err
-    assert kv_here("storage", "rm", "-y", "kernels", "history")[0] == 0
+    told = "kv: removed kernels (1 file, 40 B)\nkv: removed history (1 file, 50 B)\n"
+    assert kv_here("storage", "rm", "-y", "kernels", "history") == (0, "", told)
     left = listed(kv_here)
     assert left["kernels"] == left["history"] == (0, 0) and left["sessions"] == (1, 20)
     assert kv_here("storage", "rm", "-y", "--all")[0] == 0
     assert set(listed(kv_here).values()) == {(0, 0)} and not hubcache.repo_folder(REPO).exists()
     assert [path.name for path in full.rglob("*") if path.is_file()] == ["thesis.txt"], "what is not of the store stays"
-    assert kv_here("storage", "rm", "-y", "--all") == (0, "", "")
+    assert kv_here("storage", "rm", "-y", "--all") == (0, "", "kv: there is nothing to remove\n")
 
 
 def test_sizes_are_told_without_opening_a_model(full: Path, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcli import paths
-from kvcli.cli import configfile, helptext, render, settings
+from kvcli.cli import configfile, foreign, helptext, render, settings
 from kvcli.cli.app import App, shared_options, walk
 from kvcli.cli.globaloptions import require_command
 from kvcli.cli.helptext import SETUP
@@ -63,10 +64,7 @@ def config(ctx: typer.Context) -> None:
 
 def path(json: JsonFlag = False) -> None:
     """Print the path of the config file, whether or not it is there."""
-    found = settings.file_path()
-    if found is None:
-        raise UsageError("there is no config file: KV_CONFIG is 'none'")
-    render.print_path("config path", {"path": str(found)}, json)
+    render.print_path("config path", {"path": str(_file())}, json)
 
 
 def show(
@@ -197,7 +195,12 @@ def set_(
 def unset(ctx: typer.Context, name: Key) -> None:
     """Remove a value from the config file."""
     table, option, _ = _option(ctx, name)
-    _change(ctx.obj, table, option, None)
+    file = _file()
+    held = settings.parse(settings.read_text(file), file)
+    if _expected(held, table, option, None) == held:
+        render.announce(f"{name} is not set in {file}", ctx.obj)
+    else:
+        _change(ctx.obj, table, option, None)
 
 
 def _option(ctx: typer.Context, name: str) -> tuple[list[str], Any, bool]:
@@ -210,6 +213,9 @@ def _option(ctx: typer.Context, name: str) -> tuple[list[str], Any, bool]:
         for each, no in settings.names(option):
             if each == last:
                 return table, option, no
+    same = foreign.ALIASES.get(f"--{last}", f"-{last}")  # a short name, or one of another program
+    if meant_by := [settings.name(option) for option in found if same in option.opts]:
+        raise UsageError(f"{name} is not a setting", meant(".".join([*table, each]) for each in meant_by))
     offered = near(last, (each for option in found for each, _ in settings.names(option)))
     hint = meant(".".join([*table, name]) for name in offered) or "kv config show lists what can be set"
     raise UsageError(f"{name} is not a setting", hint)
@@ -229,25 +235,47 @@ def _value(option: Any, no: bool, text: str, name: str) -> Any:
 
 def _change(invocation: Invocation, table: list[str], option: Any, value: Any) -> None:
     """Write the file with another value. Raises UsageError, OutputError; the file is then as it was."""
+    file = _file()
+    with _held(file.parent):
+        old = new = settings.read_text(file)
+        for name, _ in settings.names(option):
+            new = configfile.changed(new, [*table, name], None)
+        new = configfile.changed(new, [*table, settings.name(option)], value)
+        expected = _expected(settings.parse(old, file), table, option, value)
+        with suppress(UsageError):
+            if settings.parse(new, file) == expected:
+                _write(file, new, invocation)
+                return
+    raise UsageError(f"{file} is not written in a way that kv can change", "change it in an editor")
+
+
+def _file() -> Path:
+    """The config file. Raises UsageError."""
     file = settings.file_path()
     if file is None:
         raise UsageError("there is no config file: KV_CONFIG is 'none'")
-    old = new = settings.read_text(file)
-    for name, _ in settings.names(option):
-        new = configfile.changed(new, [*table, name], None)
-    new = configfile.changed(new, [*table, settings.name(option)], value)
-    expected = _expected(settings.parse(old, file), table, option, value)
-    with suppress(UsageError):
-        if settings.parse(new, file) == expected:
-            _write(file, new, invocation)
-            return
-    raise UsageError(f"{file} is not written in a way that kv can change", "change it in an editor")
+    return file
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder, which is made where it is missing, for one process at a time: none loses what another one writes.
+    Raises OutputError."""
+    try:
+        paths.make_private(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(f"cannot use {folder}: {error.strerror or error}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(file: Path, text: str, invocation: Invocation) -> None:
     """Raises OutputError."""
     try:
-        paths.make_private(file.parent)
         paths.replace_file(Path(os.path.realpath(file)), text.encode())
     except OSError as error:
         raise OutputError(f"cannot write {file}: {error.strerror or error}") from None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcli.cli import render
 from kvcli.cli.app import App
-from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.globaloptions import require_command
 from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import JsonFlag
-from kvcli.errors import CheckFailed, ModelError, UsageError
+from kvcli.errors import CheckFailed, ModelError
 from kvcli.words import human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -164,17 +164,12 @@ def rm(
     """Delete the files of a downloaded model, and what an interrupted download left of it."""
     from kvcli.runtime.hub import inventory
 
-    if bool(name) == all:
-        raise UsageError("name a model or give --all", "kv models ls lists what is here")
+    check_choice([name] if name else [], all, "the name of a model", "kv models ls lists what is here")
     found = inventory.here() if all else inventory.removable(name)
-    if not found:
-        render.notice("there is no model on this disk", ctx.obj)
-    else:
-        _ask(found, yes, json)
     sizes = {entry.name: _bytes(entry) for entry in found}
-    for entry in found:
-        inventory.remove(entry)
-        render.notice(f"removed {entry.name}", ctx.obj)
+    names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
+    things = [Removable(entry.name, partial(inventory.remove, entry)) for entry in found]
+    remove(things, f"{names} ({human_bytes(sum(sizes.values()))})", yes, json, ctx.obj)
     if json:
         rows = [{"model": name, "size_bytes": size} for name, size in sizes.items()]
         render.print_json("models rm", {"removed": rows, "size_bytes": sum(sizes.values())})
@@ -183,10 +178,3 @@ def rm(
 def _bytes(entry: Entry) -> int:
     """What it takes on this disk, downloads that were interrupted included."""
     return sum(path.stat().st_size for path in entry.files)
-
-
-def _ask(found: Sequence[Entry], yes: bool, json: bool) -> None:
-    """See `confirm_removal`."""
-    names = ", ".join(entry.name + ("" if entry.path else " (unfinished)") for entry in found)
-    size = human_bytes(sum(map(_bytes, found)))
-    confirm_removal(f"{names} ({size})", yes, json)

@@ -115,7 +115,14 @@ class TextFlags:
         if names.count("-") > 1:
             raise UsageError("-f - stands twice; stdin can be read once")
         tell = render.telling(invocation)
-        return [("stdin", inputs.read_stdin(tell)) if name == "-" else (name, inputs.read_file(name)) for name in names]
+        texts = []
+        for name in names:
+            text = inputs.read_stdin(tell) if name == "-" else inputs.read_file(name)
+            shown = "stdin" if name == "-" else name
+            if not text.strip():
+                raise UsageError(f"there is no text in {shown}", "give -f FILE, or pipe a text in")
+            texts.append((shown, text))
+        return texts
 
 
 @dataclass(frozen=True)

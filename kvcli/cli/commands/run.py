@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -127,15 +128,18 @@ class OutputFlags:
     ] = False
     raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
 
-    def copy(self) -> OutputFile | None:
-        """The file of -o. Raises UsageError, OutputError."""
-        if self.output == "-":
+    def copy(self, reads: Sequence[str]) -> OutputFile | None:
+        """The file of -o, which is none that is read. Raises UsageError, OutputError."""
+        out = self.output
+        if out == "-":
             if self.json or self.jsonl:
                 raise UsageError("-o - and JSON are both for stdout", "the text is in the JSON, too")
             return None
         if self.output == "":
             raise UsageError("--output is empty", "give the name of a file")
-        return None if self.output is None else OutputFile(self.output)
+        if out and any(os.path.isfile(name) and os.path.realpath(name) == os.path.realpath(out) for name in reads):
+            raise UsageError(f"{out} would be read and replaced", "name another file with -o")
+        return None if out is None else OutputFile(out)
 
     def sink(self, invocation: Invocation, copy: OutputFile | None) -> Sink:
         """Raises UsageError, OutputError."""
@@ -269,7 +273,7 @@ def run(
             cache.options(evict.options(cache.page_size)),
             replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1, awaited=invocation.json),
         )
-        copy = output.copy()
+        copy = output.copy([*prompt.file, *filter(None, [system.system_file])])
         sink = output.sink(invocation, copy)
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation)

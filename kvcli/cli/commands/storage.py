@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from kvcli import paths
 from kvcli.cli import render
 from kvcli.cli.app import App
-from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.globaloptions import require_command
 from kvcli.cli.helptext import STORES
@@ -71,20 +72,14 @@ def rm(
     from kvcli.cli.storage import clear, kinds
 
     known = kinds(store_folder(cache_dir))
-    if bool(names) == all:
-        raise UsageError("name a kind or give --all", "kv storage ls lists them")
+    check_choice(names or [], all, "kinds", "kv storage ls lists them")
     for name in names or []:
         if name not in (kind.name for kind in known):
             raise UsageError(f"there is no kind '{name}'", f"the kinds are {', '.join(kind.name for kind in known)}")
     found = [kind for kind in known if kind.files and (all or kind.name in (names or []))]
-    if not found:
-        render.notice("there is nothing to remove", ctx.obj)
-    else:
-        confirm_removal(", ".join(map(_amount, found)), yes, json)
     rows, size = [kind.as_object() for kind in found], sum(kind.size_bytes for kind in found)
-    for kind in found:
-        clear(kind)
-        render.notice(f"removed {_amount(kind)}", ctx.obj)
+    things = [Removable(_amount(kind), partial(clear, kind)) for kind in found]
+    remove(things, ", ".join(map(_amount, found)), yes, json, ctx.obj)
     if json:
         render.print_json("storage rm", {"removed": rows, "size_bytes": size})
 

@@ -399,9 +399,10 @@ class Engine:
             raise UsageError(f"the prompt has token ids outside the vocabulary of {self.config.vocab_size:,}")
         if len(prompt_ids) > self.ctx_size and not (history and self.retention):
             over = len(prompt_ids) - self.ctx_size
+            larger = f" or use `ctx={len(prompt_ids)}` or more (trained: {self.config.context_length:,})"
             raise ContextOverflow(
                 f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it or use `ctx={len(prompt_ids)}` or more (trained: {self.config.context_length:,})",
+                f"shorten it{larger if self.terms.could_hold(len(prompt_ids)) else ''}",
             )
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))

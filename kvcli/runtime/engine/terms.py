@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvcli.errors import UsageError
+from kvcli.errors import KVError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.host.memory import CPU
@@ -39,6 +39,14 @@ class Terms:
         """With another context or policy. Raises UsageError, and DoesNotFit."""
         options = replace(self.options, ctx_size=ctx_size, evict=evict)
         return Terms.settle(replace(self.setting, evict=evict), self.budget, options)
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether a context of so many tokens fits into the memory there is."""
+        try:
+            self.changed(tokens, self.options.evict)
+        except KVError:
+            return False
+        return True
 
     def same_rows(self, other: Terms, length: int) -> int:
         """How many of the first `length` rows of a sequence are the same under both, bit for bit: those that see

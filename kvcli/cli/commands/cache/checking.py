@@ -108,7 +108,9 @@ def verify(
             code = max(code, error.exit_code)
             entry["problem"] = told = error.message.replace(str(file), label)
             if not json:
-                render.print_error(told, error.hint, invocation.color)
+                stored = isinstance(error, CacheFileError) and label != str(file)
+                hint = f"kv cache rm {label} removes it" if stored else error.hint
+                render.print_error(told, hint, invocation.color)
         else:
             if not json:
                 render.write_out(f"{told}\n")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvcli.cli import cachefiles, render
-from kvcli.cli.commands.cache.arguments import stored_files
-from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.flags.promptcache import (
     CACHE_SIZE,
     CACHE_TTL,
@@ -40,9 +40,8 @@ def rm(
 ) -> None:
     """Remove stored prompts."""
     root = store_folder(cache_dir)
-    if bool(names) == all:
-        raise UsageError("give ids, or --all", "kv cache ls lists ids")
-    files = stored_files(cache_dir, ctx.obj) if all else [cachefiles.locate(name, root) for name in names or []]
+    check_choice(names or [], all, "ids", "kv cache ls lists them")
+    files = cachefiles.stored(root) if all else [cachefiles.locate(name, root) for name in names or []]
     if outside := [file for file in files if root not in file.absolute().parents]:
         raise UsageError(f"{outside[0]} is not in {root}", "kv removes files of the store only")
     _remove(list(dict.fromkeys(files)), yes, dry_run, json, ctx.obj)
@@ -63,8 +62,6 @@ def prune(
     root = store_folder(cache_dir)
     limits = store.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))
     gone = [entry.path for entry in store.prune(root, limits, dry_run=True)]
-    if stored_files(cache_dir, ctx.obj) and not gone:
-        render.announce("there is nothing to remove", ctx.obj)
     _remove(gone, yes, dry_run, json, ctx.obj)
     if not dry_run:
         try:
@@ -77,20 +74,24 @@ def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation:
     found = [cachefiles.describe(file) for file in files]
     size = sum(file.size for file in found)
     what = f"{counted(len(found), 'file')}, {human_bytes(size)}"
-    if found and not dry_run:
+    if found and dry_run:
+        render.announce(f"would remove {what}", invocation)
+    else:
         named = [f"{cachefiles.id_of(file.path)} ({file.prompt[:40].rstrip()})" for file in found[:NAMED]]
         more = [f"{len(found) - NAMED:,} more"] if len(found) > NAMED else []
-        confirm_removal(f"{', '.join([*named, *more])}: {what}", yes, json)
-        try:
-            for file in files:
-                file.unlink(missing_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None
+        things = [Removable(cachefiles.id_of(file), partial(_unlink, file)) for file in files]
+        remove(things, f"{', '.join([*named, *more])}: {what}", yes, json, invocation, told=what)
     if json:
         removed = [{"id": cachefiles.id_of(f.path), "path": str(f.path), "size_bytes": f.size} for f in found]
         render.print_json("cache rm", {"dry_run": dry_run, "size_bytes": size, "removed": removed})
         return
     for file in files:
         render.write_out(f"{cachefiles.id_of(file)}\n")
-    if found:
-        render.announce(f"{'would remove' if dry_run else 'removed'} {what}", invocation)
+
+
+def _unlink(file: Path) -> None:
+    """Raises OutputError."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None

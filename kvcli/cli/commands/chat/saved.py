@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,9 @@ import typer
 
 from kvcli.cli import cachefiles, jsonobjects, render
 from kvcli.cli.commands.chat import transcript
-from kvcli.cli.confirm import confirm_removal
+from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
-from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.invocation import JsonFlag
 from kvcli.cli.streams import OutputFile
 from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.runtime.promptcache import sessions
@@ -111,23 +112,16 @@ def rm(
     json: JsonFlag = False,
 ) -> None:
     """Delete saved chats, and the rows on disk that no other prompt shares with them."""
-    invocation: Invocation = ctx.obj
-    if bool(names) == all:
-        raise UsageError("give names, or --all", "kv chat ls lists names")
+    check_choice(names or [], all, "names", "kv chat ls lists them")
     wanted = sessions.names() if all else list(dict.fromkeys(names or []))
     there = sessions.names()
     for name in wanted:
         if sessions.check_name(name) not in there:
             raise UsageError(f"there is no saved chat '{name}'", "kv chat ls lists them")
-    if wanted:
-        confirm_removal(", ".join(wanted), yes, json)
-    else:
-        render.notice("no chat is saved", invocation)
-    for name in wanted:
-        sessions.remove(name)
+    remove([Removable(name, partial(sessions.remove, name)) for name in wanted], ", ".join(wanted), yes, json, ctx.obj)
     freed = _remove_rows(wanted, store_folder(cache_dir)) if wanted else 0
-    if wanted:
-        render.notice(f"deleted {', '.join(wanted)}, and {human_bytes(freed)} of rows", invocation)
+    if freed:
+        render.notice(f"removed {human_bytes(freed)} of rows of theirs", ctx.obj)
     if json:
         render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "size_bytes": freed})
 

@@ -35,8 +35,11 @@ def doctor(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = Fals
     from kvcli.cli.commands.doctor.probes import as_json, examine
 
     invocation: Invocation = ctx.obj
-    render.notice("measuring, which takes up to 20 seconds", invocation)
-    found = examine(_settings(ctx), store_folder(cache_dir))
+
+    def begin(what: str) -> None:
+        render.step(f"measuring: {what}", invocation)
+
+    found = examine(_settings(ctx), store_folder(cache_dir), begin)
     if json:
         render.print_json("doctor", as_json(found))
         return

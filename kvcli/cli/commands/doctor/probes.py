@@ -31,12 +31,13 @@ class Finding:
     values: dict[str, Any]
 
 
-def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
+def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> Iterator[Finding]:
     """All findings in the order they are shown; measurements are stored for `kv estimate` at the end.
 
-    `settings`: what is known of them; `prompts`: the folder of prompt caches. Takes some seconds. Raises nothing that
-    concerns the machine.
+    `settings`: what is known of them; `prompts`: the folder of prompt caches; `begin` is told what is measured next,
+    where that takes a while. Takes some seconds. Raises nothing that concerns the machine.
     """
+    begin("Python, torch and the kernels")
     yield _probe("kv", _version, _built)
     yield _probe("system", machine.system, _system)
     program = _probe("program", lambda: measure("program"), lambda v: ())
@@ -44,6 +45,7 @@ def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
     yield _kernels(program)
     yield _probe("compiler", machine.compiler, lambda v: (v["version"], v["path"]))
     yield _probe("packages", versions.libraries, _packages)
+    begin("speed of memory")
     memory = _probe("memory", _memory, _speeds_of_memory)
     yield memory
     if "problem" not in program.values:
@@ -51,11 +53,13 @@ def examine(settings: Finding, prompts: Path) -> Iterator[Finding]:
         program = Finding("program", (size,), program.values)
     yield program
     measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
+    begin("GPUs")
     for finding in _graphics():
         yield finding
         if finding.values.get("name"):
             values = finding.values
             measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
+    begin("speed of the disk")
     yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
     yield _probe("stored", lambda: _store(measured), _stored)
     yield _probe("models", _models, _names)
