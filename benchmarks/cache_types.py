@@ -1,10 +1,11 @@
-"""What each cache type costs and keeps: the tables of README.md, measured with `kv perplexity` and written into it.
+"""What each cache type costs and keeps: the tables of docs/cache-types.md, measured with `kv perplexity` and written
+there, and the short one of README.md, which is made of them.
 
     python benchmarks/cache_types.py TEXT_FILE... [--model TITLE=MODEL]... [--check]
 
 Of each text the first 4 chunks of 1,024 tokens are read, each from an empty cache, and positions 256 to 1,022 are
 scored; all types read the same chunks in lock-step. A chunk begins with BOS where the model adds one. Texts of any
-kind will do; the figures depend on them. `--check` changes nothing and exits with 1 if README.md has other tables.
+kind will do; the figures depend on them. `--check` changes nothing and exits with 1 if the tables there are others.
 Prints the tables, and one JSON line last. Takes about 10 minutes on 2 slow cores.
 """
 
@@ -25,7 +26,8 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.hub import modelfiles
 from kvcli.runtime.model.archs import from_gguf
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, README = ROOT / "docs" / "cache-types.md", ROOT / "README.md"
 CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256
 MODELS = ("SmolLM2 135M=smollm2", "Gemma 3 270M=gemma-3-270m")
 PROTOCOL = ("-c", str(CHUNK), "--chunks", str(CHUNKS), "--score-from", str(SCORE_FROM))
@@ -69,6 +71,34 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     return text
 
 
+def summary(page: str) -> str:
+    """Of the tables in the text of docs/cache-types.md: a row for each type and a few columns for each model."""
+    titles: list[str] = []
+    rows: dict[str, list[str]] = {}
+    for line in _block("cache-types").search(page)[1].splitlines():  # type: ignore[index]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) < 2 or cells[0].startswith("---") or "--kv-tail" in cells[0]:
+            continue
+        if cells[1] == "bits":
+            titles.append(cells[0])
+        else:
+            name, bits, _, _, divergence, same, _ = cells
+            rows.setdefault(name, []).extend((bits, divergence.partition(" ")[0], same))
+    columns = [f"{title}: bits | KL divergence | same" for title in titles]
+    head = f"| cache type | {' | '.join(columns)} |\n|---{'|---:' * 3 * len(titles)}|\n"
+    return head + "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows.items())
+
+
+def _block(name: str) -> re.Pattern[str]:
+    """A part of a page between its markers."""
+    return re.compile(rf"<!-- {name} -->\n(.*?)<!-- end -->", re.S)
+
+
+def written(text: str, name: str, content: str) -> str:
+    """The text of a page with this part of it replaced."""
+    return _block(name).sub(lambda _: f"<!-- {name} -->\n{content}<!-- end -->", text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("texts", nargs="+", metavar="TEXT_FILE")
@@ -78,14 +108,15 @@ def main() -> None:
     models = [each.partition("=")[::2] for each in options.model or MODELS]
     found = {title: measure(model, options.texts) for title, model in models}
     tables = "\n".join(table(title, rows) for title, rows in found.items())
-    old = README.read_text("utf-8")
-    block = f"<!-- cache-types -->\n{tables}<!-- end -->"
-    new = re.sub(r"<!-- cache-types -->.*?<!-- end -->", lambda _: block, old, flags=re.S)
+    old_page, old_readme = PAGE.read_text("utf-8"), README.read_text("utf-8")
+    page = written(old_page, "cache-types", tables)
+    readme = written(old_readme, "cache-types-short", summary(page))
     print(tables)
     print(json.dumps({"chunk": CHUNK, "chunks": CHUNKS, "score_from": SCORE_FROM, "models": found}))
     if options.check:
-        sys.exit(old != new)
-    README.write_text(new, "utf-8")
+        sys.exit((page, readme) != (old_page, old_readme))
+    PAGE.write_text(page, "utf-8")
+    README.write_text(readme, "utf-8")
 
 
 if __name__ == "__main__":

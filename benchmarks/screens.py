@@ -1,8 +1,8 @@
-"""The screens of README.md that `kv estimate` prints, written into it between their markers.
+"""The screens of docs/cli.md that `kv estimate` prints, written into it between their markers.
 
     python benchmarks/screens.py [--check]
 
-`--check` changes nothing and exits with 1 if a screen in README.md is not what `kv` prints now.
+`--check` changes nothing and exits with 1 if a screen there is not what `kv` prints now.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 SCREENS = {
     "8b-12g": ("estimate", "llama-3.1-8b", "--gpu", "rtx3060-12g", "-c", "65536"),
     "8b-80g": ("estimate", "llama-3.1-8b", "--gpu", "h100-80g", "-c", "131072"),
@@ -33,13 +33,13 @@ def screen(arguments: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    old = new = README.read_text("utf-8")
+    old = new = PAGE.read_text("utf-8")
     for name, arguments in SCREENS.items():
         block = f"<!-- {name} -->\n```\n{screen(arguments)}```\n<!-- end -->"
         new = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, text=block: text, new, flags=re.S)
     if "--check" in sys.argv:
         sys.exit(old != new)
-    README.write_text(new, "utf-8")
+    PAGE.write_text(new, "utf-8")
 
 
 if __name__ == "__main__":

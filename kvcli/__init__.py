@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcli.errors import DownloadError as DownloadError
     from kvcli.errors import KVError as KVError
     from kvcli.errors import ModelError as ModelError
+    from kvcli.errors import OutputError as OutputError
     from kvcli.errors import UsageError as UsageError
     from kvcli.options import CacheOptions as CacheOptions
     from kvcli.options import PromptCacheOptions as PromptCacheOptions
@@ -47,6 +48,7 @@ _NAMES = {
         "DownloadError",
         "KVError",
         "ModelError",
+        "OutputError",
         "UsageError",
     ),
     "kvcli.options": ("CacheOptions", "PromptCacheOptions", "SampleOptions"),
