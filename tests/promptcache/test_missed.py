@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engines import PROMPT, open_tiny
-from reusecases import ask, store_in
+from reusecases import ask, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.promptcache.settings import Difference, cache_options, differences, sentence
@@ -54,6 +55,13 @@ def test_the_closest_entry_is_named(tmp_path: Path, options: CacheOptions, told:
     keep(tmp_path, BASE)
     keep(tmp_path, INT4)
     assert miss(tmp_path, options) == f"a stored prompt shares 140 tokens with this one, but was stored with {told}"
+
+
+def test_what_has_expired_is_named(tmp_path: Path) -> None:
+    keep(tmp_path, BASE)
+    for path in files_in(tmp_path):
+        os.utime(path, (0, 0))
+    assert miss(tmp_path, BASE).startswith("a stored prompt shares 140 tokens with this one, but has expired: ")
 
 
 def test_types_of_small_windows_are_not_named(tmp_path: Path) -> None:

@@ -128,6 +128,71 @@ def test_limits(tmp_path: Path) -> None:
         _add(small, [9] * 40)
 
 
+def _aged(store: PromptStore, tokens: list[int], start: int, age: float) -> Path:
+    path = _add(store, tokens, start)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def _pruned(store: PromptStore, max_bytes: int, ttl_s: float = 3600) -> list[Path]:
+    """What goes, in this order; what would go is the same."""
+    limits = Limits(max_bytes, ttl_s)
+    would = [entry.path for entry in prune(store.root, limits, dry_run=True)]
+    assert [entry.path for entry in prune(store.root, limits)] == would
+    return would
+
+
+def test_ends_of_prompts_go_before_their_beginnings(tmp_path: Path) -> None:
+    """Nothing stays that nothing can use, however old what it goes on from is."""
+    store, tokens = store_at(tmp_path), list(range(200))
+    head = _aged(store, tokens[:100], 0, 40)
+    tail = _aged(store, tokens, 96, 30)
+    branch = _aged(store, [*tokens[:35], 7], 32, 20)
+    end = _aged(store, [*tokens, 5], 192, 10)
+    other = _aged(store, [9] * 40, 0, 35)
+    total = sum(path.stat().st_size for path in (head, tail, branch, end, other))
+    assert _pruned(store, total - 1) == [other], "used before any other end"
+    sizes = {path: path.stat().st_size for path in (head, tail, branch, end)}
+    assert _pruned(store, sum(sizes.values()) - 1) == [branch]
+    assert _pruned(store, sizes[head] + sizes[tail]) == [end]
+    assert _pruned(store, sizes[head]) == [tail] and head.exists()
+    assert _pruned(store, sizes[head] - 1) == [head]
+
+
+def test_a_beginning_stays_as_long_as_an_end_is_used(tmp_path: Path) -> None:
+    store, tokens = store_at(tmp_path), list(range(100))
+    head, tail = _aged(store, tokens[:40], 0, 50), _aged(store, tokens, 32, 20)
+    assert _pruned(store, 1 << 30, ttl_s=40) == []
+    assert _pruned(store, 1 << 30, ttl_s=10) == [tail, head]
+
+
+def test_what_cannot_be_read_goes_like_others(tmp_path: Path) -> None:
+    store, tokens = store_at(tmp_path), list(range(100))
+    head, tail = _aged(store, tokens[:80], 0, 50), _aged(store, tokens, 64, 20)
+    head.write_bytes(b"x" * 5000)
+    os.utime(head, (time.time() - 50,) * 2)
+    assert _pruned(store, tail.stat().st_size) == [head]
+
+
+def test_what_has_expired_is_counted_apart(tmp_path: Path) -> None:
+    store, tokens = store_at(tmp_path), list(range(50))
+    path = _aged(store, tokens, 0, 2 * LIMITS.ttl_s)
+    found = store.find([*tokens[:40], 7])
+    assert (found.expired, found.closest, found.valid) == (40, 0, {})
+    path.write_bytes(b"x")
+    os.utime(path, (0, 0))
+    assert store.find(tokens).expired == 0
+
+
+def test_a_folder_in_place_of_a_file_is_left_and_said(tmp_path: Path) -> None:
+    store, tokens = store_at(tmp_path), list(range(50))
+    path = store.path_of(segment(store, tokens))
+    path.mkdir(parents=True)
+    with pytest.raises(CacheFileError, match="is a directory, which kv does not remove"):
+        _add(store, tokens)
+    assert path.is_dir()
+
+
 def test_a_folder_that_cannot_be_made_is_an_oserror(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("in the way")
     with pytest.raises(OSError):

@@ -26,6 +26,11 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
     shared = max(found.closest, store.page_size - 1)
     if other := _under_other_settings(store, prompt, shared):
         return other
+    if found.expired > shared:
+        return (
+            f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer ago"
+            " than --cache-ttl allows"
+        )
     if found.closest >= store.page_size:
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
     if next(entries(store.folder), None) is None:

@@ -4,7 +4,8 @@ A file is a segment: rows of some pages of a prompt, under a name that says wher
 of tokens) before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what
 the rows depend on (fingerprint.py). So a longer prompt adds only its new pages, prompts share what they have in common,
 and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many, or
-when a chat has gone on from them (chatfiles.py).
+when a chat has gone on from them (chatfiles.py). The end of a prompt is of no use without its beginning, so that one
+goes last.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import json
 import os
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,8 @@ class Kept:
 class Found:
     """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
 
-    `kept`: all of them. `closest`: the most tokens that any file has in common with it. Files stay open until `close`.
+    `kept`: all of them. `closest`: the most tokens that any file has in common with it; `expired`: any file that was not
+    used for too long, and is not among them. Files stay open until `close`.
     """
 
     kept: list[Kept] = field(default_factory=list)
@@ -63,6 +67,7 @@ class Found:
     files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
     closest: int = 0
     closest_next: int | None = None  # the token that the closest one has there
+    expired: int = 0
     stack: ExitStack = field(default_factory=ExitStack)
 
     def add(self, file: PromptCacheFile, agrees: int) -> None:
@@ -89,11 +94,8 @@ class PromptStore:
 
     def chain(self, tokens: list[int]) -> list[str]:
         """Hashes at the start and behind every whole block of `tokens`."""
-        data, step = _packed(tokens), 4 * self.page_size
-        hashes = [self.seed]
-        for at in range(0, len(data) - step + 1, step):
-            hashes.append(hashlib.sha256(bytes.fromhex(hashes[-1]) + data[at : at + step]).hexdigest())
-        return hashes
+        whole = len(tokens) // self.page_size
+        return _chained(self.seed, tokens[: whole * self.page_size], self.page_size)[: whole + 1]
 
     def find(self, tokens: list[int]) -> Found:
         """What there is of a prompt. Damaged files are removed, and `warn` says so."""
@@ -101,12 +103,16 @@ class PromptStore:
         places = {h[:_HEX]: i for i, h in enumerate(hashes)}
         sure: list[Entry] = []
         near: list[Entry] = []
-        for entry in entries(self.folder):
-            if entry.parent in places and time.time() - entry.used_at <= self.limits.ttl_s:
-                at = places[entry.parent]
-                begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
-                (sure if begins_alike else near).append(entry)
         found = Found()
+        for entry in entries(self.folder):
+            if entry.parent not in places:
+                continue
+            at = places[entry.parent]
+            begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
+            if time.time() - entry.used_at <= self.limits.ttl_s:
+                (sure if begins_alike else near).append(entry)
+            elif begins_alike:
+                found.expired = max(found.expired, _shared(entry, tokens))
         for entry in sure + sorted(near, key=lambda e: -e.used_at)[:NEAR_MISSES]:
             self._open(entry, tokens, hashes, found)
         return found
@@ -143,7 +149,7 @@ class PromptStore:
     ) -> Path:
         """Write a segment, then remove those that it replaces (chatfiles.py).
 
-        Raises OSError, and CacheFileError for one larger than the whole store may be.
+        Raises OSError, and CacheFileError for one larger than the whole store may be, or with a folder in its place.
         """
         if contents.payload_bytes > self.limits.max_bytes:
             size, most = contents.payload_bytes, self.limits.max_bytes
@@ -152,6 +158,8 @@ class PromptStore:
             )
         self.open_folder()
         path = self.path_of(contents)
+        if path.is_dir():
+            raise CacheFileError(f"{path} is a directory, which kv does not remove")
         try:
             os.utime(path)  # it is there, and of use now
         except OSError:
@@ -174,17 +182,30 @@ class PromptStore:
     def path_of(self, contents: Contents) -> Path:
         """Where a segment lies: PARENT-FIRST-CONTENT, the hashes of what comes before it, of its first block, and of
         all that it holds."""
-        tokens, size = contents.tokens, self.page_size
-        digests = [contents.parent]
-        for at in range(0, max(1, len(tokens)), size):
-            block = bytes.fromhex(digests[-1]) + _packed(tokens[at : at + size])
-            digests.append(hashlib.sha256(block).hexdigest())
+        digests = _chained(contents.parent, contents.tokens, self.page_size)
         last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
         return self.folder / ("-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX)
 
 
-def _packed(tokens: list[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}i", *tokens)
+def _chained(parent: str, tokens: list[int], page_size: int) -> list[str]:
+    """The hash `parent` of what comes before `tokens`, and those behind each of their blocks, of which the last one may
+    be short, and the only one empty."""
+    hashes = [parent]
+    for at in range(0, max(1, len(tokens)), page_size):
+        block = tokens[at : at + page_size]
+        data = bytes.fromhex(hashes[-1]) + struct.pack(f"<{len(block)}i", *block)
+        hashes.append(hashlib.sha256(data).hexdigest())
+    return hashes
+
+
+def _shared(entry: Entry, tokens: list[int]) -> int:
+    """How many tokens of a prompt a segment agrees with, those before it included; 0 for a damaged one."""
+    try:
+        with PromptCacheFile(entry.path) as file:
+            start, held = file.contents.start, file.contents.tokens
+    except CacheFileError:
+        return 0
+    return start + common_length(held, tokens[start:])
 
 
 @dataclass(frozen=True)
@@ -233,7 +254,8 @@ def discard(path: Path, error: CacheFileError) -> str:
 
 
 def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
-    """Remove what was not used for `ttl_s`, then what was used longest ago until the rest is within `max_bytes`.
+    """Remove what was not used for `ttl_s`, then what was used longest ago until the rest is within `max_bytes`; but
+    nothing that what stays goes on from.
 
     Also what killed processes left. Returns the segments removed (or, `dry_run`, that would be). Raises OSError.
     """
@@ -241,13 +263,12 @@ def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
     kept: list[Entry] = []
     gone: list[Entry] = []
     for folder in folders(root):
-        for entry in entries(folder):
-            (gone if now - entry.used_at > limits.ttl_s else kept).append(entry)
+        kept += entries(folder)
         if not dry_run:
             remove_parts(folder, now)
     excess = sum(entry.size for entry in kept) - limits.max_bytes
-    for entry in sorted(kept, key=lambda e: e.used_at):
-        if excess <= 0:
+    for entry in _ends_first(kept):
+        if excess <= 0 and now - entry.used_at <= limits.ttl_s:
             break
         excess -= entry.size
         gone.append(entry)
@@ -255,3 +276,42 @@ def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
         for entry in gone:
             entry.path.unlink(missing_ok=True)
     return gone
+
+
+def _ends_first(kept: Iterable[Entry]) -> Iterator[Entry]:
+    """Segments in the order in which they may go: the one used longest ago first, but none before all that go on from
+    it."""
+    left: dict[Path, dict[str, set[Entry]]] = defaultdict(lambda: defaultdict(set))  # by folder and parent
+    for entry in kept:
+        left[entry.path.parent][entry.parent].add(entry)
+    waiting: dict[Entry, list[Entry]] = defaultdict(list)  # those that may not go before one that goes on from them
+    heap = [(entry.used_at, entry.path, entry) for entry in kept]
+    heapify(heap)
+    while heap:
+        *_, entry = heappop(heap)
+        behind = _behind(entry, left[entry.path.parent])
+        if behind is not None:
+            waiting[behind].append(entry)
+            continue
+        yield entry
+        siblings = left[entry.path.parent]
+        siblings[entry.parent].remove(entry)
+        if not siblings[entry.parent]:
+            del siblings[entry.parent]
+        for other in waiting.pop(entry, ()):
+            heappush(heap, (other.used_at, other.path, other))
+
+
+def _behind(entry: Entry, others: Mapping[str, set[Entry]]) -> Entry | None:
+    """One of the segments of a folder, by their parents, that goes on from this one; None = there is none."""
+    if entry.first in others:
+        return next(iter(others[entry.first]))
+    if not any(parent not in (entry.parent, entry.path.parent.name) for parent in others):
+        return None  # all begin with the prompt, or where this one does
+    try:
+        with PromptCacheFile(entry.path) as file:
+            contents = file.contents
+        hashes = _chained(contents.parent, contents.tokens, int(contents.identity["page_size"]))
+    except (CacheFileError, KeyError, ValueError):  # damaged: nothing can go on from it
+        return None
+    return next((other for h in hashes[1:] for other in others.get(h[:_HEX], ())), None)
