@@ -28,8 +28,8 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
         return other
     if found.expired > shared:
         return (
-            f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer ago"
-            " than --cache-ttl allows"
+            f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer"
+            " ago than --cache-ttl allows"
         )
     if found.closest >= store.page_size:
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"

@@ -58,8 +58,8 @@ class Kept:
 class Found:
     """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
 
-    `kept`: all of them. `closest`: the most tokens that any file has in common with it; `expired`: any file that was not
-    used for too long, and is not among them. Files stay open until `close`.
+    `kept`: all of them. `closest`: the most tokens that any file has in common with it. `expired`: the most tokens that
+    any other has, which was not used for too long. Files stay open until `close`.
     """
 
     kept: list[Kept] = field(default_factory=list)
