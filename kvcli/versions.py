@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 COMMIT_FILE = "_commit"  # in the package, written by setup.py
-LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "gguf", "safetensors", "typer")
+LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "typer")
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,6 +127,24 @@ print(json.dumps(guilty))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == []
+
+
+def test_every_dependency_is_used() -> None:
+    """And what is used is a dependency. pip is run as a program, by `kvcli.runtime.hub.sources`."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
+    assert listed is not None
+    named = {name.lower() for name in re.findall(r'^ +"([\w-]+)', listed[1], re.M)}
+    others = {"nvidia-ml-py": "pynvml", "prompt-toolkit": "prompt_toolkit"}
+    wanted = {others.get(name, name) for name in named} - {"pip"}
+    found = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    assert found - sys.stdlib_module_names - {"kvcli", "tomllib"} == wanted
 
 
 def test_triton_is_imported_by_few(kv_env: dict[str, str]) -> None:
