@@ -45,6 +45,15 @@ def test_the_readme_names_every_architecture() -> None:
     assert [name for name in RUNNABLE if f"`{name}`" not in text] == []
 
 
+def test_every_cache_type_and_policy_has_its_place() -> None:
+    from kvcli.codecs import CODECS
+    from kvcli.runtime.cache import eviction
+
+    types, policies = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("cache-types", "eviction"))
+    assert [name for name in CODECS if not re.search(rf"\b{name}\b", types)] == []
+    assert [name for name in eviction.names() if not re.search(rf"\b{name}\b", policies)] == []
+
+
 def test_the_map_of_files() -> None:
     """Everything in it is there, and every folder of the package is in it."""
     block = re.search(r"```\n(kvcli/\n.*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.S)
