@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
-from kvcli.kernels.reference.sums import dot, exp, tanh, total
+from kvcli.kernels.reference.sums import dot, exp, mix, split, tanh, total
 
 
 def attention(
@@ -49,9 +49,9 @@ def attention(
 
 
 def _by_head(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """q [n, heads, dim] -> [dim, kv_heads, rows]; rows: head of the group, then query."""
+    """q [n, heads, dim] -> [kv_heads, rows, dim]; rows: head of the group, then query."""
     n, heads, dim = q.shape
-    return q.reshape(n, kv_heads, heads // kv_heads, dim).permute(3, 1, 2, 0).flatten(2)
+    return q.reshape(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _attend(
@@ -61,12 +61,12 @@ def _attend(
     r = kv.record
     n, heads = q.shape[0], q.shape[1]
     group = heads // r.kv_heads
-    queries, sink_queries = (_by_head(x, r.kv_heads) for x in (q, sink_q))
+    queries, sink_queries = (split(_by_head(x, r.kv_heads)) for x in (q, sink_q))
     position = start + torch.arange(n).repeat(group)  # [rows]
     since = torch.from_numpy(kv.oldest(position.numpy()))  # [rows]
-    top = queries.new_full((r.kv_heads, group * n, 1), -torch.inf)
+    top = q.new_full((r.kv_heads, group * n, 1), -torch.inf)
     weight = torch.zeros_like(top)
-    acc = queries.new_zeros(r.kv_heads, group * n, r.dim_v)
+    acc = q.new_zeros(r.kv_heads, group * n, r.dim_v)
     oldest = max(0, start - window + 1) if window else int(since[0])
     front = min(-(-kv.keep // r.page_size), oldest // r.page_size)
     for page in (*range(front), *range(oldest // r.page_size, (start + n - 1) // r.page_size + 1)):
@@ -77,10 +77,10 @@ def _attend(
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
         keys[:, lo:hi], values[:, lo:hi] = source.rows(page, lo, hi)
-        scores = dot(seeing, keys.permute(2, 0, 1).contiguous())  # [kv_heads, rows, page_size]
+        scores = dot(seeing, keys)  # [kv_heads, rows, page_size]
         centre = source.centre(page, angles)
         if centre is not None:  # the same for CENTRE_ROWS rows
-            of_centre = dot(seeing, centre[:, ::CENTRE_ROWS].permute(2, 0, 1).contiguous())
+            of_centre = dot(seeing, centre[:, ::CENTRE_ROWS])
             scores = scores + of_centre.repeat_interleave(CENTRE_ROWS, 2)
         scores = scores * scale
         if softcap:
@@ -95,7 +95,7 @@ def _attend(
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
         decay, p = exp(top - safe), exp(scores - safe)
         weight = weight * decay + total(p)[..., None]
-        acc = acc * decay + dot(p.permute(2, 0, 1), values.transpose(0, 1).contiguous())
+        acc = acc * decay + mix(p, values)
         top = new_top
     out = (acc / weight).view(r.kv_heads, group, n, r.dim_v)
     return out.permute(2, 0, 1, 3).reshape(n, heads, r.dim_v)

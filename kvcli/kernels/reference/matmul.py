@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.kernels.reference import ggml
-from kvcli.kernels.reference.sums import dot
+from kvcli.kernels.reference.sums import dot, split
 
 SLICE_ELEMENTS = 1 << 18  # weights expanded at a time: a MiB of float32
 
@@ -45,12 +45,10 @@ def matmul(
     With `add_to` [T, rows] the product is added to it in place and it is returned. Weights are expanded a slice at a
     time, never whole; `each` goes over the slices as `map` does.
     """
-    columns = x.t().contiguous()[:, None]  # [cols, 1, T]
-    step = max(1, SLICE_ELEMENTS // x.shape[1])
+    parts, step = split(x), max(1, SLICE_ELEMENTS // x.shape[1])
 
     def product(w: QuantTensor, start: int) -> torch.Tensor:
-        expanded = w.decode(start, start + step).t().contiguous()
-        return dot(columns, expanded[:, None])[0]
+        return dot(parts, w.decode(start, start + step))
 
     slices = [(w, start) for w in weights for start in range(0, w.rows, step)]
     out = torch.cat(list(each(product, *zip(*slices, strict=True))), dim=1)
