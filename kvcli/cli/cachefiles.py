@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.formats.boundedjson import load_object
+from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
 from kvcli.runtime.promptcache.store import SUFFIX, entries, folders
@@ -80,8 +82,14 @@ class Described:
             return None
 
     @property
-    def model(self) -> str:
+    def title(self) -> str:
+        """Its model as people call it."""
         return self.about.get("model", "")
+
+    @property
+    def model(self) -> str:
+        """What -m takes to name its model; "" where it has no name known here."""
+        return _names_by_title().get(self.title, "")
 
     @property
     def model_id(self) -> str:
@@ -132,6 +140,7 @@ class Described:
             "path": str(self.path),
             "size_bytes": self.size,
             "model": self.model or None,
+            "model_title": self.title or None,
             "model_id": self.model_id or None,
             "first_token": c.start if c else None,
             "tokens": len(c.tokens) if c else None,
@@ -161,7 +170,13 @@ class Described:
         found: dict[str, Any] = {_NAMES.get(name, name): self.identity.get(name) for name in _OF_MODEL}
         with suppress(CacheFileError):  # else it stays a string
             found["model_config"] = load_object(found["model_config"].encode(), str(self.path), CacheFileError)
-        return {"model": self.model or None, **found}
+        return {"model": self.model or None, "model_title": self.title or None, **found}
+
+
+@functools.cache
+def _names_by_title() -> dict[str, str]:
+    """Models known by name; behind the comma of a recipe's title stands the type of the weights."""
+    return {recipe.title.partition(", ")[0]: name for name, recipe in load_recipes().items()}
 
 
 def _seconds(text: str) -> float | None:

@@ -29,15 +29,21 @@ def check_choice(names: Sequence[str], all: bool, what: str, hint: str) -> None:
 
 
 def remove(
-    found: Sequence[Removable], question: str, yes: bool, json: bool, invocation: Invocation, told: str = ""
+    found: Sequence[Removable],
+    question: str,
+    yes: bool,
+    json: bool,
+    invocation: Invocation,
+    told: str = "",
+    nothing: str = "there is nothing to remove",
 ) -> None:
     """Remove all of these once the user has said yes, or has in advance. `question`: what they are, in one; `told`: the
-    same for the word at the end, where each by itself would be too many.
+    same for the word at the end, where each by itself would be too many; `nothing`: what is said where there is none.
 
     Raises Typer's Exit for a no, which Ctrl-D is, too, and UsageError where there is nobody to ask.
     """
     if not found:
-        render.announce("there is nothing to remove", invocation)
+        render.announce(nothing, invocation)
         return
     if not yes and (json or not render.is_terminal(sys.stdin)):
         why = "--json does not ask" if json else "there is no terminal to ask on"

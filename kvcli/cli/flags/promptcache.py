@@ -143,5 +143,8 @@ def writable(name: str, hint: str = "name another file") -> Path:
 
 
 def store_folder(given: str | None) -> Path:
-    """The folder of the store."""
-    return Path(given).absolute() if given else paths.cache_dir() / "prompts"
+    """The folder of the store, which may be missing. Raises UsageError for a file."""
+    folder = Path(given).absolute() if given else paths.cache_dir() / "prompts"
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UsageError(f"{folder} is not a folder", "--cache-dir or KV_CACHE_DIR names one")
+    return folder

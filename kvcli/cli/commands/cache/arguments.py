@@ -19,6 +19,10 @@ def stored_files(cache_dir: str | None, invocation: Invocation) -> list[Path]:
     root = store_folder(cache_dir)
     files = cachefiles.stored(root)
     if not files:
-        what = "it is empty" if root.is_dir() else "there is no such folder"
-        render.announce(f"no prompts are kept in {root}: {what}", invocation)
+        render.announce(nothing_in(root), invocation)
     return files
+
+
+def nothing_in(root: Path) -> str:
+    """What is said of a store that has no file."""
+    return f"no prompts are kept in {root}: {'it is empty' if root.is_dir() else 'there is no such folder'}"

@@ -57,7 +57,7 @@ def ls(
 
 def _row(file: Described, ttl_s: float) -> list[str]:
     left_s = max(0.0, file.used_at + ttl_s - time.time())
-    cells = [cachefiles.id_of(file.path), file.model or "-", file.tokens, file.settings, human_bytes(file.size)]
+    cells = [cachefiles.id_of(file.path), file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
     return [*cells, f"{_duration(time.time() - file.used_at)} ago", f"in {_duration(left_s)}", file.prompt]
 
 

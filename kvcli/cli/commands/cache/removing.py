@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcli.cli import cachefiles, render
+from kvcli.cli.commands.cache.arguments import nothing_in
 from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.flags.promptcache import (
     CACHE_SIZE,
@@ -44,7 +45,7 @@ def rm(
     files = cachefiles.stored(root) if all else [cachefiles.locate(name, root) for name in names or []]
     if outside := [file for file in files if root not in file.absolute().parents]:
         raise UsageError(f"{outside[0]} is not in {root}", "kv removes files of the store only")
-    _remove(list(dict.fromkeys(files)), yes, dry_run, json, ctx.obj)
+    _remove(list(dict.fromkeys(files)), root, yes, dry_run, json, ctx.obj)
 
 
 def prune(
@@ -62,7 +63,7 @@ def prune(
     root = store_folder(cache_dir)
     limits = store.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))
     gone = [entry.path for entry in store.prune(root, limits, dry_run=True)]
-    _remove(gone, yes, dry_run, json, ctx.obj)
+    _remove(gone, root, yes, dry_run, json, ctx.obj)
     if not dry_run:
         try:
             store.prune(root, limits)
@@ -70,7 +71,7 @@ def prune(
             raise OutputError(f"cannot clear {root}: {error.strerror or error}") from None
 
 
-def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation: Invocation) -> None:
+def _remove(files: list[Path], root: Path, yes: bool, dry_run: bool, json: bool, invocation: Invocation) -> None:
     found = [cachefiles.describe(file) for file in files]
     size = sum(file.size for file in found)
     what = f"{counted(len(found), 'file')}, {human_bytes(size)}"
@@ -79,8 +80,9 @@ def _remove(files: list[Path], yes: bool, dry_run: bool, json: bool, invocation:
     else:
         named = [f"{cachefiles.id_of(file.path)} ({file.prompt[:40].rstrip()})" for file in found[:NAMED]]
         more = [f"{len(found) - NAMED:,} more"] if len(found) > NAMED else []
+        nothing = "there is nothing to remove" if cachefiles.stored(root) else nothing_in(root)
         things = [Removable(cachefiles.id_of(file), partial(_unlink, file)) for file in files]
-        remove(things, f"{', '.join([*named, *more])}: {what}", yes, json, invocation, told=what)
+        remove(things, f"{', '.join([*named, *more])}: {what}", yes, json, invocation, what, nothing)
     if json:
         removed = [{"id": cachefiles.id_of(f.path), "path": str(f.path), "size_bytes": f.size} for f in found]
         render.print_json("cache rm", {"dry_run": dry_run, "size_bytes": size, "removed": removed})

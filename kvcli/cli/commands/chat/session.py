@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.cli.answer import Job, answer, cache_facts, settle
+from kvcli.cli.commands.chat.totals import Totals
 from kvcli.cli.commands.chat.transcript import first_words
 from kvcli.cli.inputs import read_file
 from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
@@ -17,7 +18,6 @@ from kvcli.cli.wording import as_flags
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.engine.events import Usage
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.sessions import Branches, Session
 from kvcli.words import counted
@@ -40,29 +40,6 @@ class ChatOptions:
     kept: PromptCacheOptions
     aside: Callable[[str], None] = say  # how that line is told
     verbose: bool = False
-
-
-@dataclass
-class Totals:
-    """Tokens of all answers of a session."""
-
-    answers: int = 0
-    prompt: int = 0
-    reused: int = 0
-    generated: int = 0
-
-    def add(self, usage: Usage) -> None:
-        self.answers += 1
-        self.prompt += usage.prompt_tokens
-        self.reused += usage.cache_read_tokens
-        self.generated += usage.completion_tokens
-
-    def __str__(self) -> str:
-        share = 100 * self.reused / max(1, self.prompt)
-        return (
-            f"session: {counted(self.answers, 'answer')}, reused {self.reused:,} of {self.prompt:,} prompt tokens"
-            f" ({share:.1f} %), prefilled {self.prompt - self.reused:,}, generated {self.generated:,}"
-        )
 
 
 @dataclass(frozen=True)
