@@ -1,9 +1,12 @@
-"""Keeps the commit that a build is made of in the package, for `kv --version -v`. All else is in pyproject.toml."""
+"""What a build is made of goes into it: the commit, for `kv --version -v`, and a checksum of the C sources. All else is
+in pyproject.toml."""
 
+import runpy
 import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -20,4 +23,13 @@ class BuildPy(build_py):
             (Path(self.build_lib) / "kvcli" / versions.COMMIT_FILE).write_text(f"{commit}\n", "ascii")
 
 
-setup(cmdclass={"build_py": BuildPy})
+class BuildExt(build_ext):
+    def build_extension(self, ext):
+        if ext.name == "kvcli.kernels.cpu._cpu":
+            folder = ROOT / "kvcli" / "kernels" / "cpu"
+            checksum = runpy.run_path(str(folder / "sources.py"))["checksum"](folder)
+            ext.define_macros.append(("KV_SOURCES", f'"{checksum}"'))
+        super().build_extension(ext)
+
+
+setup(cmdclass={"build_py": BuildPy, "build_ext": BuildExt})

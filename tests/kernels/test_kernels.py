@@ -13,6 +13,7 @@ from kernelcases import FORMATS, ISAS, backend, native, need_native, one_thread,
 from kvcli import kernels
 from kvcli.errors import UsageError
 from kvcli.kernels import QuantTensor
+from kvcli.kernels.cpu import backend as native_backend
 from kvcli.kernels.cpu.backend import FORMATS as NATIVE_FORMATS
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.reference import ggml
@@ -216,3 +217,15 @@ def test_glu(width: int, act: str, name: str):
     assert close(found, exact, exact.abs() + up.abs(), 2e-6)
     for i in range(7):
         assert same_bits(ops.glu(x[i : i + 1], act), found[i : i + 1])
+
+
+def test_kernels_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    """After an update of a checkout, say: their structures may be other ones."""
+    need_native()
+    monkeypatch.setattr(native_backend, "checksum", lambda folder: "0badc0de")
+    native_backend.library.cache_clear()
+    try:
+        found, notice = kernels.backend("auto", 1)
+        assert found.name == "reference" and "compiled from older sources" in notice and "reinstall" in notice
+    finally:
+        native_backend.library.cache_clear()

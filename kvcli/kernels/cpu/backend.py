@@ -19,6 +19,7 @@ import torch
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
+from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.paged import Angles, PagedKV
 from kvcli.kernels.reference.matmul import QuantTensor, place
 
@@ -92,11 +93,21 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(built[0]))
     except OSError as e:
         raise KVError(f"the CPU kernels do not load: {e}", "reinstall kv") from None
+    if (here := checksum(built[0].parent)) and _made_of(lib) != here:
+        raise KVError("the CPU kernels were compiled from older sources than kv's", "reinstall kv (pip install)")
     lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
     lib.kv_has_codec.argtypes, lib.kv_has_codec.restype = [c_void_p], c_int
     for name, arguments in _SIGNATURES.items():
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
     return lib
+
+
+def _made_of(lib: ctypes.CDLL) -> str:
+    """The checksum of the sources that the kernels were compiled from; "" where they do not say."""
+    if not hasattr(lib, "kv_sources"):
+        return ""
+    lib.kv_sources.restype = c_char_p
+    return str(lib.kv_sources().decode())
 
 
 def asked_isa() -> str:

@@ -163,6 +163,12 @@ static const kernels *active = &kernels_base;
 
 /* ---- entry points ------------------------------------------------------------------------------------------ */
 
+/* The checksum of the sources that this was compiled from; see sources.py. */
+#ifndef KV_SOURCES
+#define KV_SOURCES ""
+#endif
+const char *kv_sources(void) { return KV_SOURCES; }
+
 /* Choose the instruction set ("" = the best here) and start the workers. Returns its name, NULL if unknown here. */
 const char *kv_init(int threads, const char *isa) {
     const kernels *choice = NULL;
