@@ -53,6 +53,7 @@ class CacheOptions:
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
     evict: EvictOptions = FORGET_NOTHING
+    sequences: int = 1  # at a time; `ctx_size` is of each, and they share the memory that is there
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvcli.cli.interrupt import FINISH, Interrupts
@@ -13,7 +13,7 @@ from kvcli.cli.verification import verify
 from kvcli.errors import KVError, OutputError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine import sampling
-from kvcli.runtime.engine.events import Prefill, Token
+from kvcli.runtime.engine.events import End, Prefill, Token
 
 if TYPE_CHECKING:
     from kvcli.runtime.cache.sequence import Sequence
@@ -63,12 +63,19 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
         if not isinstance(error, OutputError):
             job.sink.broken()
         raise
-    text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
-    memory = MemoryFacts(engine.predict(max(1, sequence.length)).total, engine.plan.total)
-    checked = verify(engine, max(1, sequence.length)) if job.verify else None
-    result = Result(job.model, text, end, cache, job.sampling, list(job.told), memory, checked, job.cut)
+    tokens = max(1, sequence.length)
+    memory = MemoryFacts(engine.predict(tokens).total, engine.plan.total)
+    result = result_of(engine, sequence, job, parts, end, memory)
+    if job.verify:
+        result = replace(result, verification=verify(engine, tokens))
     job.sink.end(result, end.text)
     return result
+
+
+def result_of(engine: Engine, sequence: Sequence, job: Job, parts: list[str], end: End, memory: MemoryFacts) -> Result:
+    """The answer whose text came in `parts`, and its cache as it is now."""
+    text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
+    return Result(job.model, text, end, cache, job.sampling, list(job.told), memory, None, job.cut)
 
 
 def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:

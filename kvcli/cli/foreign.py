@@ -75,9 +75,10 @@ _NOTES = {
         "has no counterpart: there is no speculative decoding"
     ),
     "--mmproj --image": "has no counterpart: models for images are not supported",
-    "--host --port --api-key --keepalive --keep-alive -np --parallel -cb --cont-batching": (
+    "--host --port --api-key --keepalive --keep-alive -cb --cont-batching": (
         "has no counterpart: kv has no server; each command computes in its own process"
     ),
+    "-np": "is --parallel here, for kv run --batch FILE",
     "--mirostat --typical --typical-p --tfs --xtc-probability --dynatemp-range --samplers": (
         "has no counterpart: tokens are chosen by --top-k, --top-p, --min-p and --temp"
     ),

@@ -217,7 +217,7 @@ def prompt_stats(end: End) -> str:
 
 def result_object(result: Result) -> dict[str, Any]:
     """The object that --json prints; all sizes in bytes, all times in seconds."""
-    usage, timings, cache = result.end.usage, result.end.timings, result.cache
+    cache = result.cache
     return {
         "model": result.model,
         "text": result.text,
@@ -226,22 +226,7 @@ def result_object(result: Result) -> dict[str, Any]:
         "repetition": {"tokens": loop.tokens, "period_tokens": loop.period, "times": loop.times}
         if (loop := result.end.loop)
         else None,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "cache_read_tokens": usage.cache_read_tokens,
-            "cache_disk_tokens": usage.disk_tokens,
-            "cache_write_tokens": usage.cache_write_tokens,
-            "cache_miss": as_flags(usage.cache_miss) or None,
-            "completion_tokens": usage.completion_tokens,
-        },
-        "timings": {
-            "load_s": round(timings.load_s, 6),
-            "prefill_s": round(timings.prefill_s, 6),
-            "ttft_s": round(timings.ttft_s, 6),
-            "decode_s": round(timings.decode_s, 6),
-            "prompt_tps": round(timings.prompt_tps, 3),
-            "decode_tps": round(timings.decode_tps, 3),
-        },
+        **end_objects(result.end),
         "kv": {
             "type_k": cache.type_k,
             "type_v": cache.type_v,
@@ -270,6 +255,29 @@ def result_object(result: Result) -> dict[str, Any]:
         "sampling": sampling_object(result.params),
         "warnings": result.warnings,
         **({"error": result.error.as_object()} if result.error else {}),
+    }
+
+
+def end_objects(end: End) -> dict[str, Any]:
+    """Tokens and times of an answer."""
+    usage, timings = end.usage, end.timings
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "cache_read_tokens": usage.cache_read_tokens,
+            "cache_disk_tokens": usage.disk_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+            "cache_miss": as_flags(usage.cache_miss) or None,
+            "completion_tokens": usage.completion_tokens,
+        },
+        "timings": {
+            "load_s": round(timings.load_s, 6),
+            "prefill_s": round(timings.prefill_s, 6),
+            "ttft_s": round(timings.ttft_s, 6),
+            "decode_s": round(timings.decode_s, 6),
+            "prompt_tps": round(timings.prompt_tps, 3),
+            "decode_tps": round(timings.decode_tps, 3),
+        },
     }
 
 

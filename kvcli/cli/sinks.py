@@ -17,6 +17,11 @@ from kvcli.runtime.engine.events import Prefill, Token
 BAR_FROM_TOKENS = 512  # a shorter prompt is read before a bar could be looked at
 
 
+def sample_line(number: int, count: int, at_line_start: bool) -> str:
+    """What stands above one of several answers, as text, behind one that may not have ended its line."""
+    return ("" if at_line_start else "\n") + ("\n" if number > 1 else "") + f"== sample {number} of {count} ==\n"
+
+
 class Sink(Protocol):
     """What a way of printing does with each event of a generation."""
 
@@ -27,6 +32,10 @@ class Sink(Protocol):
     def token(self, event: Token) -> None: ...
 
     def end(self, result: Result, held: str) -> None: ...
+
+    def sample(self, number: int, count: int) -> None:
+        """What comes now is the answer `number`, from 1, of several to one prompt."""
+        ...
 
     def broken(self) -> None: ...
 
@@ -56,6 +65,10 @@ class TextSink:
             self.out.end_line()
         self.out.flush()
 
+    def sample(self, number: int, count: int) -> None:
+        self.progress.close()
+        self.out.write(sample_line(number, count, self.out.at_line_start))
+
     def broken(self) -> None:
         """No more text comes, but an error: it gets a line of its own on a terminal."""
         self.progress.close()
@@ -67,8 +80,8 @@ class TextSink:
 class CopySink:
     """What another sink does, and the text goes into a file, too: first, so that it has what stdout does not take."""
 
-    def __init__(self, sink: Sink, file: OutputFile, newline: bool = True) -> None:
-        self.sink, self.file, self.newline = sink, file, newline
+    def __init__(self, sink: Sink, file: OutputFile, newline: bool = True, answers: int = 1) -> None:
+        self.sink, self.file, self.newline, self.left = sink, file, newline, answers
 
     def start(self, model: str, params: Any) -> None:
         self.sink.start(model, params)
@@ -85,10 +98,15 @@ class CopySink:
         if self.newline:
             self.file.end_line()
         self.file.whole = result.end.finish_reason != "interrupted"
-        remark = self.file.keep()
+        self.left -= 1
+        remark = "" if self.left else self.file.keep()
         self.sink.end(replace(result, error=self.file.failure), held)
         if remark:
             say(remark)
+
+    def sample(self, number: int, count: int) -> None:
+        self.file.write(sample_line(number, count, self.file.at_line_start))
+        self.sink.sample(number, count)
 
     def broken(self) -> None:
         self.sink.broken()
@@ -126,12 +144,29 @@ class JsonSink:
         self._line("run", result_object(result))
         self.invocation.answered = True
 
+    def sample(self, number: int, count: int) -> None:
+        """Objects need no line between them."""
+
     def broken(self) -> None:
         """The error is an object of its own."""
 
     def _line(self, kind: str, value: dict[str, Any]) -> None:
         self.out.write(jsonobjects.line(kind, value))
         self.out.flush()
+
+
+class SamplesSink(JsonSink):
+    """One object with all answers to a prompt, when the last of `count` is done."""
+
+    def __init__(self, out: TextOut, invocation: Invocation, count: int) -> None:
+        super().__init__(out, invocation)
+        self.count, self.objects = count, list[dict[str, Any]]()
+
+    def end(self, result: Result, held: str) -> None:
+        self.objects.append({"kv_schema": jsonobjects.VERSION, **result_object(result)})
+        if len(self.objects) == self.count:
+            self._line("run --n-samples", {"samples": self.objects})
+            self.invocation.answered = True
 
 
 class JsonlSink(JsonSink):
@@ -176,6 +211,9 @@ class WhileRead:
 
     def end(self, result: Result, held: str) -> None:
         self._write(self.sink.end, result, held)
+
+    def sample(self, number: int, count: int) -> None:
+        self._write(self.sink.sample, number, count)
 
     def broken(self) -> None:
         self._write(self.sink.broken)

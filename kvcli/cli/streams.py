@@ -231,6 +231,11 @@ class OutputFile:
         if not self._ends_line:
             self.write("\n")
 
+    @property
+    def at_line_start(self) -> bool:
+        """Nothing was written, or the last character was a newline."""
+        return self._file is None or self._ends_line
+
     def keep(self) -> str:
         """Put what was written in place; what to say of it, "" = nothing. It may be called in a signal handler."""
         if self._file is None:

@@ -124,6 +124,8 @@ TEXT = "Pack my box with five dozen liquor jugs. " * 12
 def _calls(folder: Path) -> list[tuple[str, tuple[str, ...], int]]:
     model, text = str(tiny.make("llama").path), folder / "text.txt"
     text.write_text(TEXT)
+    lines = folder / "lines.jsonl"
+    lines.write_text('{"prompt": "hello", "id": 7, "stop": "x"}\n{"prompt": "hello", "top": 1}\n')
     run = ("run", "-m", model, "--raw", "-n", "3", "--page-size", "16", "-c", "256")
     small = ("-m", model, "--page-size", "16")
     return [
@@ -131,6 +133,8 @@ def _calls(folder: Path) -> list[tuple[str, tuple[str, ...], int]]:
         ("run", (*run, "--json", "--evict", "sink", "-c", "96", "--logit-bias", "5-inf", "--verify-estimate", "hi"), 0),
         ("run", (*run, "--json", "-c", "64", "--on-overflow", "truncate-start", PROMPT), 0),
         ("run --jsonl", (*run, "--jsonl", PROMPT), 0),
+        ("run --n-samples", (*run, "--json", "--n-samples", "3", PROMPT), 0),
+        ("run --batch", (*run, "--batch", str(lines)), 1),
         ("estimate", ("estimate", model, "--json"), 0),
         ("estimate", ("estimate", "llama3.1:8b", "--vram", "24G", "--bandwidth", "900", "--json", "-c", "8k"), 0),
         ("estimate", ("estimate", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "-c", "512", "--json"), 0),
@@ -164,7 +168,7 @@ def test_what_is_printed_is_described(kv_here: KvHere, folders: Path) -> None:
         code, out, err = kv_here(*args)
         assert code == expected or ("--verify-estimate" in args and code == 8), (args, out, err)
         lines = out.splitlines()
-        assert lines and (len(lines) == 1 or kind == "run --jsonl"), args
+        assert lines and (len(lines) == 1 or kind in ("run --jsonl", "run --batch")), args
         for line in lines:
             check(kind, json.loads(line))
 

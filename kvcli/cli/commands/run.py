@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import engines, render, report, verification
+from kvcli.cli import batch, engines, render, report, samples, verification
 from kvcli.cli.answer import Job, answer, settle
-from kvcli.cli.flags.checks import in_range
+from kvcli.cli.batch import PARALLEL, Batch
+from kvcli.cli.batchlines import Form
+from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -24,7 +26,7 @@ from kvcli.cli.inputs import assemble_prompt
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag, json_option
 from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
-from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, Sink, TextSink
+from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, SamplesSink, Sink, TextSink
 from kvcli.cli.streams import OutputFile, TextOut, say
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
 from kvcli.runtime.promptcache.prefixpages import common_length
@@ -113,7 +115,7 @@ class OutputFlags:
         _generation(
             "--n-samples",
             metavar="N",
-            help="Number of answers from one prefill; more than 1 need --jsonl.",
+            help="Number of answers to the prompt, which is read once; they are decoded together.",
             callback=in_range("--n-samples", 1),
         ),
     ] = 1
@@ -145,17 +147,70 @@ class OutputFlags:
         """Raises UsageError, OutputError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl cannot be used together")
-        if self.n_samples > 1 and (not self.jsonl or copy is not None):
-            raise UsageError(f"{self.n_samples} answers need --jsonl, and no -o", "each ends with an event of its own")
-        out = TextOut.stdout(self.raw_output)
-        sink: Sink = TextSink(out, invocation, not self.no_newline)
-        if self.json or self.jsonl:
-            sink = JsonSink(out, invocation) if self.json else JsonlSink(out, invocation)
-        return sink if copy is None else CopySink(sink, copy, not self.no_newline)
+        if self.n_samples > 1 and self.verify_estimate:
+            raise UsageError("--verify-estimate measures the memory of one answer", "leave --n-samples out")
+        out, newline = TextOut.stdout(self.raw_output), not self.no_newline
+        sink: Sink = TextSink(out, invocation, newline)
+        if self.json:
+            several = self.n_samples > 1
+            sink = SamplesSink(out, invocation, self.n_samples) if several else JsonSink(out, invocation)
+        elif self.jsonl:
+            sink = JsonlSink(out, invocation)
+        return sink if copy is None else CopySink(sink, copy, newline, self.n_samples)
 
     def leave(self, code: int, invocation: Invocation, copy: OutputFile | None = None) -> None:
         """Before an exit at once: nothing is lost that was generated."""
         last_words(code, self.json or self.jsonl, copy.keep() if copy else "", "".join(invocation.answer))
+
+
+@dataclass(frozen=True)
+class BatchFlags:
+    """Many prompts from a file."""
+
+    batch: Annotated[
+        str | None,
+        _option(
+            "--batch",
+            metavar="FILE",
+            help=(
+                'Answer each line of this file, {"prompt": TEXT} or {"messages": [...]}, perhaps with id, max_tokens,'
+                " temperature and so on; - = stdin. One JSON object a line comes out, in the same order; -o FILE keeps"
+                " them and, if it exists, is gone on with."
+            ),
+            callback=not_empty("--batch", "give the name of a file"),
+        ),
+    ] = None
+    parallel: Annotated[
+        int | None,
+        _generation(
+            "--parallel",
+            metavar="N",
+            help="Number of lines of --batch that are answered at a time. They share the memory; -c is of each.",
+            show_default=str(PARALLEL),
+            callback=in_range("--parallel", 1, 256),
+        ),
+    ] = None
+
+    def refuse(
+        self, prompt: PromptFlags, instruction: str | None, output: OutputFlags, named: FileFlags, policy: str
+    ) -> None:
+        """Raises UsageError for what makes no sense with or without a batch."""
+        if self.batch is None:
+            if self.parallel is not None:
+                raise UsageError("--parallel needs --batch FILE", "--n-samples decodes several answers to one prompt")
+            return
+        together = {
+            "a prompt": instruction is not None or prompt.prompt is not None,
+            "--file": bool(prompt.file),
+            "--on-overflow": policy != ERROR,
+            "--json": output.json,
+            "--jsonl": output.jsonl,
+            "--n-samples": output.n_samples > 1,
+            "--verify-estimate": output.verify_estimate,
+            "--prompt-cache without --prompt-cache-ro": named.prompt_cache is not None and not named.prompt_cache_ro,
+        }
+        if given := [name for name, there in together.items() if there]:
+            raise UsageError(f"--batch and {given[0]} cannot be used together", "each line has a prompt and an answer")
 
 
 @dataclass(frozen=True)
@@ -205,16 +260,22 @@ class Question:
         return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
 
 
-def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> Result:
-    """The last of `count` answers to one prompt, whose rows they share; an interrupt makes it the one at hand."""
-    for number in range(count):
-        sequence = engine.new_sequence()
-        result = answer(engine, sequence, ids, replace(job, sampling=replace(job.sampling, sequence=number)))
-        if job.interrupts.cancelled():
-            break
-        if number + 1 < count:
-            sequence.close()
-    return result
+def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:
+    """So many answers to one prompt."""
+    return [answer(engine, engine.new_sequence(), ids, job)] if count == 1 else samples.answers(engine, ids, job, count)
+
+
+def _tell(results: list[Result], output: OutputFlags, invocation: Invocation) -> None:
+    """What people want to know of the answers."""
+    for result in results:
+        for loss in result.losses:
+            render.warn(loss, invocation)
+    if report.wants_stats(output.stats, invocation):
+        several, verbose = len(results) > 1, invocation.verbose > 0
+        line = samples.summary(results) if several else report.stats_line(results[0], verbose=verbose)
+        render.aside(line, invocation)
+        if verbose:
+            say(report.sampling_line(results[0].params))
 
 
 def _fitting(
@@ -237,6 +298,8 @@ kv run -f report.txt "Summarize this."
 cat notes.txt | kv run "List the action items."
 kv run -m model.gguf -c 32k -ct int8 -f book.txt "Who is the narrator?"
 kv run --json "Say hi." | jq -r .text
+kv run --n-samples 4 "A title for a story."
+kv run --batch prompts.jsonl -o answers.jsonl
 """
 
 
@@ -257,6 +320,7 @@ def run(
     system: SystemFlags,
     sample: SampleFlags,
     output: OutputFlags,
+    many: BatchFlags,
     instruction: Annotated[
         str | None,
         typer.Argument(
@@ -268,11 +332,20 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         load, policy = model.options(invocation.offline), overflow.on_overflow
-        sampling = sample.options(attended=render.is_terminal(sys.stdout))
+        sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
         cache_options, kept = (
-            cache.options(evict.options(cache.page_size)),
-            replace(named.add_to(store.options(invocation)), memory=output.n_samples > 1, awaited=invocation.json),
+            replace(cache.options(evict.options(cache.page_size)), sequences=output.n_samples),
+            replace(named.add_to(store.options(invocation)), awaited=invocation.json),
         )
+        many.refuse(prompt, instruction, output, named, policy)
+        if many.batch is not None:
+            form = Form(system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling)
+            asked = replace(cache_options, sequences=many.parallel or PARALLEL)
+            code = batch.run(
+                Batch(many.batch, output.output, form), load, asked, replace(kept, memory=True), invocation, interrupts,
+                report.wants_stats(output.stats, invocation),
+            )  # fmt: skip
+            raise typer.Exit(code)
         copy = output.copy([*prompt.file, *filter(None, [system.system_file])])
         sink = output.sink(invocation, copy)
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
@@ -289,21 +362,17 @@ def run(
         kept = replace(kept, source=prompt.source, lead=question.text(engine, ids)[0])
         with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
             try:
-                result = _answers(engine, ids, job, output.n_samples)
+                results = _answers(engine, ids, job, output.n_samples)
             except ContextOverflow as error:
                 error.hint += "; --on-overflow cuts it"
                 raise
-        for loss in result.losses:
-            render.warn(loss, invocation)
-        if report.wants_stats(output.stats, invocation):
-            render.aside(report.stats_line(result, verbose=invocation.verbose > 0), invocation)
-            if invocation.verbose:
-                say(report.sampling_line(result.params))
+        _tell(results, output, invocation)
         code = interrupts.code
-    if result.ended_early:
-        say(result.ended_early)
-    if result.end.finish_reason == "context":
-        code = code or EXIT_CONTEXT_FULL
+    for number, result in enumerate(results, 1):
+        if result.ended_early:
+            say(result.ended_early if len(results) == 1 else f"sample {number}: {result.ended_early}")
+        if result.end.finish_reason == "context":
+            code = code or EXIT_CONTEXT_FULL
     if result.verification is not None:
         say(verification.block(result.verification))
         if not result.verification.passed:

@@ -14,7 +14,7 @@ import torch
 
 from kvcli import kernels
 from kvcli.codecs import canonical
-from kvcli.errors import ContextOverflow, ModelError, UsageError
+from kvcli.errors import ModelError, UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
@@ -87,7 +87,7 @@ class Engine:
         for template in (self.template, self.spare_template):
             if template:
                 template.watch(self.tokenizer.controls, self._tell_lost_control)
-        self.sampling_defaults = _sampling_defaults(file)
+        self.sampling_defaults = sampling.model_defaults(file.metadata)
         if asked := sampling.not_obeyed(self.sampling_defaults):
             self.notices.append(asked)
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
@@ -243,9 +243,10 @@ class Engine:
         if self.device.kind == CUDA:
             torch.cuda.synchronize(self.pool.device)
 
-    def predict(self, tokens: int) -> Plan:
-        """What the process needs for one sequence of `tokens`, by the same plan as the whole context."""
-        return self.terms.setting.plan(self.layout, tokens)
+    def predict(self, tokens: int, sequences: int = 1, shared: int = 0) -> Plan:
+        """What the process needs for so many sequences of `tokens`, of which they have the first `shared` in common, by
+        the same plan as the whole context."""
+        return replace(self.terms.setting, sequences=sequences, shared=shared).plan(self.layout, tokens)
 
     def bytes_per_token(self, length: int) -> int:
         """Bytes that one token reads behind `length` rows: weights, rows of the cache, recurrent state."""
@@ -393,26 +394,9 @@ class Engine:
         rows are evicted; it is one that went through the cache before, so nothing is lost that was not told. `twins`:
         requests for the same prompt that go on from copies of this one's rows.
         """
-        if not prompt_ids:
-            raise UsageError("the prompt is empty", "give at least one token of text")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.config.vocab_size:
-            raise UsageError(f"the prompt has token ids outside the vocabulary of {self.config.vocab_size:,}")
-        if len(prompt_ids) > self.ctx_size and not (history and self.retention):
-            over = len(prompt_ids) - self.ctx_size
-            larger = f" or use `ctx={len(prompt_ids)}` or more (trained: {self.config.context_length:,})"
-            raise ContextOverflow(
-                f"the prompt has {len(prompt_ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it{larger if self.terms.could_hold(len(prompt_ids)) else ''}",
-            )
+        self.terms.check_prompt(prompt_ids, history)
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.sampling_defaults, self.config.vocab_size, self.tokenizer.token_bytes)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins)
-
-
-def _sampling_defaults(file: GGUFFile) -> dict[str, float]:
-    prefix = "general.sampling."
-    return {
-        k[len(prefix) :]: v for k, v in file.metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))
-    }

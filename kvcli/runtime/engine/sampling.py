@@ -79,6 +79,12 @@ def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int
     return replace(options, **found)
 
 
+def model_defaults(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """What a model's file says of sampling, by its own keys."""
+    prefix = "general.sampling."
+    return {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))}
+
+
 def not_obeyed(defaults: Mapping[str, Any]) -> str:
     """What a model would have of us that we cannot do; "" = nothing."""
     asked = [f"general.sampling.{key}" for key in _NOT_HAD if defaults.get(key)]

@@ -180,9 +180,9 @@ def _whole(elements: int, step: int = _LANES) -> int:
     return -(-elements // step) * step
 
 
-def logit_bytes(config: ModelConfig) -> int:
-    """One row of logits (the last token's only) and the sampler's copies."""
-    return 4 * config.vocab_size * _LOGIT_COPIES
+def logit_bytes(config: ModelConfig, sequences: int = 1) -> int:
+    """A row of logits for each sequence (its last token's only), and the sampler's copies of one."""
+    return 4 * config.vocab_size * (_LOGIT_COPIES + sequences - 1)
 
 
 def tokenizer_bytes(config: ModelConfig) -> int:

@@ -93,8 +93,9 @@ class Setting:
     kind: str = CPU
     chunk: int = CPU_STEP
     threads: int = 1
-    sequences: int = 1
+    sequences: int = 1  # of the whole context each, but for the first `shared` tokens
     shared: int = 0
+    together: int = 1  # sequences at a time in the pages that are planned for `sequences`
     runtime_bytes: int | None = None  # None = not measured: the default of the device's kind
     margin: int = DEFAULT_MARGIN
     runtime_source: str = footprint.MEASURED
@@ -135,11 +136,15 @@ class Setting:
         sealed = self.kind == CPU and any(g.sealed for g in layout.groups)
         return min(self.chunk, SEALED_STEP) if sealed else self.chunk
 
+    @property
+    def _at_once(self) -> int:
+        return max(self.sequences, self.together)
+
     def _fixed(self, layout: KVLayout, tokens: int) -> list[Row]:
         config, weights = self.config, self.weights
         rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
         queries = 2 if layout.retention and layout.retention.keep else 1
-        work = footprint.logit_bytes(config)
+        work = footprint.logit_bytes(config, self._at_once)
         if self.kind == CPU:
             work += footprint.activation_bytes(config, rows_at_once, queries)
             work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)
@@ -159,14 +164,14 @@ class Setting:
 
     def _per_sequence(self, layout: KVLayout, tokens: int) -> list[Row]:
         rows = []
-        constant = layout.constant_bytes * self.sequences
+        constant = layout.constant_bytes * self._at_once
         if constant:
             rows.append(Row("per-sequence state", constant, EXACT))
         step = self.step(layout)
         pages = sum(layout.arena_pages(tokens, step, self.sequences, self.shared))
         if self.kind == CPU:
-            tables = layout.table_bytes(tokens, step, self.sequences)
-            tables += pages * footprint.PAGE_BYTES + self.sequences * tokens * footprint.TOKEN_BYTES
+            tables = layout.table_bytes(tokens, step, self._at_once)
+            tables += pages * footprint.PAGE_BYTES + self._at_once * tokens * footprint.TOKEN_BYTES
         else:
             tables = pages * ADDRESS_BYTES
         rows.append(Row("tables and token ids", tables, COMPUTED))
@@ -223,7 +228,9 @@ def engine_setting(
 ) -> Setting:
     """What the plan of an engine on the budget's device (None = no limit) depends on, cache types, context and the rows
     of a step aside. `weights`: as that kind of device holds them."""
-    setting = Setting(config, weights, threads=threads, margin=0, evict=cache.evict)
+    setting = Setting(
+        config, weights, threads=threads, margin=0, evict=cache.evict, together=cache.sequences
+    )  # fmt: skip
     if budget is None:
         return setting
     return replace(setting, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)

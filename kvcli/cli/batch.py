@@ -1,0 +1,225 @@
+"""`kv run --batch FILE`: a prompt a line in, an answer a line out, several at a time, in the order of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from kvcli.cli import engines, inputs, jsonobjects, render
+from kvcli.cli.answer import settle
+from kvcli.cli.batchlines import Form, Line, value_id
+from kvcli.cli.interrupt import FINISH, Interrupts
+from kvcli.cli.invocation import Invocation
+from kvcli.cli.report import end_objects, sampling_object
+from kvcli.cli.streams import say, writing_to
+from kvcli.errors import KVError, OutputError, UsageError
+from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
+from kvcli.runtime.engine.events import End, Event, Token
+from kvcli.runtime.formats.boundedjson import load_object
+from kvcli.words import counted
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.request import Request
+
+PARALLEL = 8  # lines at a time where no number is asked for
+FAILED = 1  # exit code where a line has no answer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The file of prompts, where answers go (None and "-" = stdout), and what holds for all lines."""
+
+    source: str
+    target: str | None
+    form: Form
+
+
+class Answers:
+    """The lines that come out: in the order of `numbers`, each as soon as those before it are there.
+
+    A file that exists is gone on with: it must hold the answers to the first lines. A last line that is not whole is
+    made again.
+    """
+
+    def __init__(self, target: str | None, numbers: list[int]) -> None:
+        """Raises UsageError for a file that has something else, OutputError."""
+        self.name = "stdout" if target in (None, "-") else str(target)
+        self.numbers, self.done, self.failed = numbers, 0, 0
+        self._waiting: dict[int, dict[str, Any]] = {}
+        if target in (None, "-"):
+            if sys.stdout is None:
+                raise OutputError("stdout is closed")
+            self._file: BinaryIO = sys.stdout.buffer
+            return
+        with writing_to(self.name):
+            if os.path.isfile(self.name):
+                self._go_on()
+            self._file = open(self.name, "ab")  # noqa: SIM115  # closed by the end of the process
+
+    def _go_on(self) -> None:
+        with open(self.name, "rb") as file:
+            whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        if whole and not _is_object(whole[-1]):
+            whole.pop()
+        for number, line in zip(self.numbers, whole, strict=False):
+            value = load_object(line, self.name, UsageError) if _is_object(line) else {}
+            if value.get("line") != number:
+                break
+            self.done, self.failed = self.done + 1, self.failed + ("error" in value)
+        if self.done < len(whole):
+            raise UsageError(
+                f"{self.name} exists, and does not hold the first answers to this file", "name another file with -o"
+            )
+        os.truncate(self.name, sum(map(len, whole)))
+
+    def put(self, number: int, value: dict[str, Any]) -> None:
+        """The answer or the error of a line. Raises OutputError."""
+        self._waiting[number] = value
+        while self.done < len(self.numbers) and (found := self._waiting.pop(self.numbers[self.done], None)):
+            with writing_to(self.name):
+                self._file.write(jsonobjects.line("run --batch", found).encode())
+                self._file.flush()
+            self.done, self.failed = self.done + 1, self.failed + ("error" in found)
+
+
+def _is_object(line: bytes) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(line), dict)
+    return False
+
+
+@dataclass
+class _Asked:
+    """A line whose answer is on its way."""
+
+    number: int
+    line: Line
+    request: Request
+    parts: list[str] = field(default_factory=list)
+    end: End | None = None
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Token):
+            self.parts.append(event.text)
+        elif isinstance(event, End):
+            self.end = event
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """What comes out, once it has ended."""
+        if self.end is None:
+            assert self.request.error is not None
+            return _error(self.number, self.line.id, self.request.error)
+        return {
+            "line": self.number,
+            "id": self.line.id,
+            "text": "".join(self.parts) + self.end.text,
+            "finish_reason": self.end.finish_reason,
+            "stop": self.end.stop,
+            **end_objects(self.end),
+            "sampling": sampling_object(self.request.options),
+        }
+
+
+def _error(number: int, id: str | int | None, error: KVError) -> dict[str, Any]:
+    told = {key: text.replace("`", "") if isinstance(text, str) else text for key, text in error.as_object().items()}
+    return {"line": number, "id": id, "error": told}
+
+
+def _id_of(raw: bytes) -> str | int | None:
+    """The id of a line that may be wrong otherwise."""
+    with suppress(KVError):
+        return value_id(load_object(raw, "", UsageError))
+    return None
+
+
+def run(
+    batch: Batch,
+    load: LoadOptions,
+    cache: CacheOptions,
+    kept: PromptCacheOptions,
+    invocation: Invocation,
+    interrupts: Interrupts,
+    stats: bool,
+) -> int:
+    """Answer all lines -> the exit code. Raises KVError for what has nothing to do with a single line."""
+    if cache.evict.keep == -1:
+        raise UsageError("--keep -1 cannot be used with --batch: prompts have different lengths", "give a number")
+    tell = render.telling(invocation)
+    data = inputs.stdin_bytes(tell) if batch.source == "-" else inputs.file_bytes(batch.source)
+    lines = {number: raw for number, raw in enumerate(data.splitlines(), 1) if raw.strip()}
+    if not lines:
+        raise UsageError(f"{batch.source} has no lines", 'each is {"prompt": "..."} or {"messages": [...]}')
+    answers, total = Answers(batch.target, list(lines)), len(lines)
+    if answers.done:
+        told = "" if answers.done == total else f": going on with line {answers.numbers[answers.done]}"
+        say(f"{answers.name} has the answers to {answers.done:,} of {counted(total, 'line')}{told}")
+    if answers.done < total:
+        engine = engines.open_engine(load, cache, invocation, interrupts)
+        if batch.form.raw is False:
+            engine.chat_anyway()
+        with closing(engine.use_caches(kept, tell)):
+            _answer(engine, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
+    if answers.failed:
+        say(f"{counted(answers.failed, 'line')} of {total:,} could not be answered: see error in {answers.name}")
+    if interrupts.code:
+        say(f"stopped after {answers.done:,} of {counted(total, 'line')}")
+    return interrupts.code or (FAILED if answers.failed else 0)
+
+
+def _answer(
+    engine: Engine,
+    form: Form,
+    lines: dict[int, bytes],
+    answers: Answers,
+    parallel: int,
+    invocation: Invocation,
+    interrupts: Interrupts,
+    stats: bool,
+) -> None:
+    """Answer the lines that `answers` does not have yet, until a signal comes."""
+    from kvcli.runtime.engine.scheduler import Scheduler
+
+    scheduler, asked = Scheduler(engine, parallel), dict[int, _Asked]()  # by request
+    left, began, tokens = iter(answers.numbers[answers.done :]), time.perf_counter(), 0
+    before = answers.done
+    interrupts.stage = FINISH
+    with render.Progress(invocation, unit="lines") as progress:
+        while not interrupts.cancelled():
+            while scheduler.room and (number := next(left, None)):
+                try:
+                    found = _ask(engine, form, lines[number], number)
+                    asked[id(found.request)] = found
+                    scheduler.submit(found.request)
+                except KVError as error:
+                    answers.put(number, _error(number, _id_of(lines[number]), error))
+            if scheduler.idle:
+                break
+            for request, events in scheduler.step():
+                one = asked[id(request)]
+                for event in events:
+                    one.take(event)
+                if request.finished:
+                    answers.put(one.number, asked.pop(id(request)).answer)
+                    tokens += len(request.history) - request.n_prompt
+                    request.seq.close()
+            progress("lines", answers.done, len(answers.numbers))
+    for one in asked.values():
+        one.request.close()
+        one.request.seq.close()
+    if stats:
+        took, made = time.perf_counter() - began, counted(answers.done - before, "line")
+        render.aside(f"{made} in {took:.1f} s | gen {tokens:,} tok · {tokens / took:,.0f} tok/s", invocation)
+
+
+def _ask(engine: Engine, form: Form, raw: bytes, number: int) -> _Asked:
+    """The request of a line. Raises KVError."""
+    line = Line.parse(raw, number, form)
+    settled = settle(engine, line.sampling)
+    return _Asked(number, line, engine.request(engine.new_sequence(), line.ids(engine, form), settled))

@@ -1,0 +1,138 @@
+"""A line of `kv run --batch`: what it may say, and what it asks of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import UsageError
+from kvcli.options import SampleOptions
+from kvcli.runtime.engine import sampling
+from kvcli.runtime.formats.boundedjson import load_object
+from kvcli.words import meant, near
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.engine import Engine
+
+ROLES = ("system", "user", "assistant")
+SAMPLING = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty"),
+    *("frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "seed", "stop"),
+    *("logit_bias", "ignore_eos", "loop_stop"),
+)
+KEYS = ("prompt", "messages", "id", *SAMPLING)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What holds for lines that do not say otherwise. `system`: the message before theirs; `raw`: prompts go without a
+    template, None = where the model has none; `special`: raw prompts may hold special tokens."""
+
+    system: str | None
+    raw: bool | None
+    special: bool
+    sampling: SampleOptions
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise UsageError("`raw` has no system message", "put it into the prompts, or leave it out")
+        if self.special and not self.raw:
+            raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, checked but for what a model says of it: either `prompt` or `messages`."""
+
+    id: str | int | None
+    prompt: str | None
+    messages: list[dict[str, str]]
+    sampling: SampleOptions
+
+    @classmethod
+    def parse(cls, raw: bytes, number: int, form: Form) -> Line:
+        """Raises UsageError; its `id` is that of the line as far as that is known."""
+        value = load_object(raw, f"line {number}", UsageError)
+        value = {key: each for key, each in value.items() if each is not None}
+        for key in value:
+            if key not in KEYS:
+                raise UsageError(f"`{key}` is no key of a line", meant(near(key, KEYS)) or f"keys: {', '.join(KEYS)}")
+        if ("prompt" in value) == ("messages" in value):
+            raise UsageError("a line has either `prompt` or `messages`")
+        prompt = _text(value, "prompt") if "prompt" in value else None
+        messages = _messages(value["messages"]) if "messages" in value else []
+        return cls(value_id(value), prompt, messages, _sampling(value, form.sampling))
+
+    def ids(self, engine: Engine, form: Form) -> list[int]:
+        """The whole prompt. Raises UsageError, and TemplateError."""
+        raw = form.raw or engine.template is None
+        if self.prompt is not None and raw:
+            if form.system is not None:
+                raise UsageError("a prompt without a chat template has no system message", "put it into the text")
+            return engine.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
+        if raw or engine.template is None:
+            raise UsageError("`messages` need a chat template", "give `prompt`, or --no-raw")
+        messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
+        if form.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": form.system}, *messages]
+        return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
+
+
+def value_id(value: dict[str, Any]) -> str | int | None:
+    """The `id` of a line. Raises UsageError."""
+    found = value.get("id")
+    if found is not None and (isinstance(found, bool) or not isinstance(found, (str, int))):
+        raise UsageError(f"`id` must be a text or a whole number, not {found!r}")
+    return found
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    found = value[key]
+    if not isinstance(found, str) or not found:
+        raise UsageError(f"`{key}` must be a text, and not empty")
+    return found
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    form = 'each is {"role": "user", "content": "..."}'
+    if not isinstance(value, list) or not value:
+        raise UsageError("`messages` must be a list of messages", form)
+    for each in value:
+        if not isinstance(each, dict) or set(each) != {"role", "content"} or not isinstance(each["content"], str):
+            raise UsageError("`messages` must have a role and a content each, and nothing else", form)
+        if each["role"] not in ROLES:
+            raise UsageError(f"the role of a message is one of {', '.join(ROLES)}, not {each['role']!r}")
+    return value
+
+
+def _sampling(value: dict[str, Any], default: SampleOptions) -> SampleOptions:
+    """The options with what a line says of them. Raises UsageError."""
+    said = {key: value[key] for key in SAMPLING if key in value}
+    most = said.get("max_tokens", 0)
+    if isinstance(most, bool) or not isinstance(most, int) or most < -1:
+        raise UsageError(f"`max_tokens` must be -1 (no limit), 0 or more, not {most!r}")
+    if "max_tokens" in said:
+        said["unattended"] = False
+    for key in ("ignore_eos", "loop_stop"):
+        if not isinstance(said.get(key, False), bool):
+            raise UsageError(f"`{key}` must be true or false, not {said[key]!r}")
+    if "stop" in said:
+        stops = [said["stop"]] if isinstance(said["stop"], str) else said["stop"]
+        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+            raise UsageError("`stop` must be a text or a list of texts, none of them empty")
+        said["stop"] = tuple(stops)
+    if "logit_bias" in said:
+        said["logit_bias"] = _logit_bias(said["logit_bias"])
+    options = replace(default, **said)
+    sampling.check(options)
+    return options
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    wrong = UsageError("`logit_bias` must be an object of token ids with a number each", 'such as {"15043": -1.5}')
+    if not isinstance(value, dict):
+        raise wrong
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit()) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise wrong
+    return {int(token): float(bias) for token, bias in value.items()}
