@@ -13,7 +13,7 @@ from kvcli.kernels.reference.store import store
 from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool, _Arena
-from kvcli.runtime.cache.sequence import Part, Sequence
+from kvcli.runtime.cache.sequence import Part, Sequence, chunk_end
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.engine.engine import Engine
 
@@ -37,7 +37,8 @@ def tiny_layout(window: int = WINDOW, size: int = SIZE) -> KVLayout:
 
 def chunks(start: int, end: int, ubatch: int, size: int = SIZE) -> Iterator[tuple[int, int]]:
     """As the engine cuts a prompt."""
-    return Engine.chunks(SimpleNamespace(layout=SimpleNamespace(page_size=size), ubatch=ubatch), start, end)
+    engine = SimpleNamespace(chunk_end=lambda start, end: chunk_end(start, end, ubatch, size))
+    return Engine.chunks(engine, start, end)  # type: ignore[arg-type]
 
 
 def rows(tokens: list[int], start: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -345,8 +345,7 @@ class Engine:
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Cut rows [start, end) into prefill steps."""
         while start < end:
-            stop = chunk_end(start, end, self.ubatch, self.layout.page_size)
-            yield start, stop
+            yield start, (stop := self.chunk_end(start, end))
             start = stop
 
     def chunk_end(self, start: int, end: int) -> int:
@@ -369,7 +368,6 @@ class Engine:
         return self._events(self.request(seq, prompt_ids, options, cancelled, history))
 
     def _events(self, request: Request) -> Iterator[Event]:
-        """Step after step of one request."""
         try:
             while not request.finished:
                 yield from self.step([request])[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvcli.errors import KVError, UsageError
+from kvcli.errors import ContextOverflow, KVError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.host.memory import CPU
@@ -55,6 +55,22 @@ class Terms:
         if mine == theirs:
             return length
         return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
+
+    def check_prompt(self, ids: list[int], history: bool) -> None:
+        """Raises UsageError for ids that are no prompt, ContextOverflow for more of them than the context has room for.
+        `history`: where old rows are evicted there may be."""
+        config, retention = self.setting.config, self.layout.retention
+        if not ids:
+            raise UsageError("the prompt is empty", "give at least one token of text")
+        if not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            raise UsageError(f"the prompt has token ids outside the vocabulary of {config.vocab_size:,}")
+        if len(ids) > self.ctx_size and not (history and retention):
+            over = len(ids) - self.ctx_size
+            larger = f" or use `ctx={len(ids)}` or more (trained: {config.context_length:,})"
+            raise ContextOverflow(
+                f"the prompt has {len(ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
+                f"shorten it{larger if self.could_hold(len(ids)) else ''}",
+            )
 
     @property
     def pool_bytes(self) -> int:
