@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from engines import PROMPT, run
+from promptfiles import IDENTITY, blocks, contents
 from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.userfile import UserFile
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +131,42 @@ def test_fewer_bits_do_not_become_more(tmp_path: Path, have: str, want: str) -> 
     assert end.usage.disk_tokens == 0 and end.ids == ask(engine, PROMPT, NOWHERE).ids
     assert len(told.lines) == 1 and f"its cache type {have} cannot become this run's" in told.lines[0]
     assert path.read_bytes() == before
+
+
+def _opened(path: Path, **more: object) -> UserFile:
+    file = UserFile(_named(path, **more))
+    try:
+        file.open(IDENTITY).close()
+    except FileNotFoundError:
+        pass
+    return file
+
+
+def _write(file: UserFile, tokens: list[int]) -> None:
+    part = contents(tokens)
+    file.write(part, iter(blocks(part)))
+
+
+def test_what_another_process_makes_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tokens, other = tmp_path / "x", list(range(40)), [7] * 50
+    one, two, forced = _opened(path), _opened(path), _opened(path, replace=True)
+    _write(one, tokens)
+    with pytest.raises(CacheFileError, match="another process has made"):
+        _write(two, other)
+    assert _tokens(path) == tokens
+    _write(two, tokens[:30])  # is all there
+    assert _tokens(path) == tokens
+    three = _opened(path)
+    _write(one, [*tokens, 1])
+    with pytest.raises(CacheFileError, match="another process has made"):
+        _write(three, [*tokens, 2])
+    assert _tokens(path) == [*tokens, 1]
+    _write(forced, other)
+    assert _tokens(path) == other and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+    def no_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", no_links)
+    _write(_opened(tmp_path / "y"), tokens)
+    assert _tokens(tmp_path / "y") == tokens

@@ -31,10 +31,17 @@ def nothing(point: str) -> None:
     """The `Checkpoint` of those who want none."""
 
 
-def write(path: Path, contents: Contents, blocks: Iterable[Any], checkpoint: Checkpoint = nothing) -> None:
+def write(
+    path: Path,
+    contents: Contents,
+    blocks: Iterable[Any],
+    checkpoint: Checkpoint = nothing,
+    place: Callable[[str, Path], None] = os.replace,
+) -> None:
     """Write a file in place of what is at `path`. `blocks`: a buffer for each of `contents.pages`, in that order.
 
-    `checkpoint(name)` is called between steps; what it raises ends the writing, and nothing is left. Raises OSError.
+    `checkpoint(name)` is called between steps; what it raises ends the writing, and nothing is left. `place` is called
+    with the name of the whole file and `path`. Raises OSError, and what `place` raises.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}{PART}", dir=path.parent)  # mode 0600
     try:
@@ -46,7 +53,7 @@ def write(path: Path, contents: Contents, blocks: Iterable[Any], checkpoint: Che
             checkpoint("written")
             os.fsync(file.fileno())
             checkpoint("flushed")
-            os.replace(temporary, path)
+            place(temporary, path)
         checkpoint("renamed")
         _flush_folder(path.parent)
     except BaseException:

@@ -32,12 +32,13 @@ class UserFile:
         self.asked = False
         self.converts = False  # it is of another cache type
         self._keep = False  # not ours to replace
+        self._found: os.stat_result | None = None  # what was there when it was opened, or written by this process
 
     def open(self, identity: Mapping[str, str]) -> PromptCacheFile:
         """The file, checked but for its pages. Raises FileNotFoundError if there is none, or none that is wanted, and
         CacheFileError."""
-        self.asked = True
-        if not os.path.lexists(self.path):
+        self.asked, self._found = True, self._there()
+        if self._found is None:
             if self.read_only:
                 raise CacheFileError(f"there is no prompt cache {self.path}", "kv cache build makes one")
             raise FileNotFoundError(self.path)
@@ -82,10 +83,52 @@ class UserFile:
         return goes_on and not self.read_only and not self._keep
 
     def write(self, contents: Contents, blocks: Iterator[Any]) -> None:
-        """Put a file there. Raises OSError."""
+        """Put a file there. Raises OSError, and CacheFileError where another process has put one there meanwhile that
+        does not have all of this."""
         remove_parts(self.path.parent, time.time(), self.path.name)
-        write(self.path, contents, blocks)
-        self.tokens = contents.tokens
+        try:
+            write(self.path, contents, blocks, place=self._place)
+        except FileExistsError:
+            if not self._has(contents):
+                raise CacheFileError(f"another process has made {self.path} meanwhile") from None
+        self._found, self.tokens = self._there(), contents.tokens
+
+    def _there(self) -> os.stat_result | None:
+        """What is there now, not followed; None = nothing."""
+        try:
+            return os.lstat(self.path)
+        except OSError:
+            return None
+
+    def _place(self, temporary: str, path: Path) -> None:
+        """Rename a file to `path`. Raises FileExistsError where something is there that was not found by `open`."""
+        there, found = self._there(), self._found
+        if not self.replaces and there is not None and (found is None or not _same(there, found)):
+            raise FileExistsError
+        if there is None and not self.replaces:
+            try:
+                os.link(temporary, path)  # of two processes one fails here
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links
+                os.replace(temporary, path)
+            else:
+                os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+
+    def _has(self, contents: Contents) -> bool:
+        """Whether the file that is there has all of these tokens, under the same identity."""
+        try:
+            with PromptCacheFile(self.path, contents.identity) as file:
+                return common_length(file.contents.tokens, contents.tokens) == len(contents.tokens)
+        except CacheFileError:
+            return False
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    """Whether this is the same file, unchanged."""
+    return os.path.samestat(one, other) and one.st_mtime_ns == other.st_mtime_ns
 
 
 def about(model: str, computed_on: str, losses: tuple[str, ...], seconds: float, exact: bool) -> dict[str, str]:

@@ -67,6 +67,8 @@ def build(
             raise CacheFileError(
                 f"{file} holds another prompt and is left as it is", "--force replaces it; or name another file"
             )
+    if result.end.unwritten:
+        raise CacheFileError(f"{file} is left as it is", "the line above says why")
     if json:
         size = file.stat().st_size
         render.print_json("cache build", {**report.result_object(result), "path": str(file), "size_bytes": size})
