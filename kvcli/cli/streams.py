@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import sys
@@ -175,6 +176,19 @@ def keys_wait() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGCONT, continued)
         give_back()
+
+
+def typed_so_far() -> str:
+    """What was typed at the terminal and not read yet: before `keys_wait`, so that Enter was made a newline. Here it
+    is Enter again."""
+    data = b""
+    with suppress(OSError, ValueError, AttributeError):  # no stdin, or we are in the background
+        descriptor = sys.stdin.fileno()
+        while os.isatty(descriptor) and os.tcgetpgrp(descriptor) == os.getpgrp():
+            if not select.select([descriptor], [], [], 0)[0] or not (block := os.read(descriptor, 1 << 12)):
+                break
+            data += block
+    return data.replace(b"\n", b"\r").replace(b"\0", b"").decode("utf-8", "surrogateescape")
 
 
 class OutputFile:

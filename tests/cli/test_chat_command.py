@@ -229,8 +229,8 @@ def talk(kv, monkeypatch):
         class Editor:
             interrupted_text = ""
 
-            def __init__(self, history, commands, ended):
-                assert "/help" in commands
+            def __init__(self, history, completer, ended, early):
+                assert "/help" in completer.commands
 
             def read(self, text):
                 kv.drafts.append(text)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from calling import Caller
@@ -46,8 +47,8 @@ def talk(kv, monkeypatch):
         class Editor:
             interrupted_text = ""
 
-            def __init__(self, history, commands, ended):
-                assert set(commands) == set(slash.NAMES)
+            def __init__(self, history, completer, ended, early):
+                assert set(completer.commands) == set(slash.NAMES)
 
             def read(self, text):
                 say.drafts.append(text)
@@ -64,6 +65,36 @@ def talk(kv, monkeypatch):
 
 
 # --- editing
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("/load ann", "kv chat --resume NAME"),
+        ("/model x", "kv chat -m MODEL"),
+        ("/new", "/clear begins a new conversation"),
+        ("/Reset", "/clear begins a new conversation"),
+        ("/show info", "/set shows the settings"),
+        ("/temperature 0.3", "/set temperature VALUE changes it"),
+        ("/temp 0.3", "/set temp VALUE changes it"),
+        ("/top-k 3", "/set top_k VALUE changes it"),
+        ("/udno", "did you mean /undo?"),
+        ("/usr/bin is a folder", "a line that begins with // is sent"),
+        ("/quit now", "/quit takes no argument"),
+        ("/undo 2", "/undo takes no argument"),
+    ],
+)
+def test_what_there_is_instead_is_said(kv, talk, line, hint):
+    outcome = talk(line, "first")
+    assert hint in outcome.err and outcome.out == "one\n"
+
+
+def test_what_may_come_behind_a_command(kv):
+    session = SimpleNamespace(branches=sessions.Branches())
+    assert "temperature" in slash.values(session, "/set") and "n" in slash.values(session, "/set")
+    assert slash.values(session, "/file") is slash.values(session, "/export") is None
+    assert list(slash.values(session, "/branch")) == ["main"] and "sink" in slash.values(session, "/evict")
+    assert list(slash.values(session, "/undo")) == list(slash.values(session, "/nonsense")) == []
 
 
 def test_help_names_every_command_and_how_to_write_several_lines(kv, talk):
@@ -260,12 +291,26 @@ def test_files_that_cannot_be_are_refused_at_once(kv, tmp_path):
     assert "no file goes" in chat(kv, "/file\n").err
 
 
+@pytest.mark.parametrize("typed", ["'my file.md'", '"my file.md"', "my\\ file.md", "my file.md", "~/my\\ file.md"])
+def test_names_of_files_are_taken_as_terminals_paste_them(kv, talk, tmp_path, monkeypatch, typed):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    talk("first", f"/export {typed}", f"/file {typed}", "second")
+    assert Path("my file.md").exists() and "user:# Chat with smollm2" in asked(kv)
+
+
+def test_a_name_with_quotes_in_it_is_that_name(kv, tmp_path):
+    Path("'a'").write_text("Alpha")
+    Path("it's").write_text("Beta")
+    assert chat(kv, "/file 'a'\n/file it's\nfirst\n").code == 0
+    assert asked(kv) == "user:Alpha\n\nBeta\n\nfirstassistant:"
+
+
 # --- settings
 
 
 def test_settings_are_shown_and_changed(kv):
     script = "/set temperature 0.2\n/set n 2k\n/set n\n/set n -1\n/set n 2\n"
-    script += "/set seed 5\n/set stop XY\n/set\nfirst\n/set temp default\n/set temp\n"
+    script += "/set seed=5\n/set stop XY\n/set\nfirst\n/set temp default\n/set temp\n"
     outcome = chat(kv, script, "--top-k", "7")
     assert outcome.code == 0 and outcome.out == "on\n" and "n: 2048\n" in outcome.err
     options = kv.engine.calls[0][1]
@@ -288,6 +333,10 @@ def test_settings_are_shown_and_changed(kv):
         ("/set n -3", "n must be a number of tokens, not '-3'"),
         ("/set ignore_eos maybe", "on or off"),
         ("/set logit_bias 3", "there is no setting"),
+        ("/set parameter temperature 0.3", "without that word: /set temperature 0.3"),
+        ("/set system Be brief", "/system TEXT"),
+        ("/set tempreature 1", "did you mean temperature?"),
+        ("/set num_ctx 8192", "/ctx N"),
     ],
 )
 def test_wrong_settings_change_nothing(kv, talk, line, hint):

@@ -20,14 +20,23 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from kvcli.cli.commands.chat import lineeditor
-from kvcli.cli.commands.chat.lineeditor import FileHistory, LineEditor, continuation, open_history, unquote
+from kvcli.cli.commands.chat.lineeditor import (
+    CommandCompleter,
+    FileHistory,
+    LineEditor,
+    continuation,
+    open_history,
+    unquote,
+)
 
 
-def typed(*keys: str, history=None) -> list[str]:
-    """The messages that these keys send before Ctrl-D; a pause between the arguments."""
+def typed(*keys: str, history=None, early: str = "") -> list[str]:
+    """The messages that these keys send before Ctrl-D; a pause between the arguments. `early`: see `LineEditor`."""
     messages = []
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        editor = LineEditor(history or InMemoryHistory(), ["/help", "/exit"])
+        words = {"/set": ["temperature", "top_k"], "/file": None}
+        completer = CommandCompleter(["/help", "/set", "/file"], lambda command: words.get(command, ()))
+        editor = LineEditor(history or InMemoryHistory(), completer, early=early)
 
         def type_all() -> None:
             for part in (*keys, "\x04"):
@@ -87,11 +96,28 @@ def test_keys(keys, messages):
 def test_text_that_was_put_back_is_sent_replaced_or_changed(keys, message):
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         pipe.send_text(keys)
-        assert LineEditor(InMemoryHistory(), []).read("go on") == message
+        assert LineEditor(InMemoryHistory()).read("go on") == message
 
 
-def test_tab_completes_commands():
-    assert typed("/he\t", "\r") == ["/help"]
+def test_tab_completes_commands_and_what_comes_behind_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "my letter.txt").write_text("")
+    for begun, whole in (
+        ("/he", "/help"),
+        ("/set te", "/set temperature"),
+        ("/set x", "/set x"),
+        ("/file do", "/file docs"),
+        ("/file docs/my", "/file docs/my letter.txt"),
+        ("/help te", "/help te"),
+        ("say /set te", "say /set te"),
+    ):
+        assert typed(begun + "\t", "\r") == [whole]
+
+
+def test_what_was_typed_before_the_prompt_is_lines_of_their_own():
+    assert typed("three\r", early="one\r/help\rtw") == ["one", "/help", "twthree"]
+    assert typed("\r", early="\x1b[200~a\rb\x1b[201~é") == ["a\nbé"]
 
 
 def test_up_brings_the_last_message_back():
@@ -140,7 +166,7 @@ def test_history_can_be_forbidden_or_impossible(tmp_path, monkeypatch):
 
 def test_the_editor_begins_with_a_text():
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        editor = LineEditor(InMemoryHistory(), [])
+        editor = LineEditor(InMemoryHistory())
         pipe.send_text("\x05!\rtwo\r")
         assert [editor.read("one"), editor.read()] == ["one!", "two"]
 
@@ -163,7 +189,7 @@ def test_a_signal_ends_the_prompt_and_the_handlers_are_as_before(number):
 
     try:
         with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-            editor = LineEditor(InMemoryHistory(), [])
+            editor = LineEditor(InMemoryHistory())
             sender = threading.Thread(target=send_signal)
             sender.start()
             with pytest.raises(SystemExit) as ended:
@@ -178,10 +204,10 @@ def test_a_signal_ends_the_prompt_and_the_handlers_are_as_before(number):
 def test_a_signal_that_came_before_the_prompt_ends_it():
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         with pytest.raises(SystemExit) as ended:
-            LineEditor(InMemoryHistory(), [], lambda: 143).read()
+            LineEditor(InMemoryHistory(), ended=lambda: 143).read()
         assert ended.value.code == 143
         pipe.send_text("one\r")
-        assert LineEditor(InMemoryHistory(), [], lambda: 130).read() == "one", "a Ctrl-C ends an answer only"
+        assert LineEditor(InMemoryHistory(), ended=lambda: 130).read() == "one", "a Ctrl-C ends an answer only"
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
@@ -191,7 +217,7 @@ def test_a_terminal_that_goes_away_ends_the_process_silently(how, term):
     code = (
         "import sys; from prompt_toolkit.history import InMemoryHistory\n"
         "from kvcli.cli.commands.chat.lineeditor import LineEditor\n"
-        "editor = LineEditor(InMemoryHistory(), [])\n"
+        "editor = LineEditor(InMemoryHistory())\n"
         "try: print(editor.read('draft'))\n"
         "finally: open(sys.argv[1], 'w').write('tidied up')\n"
     )

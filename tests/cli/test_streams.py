@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import signal
 import sys
 import termios
@@ -101,6 +102,23 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path):
     path.chmod(0o400)
     with pytest.raises(OutputError, match="no permission"):
         OutputFile(str(path))
+
+
+def test_what_was_typed_before_keys_wait_has_its_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: os.getpgrp())
+        os.write(controller, "é\rtwo\rthr".encode())
+        assert select.select([terminal], [], [], 10)[0]
+        with streams.keys_wait():
+            assert streams.typed_so_far() == "é\rtwo\rthr" and streams.typed_so_far() == ""
+            monkeypatch.setattr(os, "tcgetpgrp", lambda descriptor: -1)
+            os.write(controller, b"x")
+            assert streams.typed_so_far() == "", "another process has the terminal"
+    os.close(controller)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert streams.typed_so_far() == ""
 
 
 def test_keys_wait_at_a_terminal_and_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,10 +135,8 @@ def test_fewer_bits_do_not_become_more(tmp_path: Path, have: str, want: str) -> 
 
 def _opened(path: Path, **more: object) -> UserFile:
     file = UserFile(_named(path, **more))
-    try:
+    with suppress(FileNotFoundError):
         file.open(IDENTITY).close()
-    except FileNotFoundError:
-        pass
     return file
 
 

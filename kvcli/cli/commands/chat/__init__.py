@@ -32,7 +32,7 @@ from kvcli.cli.inputs import decode, drop_mark
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.sinks import TextSink
-from kvcli.cli.streams import TextOut, keys_wait, say, wrapped, write_err
+from kvcli.cli.streams import TextOut, keys_wait, say, typed_so_far, wrapped, write_err
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.runtime.promptcache import sessions
 from kvcli.words import counted
@@ -85,6 +85,7 @@ def chat(
     keys = nullcontext(lambda: None) if flags.script else keys_wait()
     with keys as give_back, Interrupts(partial(_leave, give_back), insist=flags.script) as interrupts:
         flags.check()
+        early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
         evict_options = evict.options(cache.page_size)
         cache_options, name = cache.options(evict_options), flags.session_name()
@@ -110,7 +111,7 @@ def chat(
                 if flags.script:
                     _follow(session, b"\0" if flags.null else b"\n")
                 else:
-                    _talk(session, invocation, flags.no_history)
+                    _talk(session, invocation, flags.no_history, early)
 
 
 def _refuse_options(ctx: typer.Context) -> None:
@@ -221,12 +222,14 @@ def read_messages(end: bytes) -> Iterator[str]:
         yield text if number else drop_mark(text)
 
 
-def _talk(session: ChatSession, invocation: Invocation, no_history: bool) -> None:
-    """Read and handle lines until Ctrl-D or /exit; errors are told and the conversation goes on."""
+def _talk(session: ChatSession, invocation: Invocation, no_history: bool, early: str) -> None:
+    """Read and handle lines until Ctrl-D or /exit; errors are told and the conversation goes on. `early`: what was
+    typed before there was a prompt."""
     from kvcli.cli.commands.chat import lineeditor
 
     history = lineeditor.open_history(partial(render.warn, invocation=invocation), no_history)
-    editor = lineeditor.LineEditor(history, slash.NAMES, lambda: session.interrupts.code)
+    completer = lineeditor.CommandCompleter(slash.NAMES, partial(slash.values, session))
+    editor = lineeditor.LineEditor(history, completer, lambda: session.interrupts.code, early)
     explained = False
     while True:
         session.after_signal()

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app_or_none
-from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, DummyCompleter, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import shift_selection_mode
 from prompt_toolkit.history import History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
 from kvcli import paths
@@ -35,19 +38,30 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 class LineEditor:
     """Reads one message after another from the terminal."""
 
-    def __init__(self, history: History, commands: Iterable[str], ended: Callable[[], int] = lambda: 0) -> None:
-        """`ended`: the exit code of a signal that came before there was a prompt to end, 0 = none."""
+    def __init__(
+        self,
+        history: History,
+        completer: Completer | None = None,
+        ended: Callable[[], int] = lambda: 0,
+        early: str = "",
+    ) -> None:
+        """`ended`: the exit code of a signal that came before there was a prompt to end, 0 = none. `early`: keys that
+        were pressed before."""
         self._ended = ended
         self._session: PromptSession[str] = PromptSession(
             history=history,
             multiline=True,
             key_bindings=_keys(),
-            completer=WordCompleter(list(commands), sentence=True),
+            completer=completer or DummyCompleter(),
             complete_while_typing=False,
             enable_open_in_editor=True,
             enable_suspend=True,
             prompt_continuation=continuation,
         )
+        keys: list[KeyPress] = []
+        parser = Vt100Parser(keys.append)
+        parser.feed_and_flush(early)
+        store_typeahead(self._session.app.input, keys)
 
     def read(self, text: str = "") -> str:
         """The next message; `text` stands there already, selected: Enter sends it, what is typed or pasted replaces it,
@@ -66,6 +80,23 @@ class LineEditor:
     def interrupted_text(self) -> str:
         """What stood on the line when Ctrl-C was pressed."""
         return self._session.default_buffer.text
+
+
+class CommandCompleter(Completer):
+    """Completes commands, and what comes behind them: `values(command)` gives the words, None = names of files."""
+
+    def __init__(self, commands: Iterable[str], values: Callable[[str], Iterable[str] | None]) -> None:
+        self.commands, self.values = list(commands), values
+        self._files = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        command, space, begun = document.text_before_cursor.partition(" ")
+        words = self.values(command) if space else self.commands
+        if words is None:
+            yield from self._files.get_completions(Document(begun), event)
+            return
+        begun = begun if space else command
+        yield from (Completion(word, -len(begun)) for word in words if word.startswith(begun))
 
 
 def continuation(width: int, line: int, wraps: int) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli.cli.answer import Job, answer, cache_facts, settle
 from kvcli.cli.commands.chat.totals import Totals
 from kvcli.cli.commands.chat.transcript import first_words
+from kvcli.cli.commands.chat.typedpath import path_of
 from kvcli.cli.inputs import read_file
 from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.cli.report import CacheFacts, Result, stats_line
@@ -128,8 +129,9 @@ class ChatSession:
                 self.files, self.draft = files, text
 
     def attach(self, name: str) -> File:
-        """Put a file in front of the next message. Raises UsageError, InputBytesError, and ContextOverflow for one
-        that no message could have."""
+        """Put a file in front of the next message; `name` as it was typed. Raises UsageError, InputBytesError, and
+        ContextOverflow for one that no message could have."""
+        name = path_of(name)
         file = self._file(name, self._read(name))
         limit = self.engine.ctx_size
         free = limit - sum(other.tokens for other in self.files)

@@ -6,11 +6,15 @@ import dataclasses
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from kvcli.cli.commands.chat import hints
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.errors import UsageError
 from kvcli.options import SampleOptions
 
-OTHER_NAMES = {"n": "max_tokens", "predict": "max_tokens", "n_predict": "max_tokens", "temp": "temperature"}
+OTHER_NAMES = {
+    "n": "max_tokens", "predict": "max_tokens", "n_predict": "max_tokens", "num_predict": "max_tokens",
+    "temp": "temperature", "repetition_penalty": "repeat_penalty",
+}  # fmt: skip
 SHOWN_AS = {"max_tokens": "n"}
 NOT_SET = ("sequence", "unattended", "logit_bias")  # two follow from others, the last is a table
 DEFAULT = "default"
@@ -30,8 +34,22 @@ def name_of(word: str) -> str:
     word = word.lstrip("-").replace("-", "_").lower()
     name = OTHER_NAMES.get(word, word)
     if name not in _kinds():
-        raise UsageError(f"there is no setting '{word}'", f"settings: {', '.join(map(shown_as, _kinds()))}")
+        hint = hints.of_setting(word, names()) or f"settings: {', '.join(names())}"
+        raise UsageError(f"there is no setting '{word}'", hint)
     return name
+
+
+def names() -> list[str]:
+    """Every setting, as it is shown."""
+    return [shown_as(name) for name in _kinds()]
+
+
+def parted(argument: str) -> tuple[str, str]:
+    """Name and value of KEY VALUE, or KEY=VALUE; "" where there is none."""
+    word, space, value = argument.partition(" ")
+    if not space and "=" in word:
+        word, _, value = word.partition("=")
+    return word, value
 
 
 def shown_as(name: str) -> str:

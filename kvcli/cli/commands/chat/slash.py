@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvcli.cli.answer import settle
-from kvcli.cli.commands.chat import settings, transcript
+from kvcli.cli.commands.chat import hints, settings, transcript
 from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.report import full_stats
@@ -63,22 +63,35 @@ class Command:
     text: str
     run: Callable[[ChatSession, str], None]
     other_names: tuple[str, ...] = ()
+    values: Callable[[ChatSession], Iterable[str] | None] = lambda session: ()  # of the argument; None = files
 
 
 def _obey(session: ChatSession, line: str) -> bool:
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
-    if name in LEAVING:
-        return False
-    command = next((c for c in COMMANDS if name == c.name or name in c.other_names), None)
+    command = _command(name)
+    if command is None and name not in LEAVING:
+        raise UsageError(
+            f"unknown command {name}", hints.of_command(name, NAMES, (*settings.names(), *settings.OTHER_NAMES))
+        )
+    if argument and (command is None or not command.argument):
+        raise UsageError(f"{name} takes no argument", hints.TO_SEND)
     if command is None:
-        raise UsageError(f"unknown command {name}", "/help lists the commands; //text sends a slash")
-    if argument and not command.argument:
-        raise UsageError(f"{name} takes no argument")
+        return False
     if not argument and command.argument and not command.argument.startswith("["):
         raise UsageError(f"{name} needs {command.argument}", f"{name} {command.argument}: {command.text}")
     command.run(session, argument)
     return True
+
+
+def _command(name: str) -> Command | None:
+    return next((c for c in COMMANDS if name == c.name or name in c.other_names), None)
+
+
+def values(session: ChatSession, name: str) -> Iterable[str] | None:
+    """What may stand behind a command; None = names of files."""
+    command = _command(name)
+    return () if command is None else command.values(session)
 
 
 def _help(session: ChatSession, argument: str) -> None:
@@ -133,7 +146,7 @@ def _system(session: ChatSession, text: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    word, _, value = argument.partition(" ")
+    word, value = settings.parted(argument)
     name = settings.name_of(word) if word else ""
     if value:
         sampling = settings.changed(session.sampling, name, value.strip())
@@ -226,14 +239,32 @@ COMMANDS = (
     Command("/regen", "", "another answer to the last message", lambda s, _: s.regenerate(), ("/retry",)),
     Command("/undo", "", "take the last turn back, to change its text", _undo),
     Command("/clear", "", "a new conversation; the old one becomes a branch", _clear),
-    Command("/file", "[PATH]", "put a file in front of the next message", _file),
+    Command("/file", "[PATH]", "put a file in front of the next message", _file, values=lambda s: None),
     Command("/system", "[TEXT]", "show or replace the system message", _system),
-    Command("/set", "[KEY VALUE]", "show or change temperature, top_k, n, seed, ...", _set),
-    Command("/branch", "[NAME]", "list branches; begin one here, or go on in one", _branch),
+    Command(
+        "/set",
+        "[KEY VALUE]",
+        "show or change temperature, top_k, n, seed, ...",
+        _set,
+        values=lambda s: settings.names(),
+    ),
+    Command(
+        "/branch",
+        "[NAME]",
+        "list branches; begin one here, or go on in one",
+        _branch,
+        values=lambda s: sorted({s.branches.branch, *s.branches.states}),
+    ),
     Command("/save", "[NAME]", "save the chat after every turn, under this name", _save),
-    Command("/export", "FILE", "write the conversation to a new file, .md or .json", _export),
+    Command("/export", "FILE", "write the conversation to a new file, .md or .json", _export, values=lambda s: None),
     Command("/ctx", "[N]", "how full the context is; another size for it", _ctx),
-    Command("/evict", "[POLICY]", "sink, window or none: forget old text when it is full", _evict),
+    Command(
+        "/evict",
+        "[POLICY]",
+        "sink, window or none: forget old text when it is full",
+        _evict,
+        values=lambda s: ("none", "sink", "window"),
+    ),
     Command("/stats", "", "the last answer and the session in figures", _stats),
 )
 LEAVING = ("/exit", "/quit", "/bye")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.cli import jsonobjects
+from kvcli.cli.commands.chat.typedpath import path_of
 from kvcli.cli.streams import neutralise
 from kvcli.errors import OutputError, UsageError
 from kvcli.runtime.promptcache.attachments import Attachments
@@ -80,8 +81,9 @@ def as_object(messages: Messages, model: str, session: str = "", branch: str = "
 
 
 def export(name: str, messages: Messages, model: str, session: str = "", branch: str = "") -> Path:
-    """Write a file, .json or .md, that is not there yet. Raises UsageError, OutputError."""
-    path = Path(name).expanduser()
+    """Write a file, .json or .md, that is not there yet; `name` as it was typed. Raises UsageError, OutputError."""
+    name = path_of(name)
+    path = Path(name)
     if path.suffix not in (".md", ".json"):
         raise UsageError(f"{name} ends neither in .md nor in .json", "Markdown is to be read, JSON for programs")
     if path.suffix == ".md":
