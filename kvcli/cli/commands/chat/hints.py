@@ -8,7 +8,7 @@ from kvcli.words import meant, near
 
 TO_SEND = "a line that begins with // is sent as a message, without the first /"
 _COMMANDS = {
-    "load open resume continue session sessions": "kv chat --resume NAME goes on with a saved chat, kv chat ls lists all",
+    "load open resume continue session sessions": "kv chat --resume NAME goes on with a chat of kv chat ls",
     "model models": "kv chat -m MODEL --resume NAME goes on with another model, kv models ls lists models",
     "new reset restart start forget": "/clear begins a new conversation",
     "show info status": "/set shows the settings, /system the system message, /ctx how full the context is",
