@@ -24,6 +24,13 @@ def human_count(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def human_time(seconds: float) -> str:
+    """'20 s', '5 min', '3 h', '6 d', rounded."""
+    seconds = max(0.0, seconds)
+    units = (("d", 86400), ("h", 3600), ("min", 60))
+    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
+
+
 def counted(number: int, noun: str) -> str:
     """1 token, 2 tokens."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -89,6 +90,16 @@ def test_json_has_a_model_once_and_all_of_an_entry(root: Path, kv_here: KvHere) 
     decode = engine_of("llama").tokenizer.decode
     assert document["begins"] == " ".join(decode(PROMPT[3:67]).split())
     assert question["begins"] == " ".join(decode([*PROMPT[96:100], 5, 6, 7]).split())
+
+
+def test_models_are_named_as_other_commands_take_them() -> None:
+    def named(title: str) -> tuple[str | None, str | None]:
+        contents = SimpleNamespace(about={"model": title}, identity={"model_config": "{}"})
+        found = cachefiles.Described(Path("x"), 1, 0.0, contents).model_json()  # type: ignore[arg-type]
+        return found["model"], found["model_title"]
+
+    assert named("SmolLM2 135M Instruct") == ("smollm2", "SmolLM2 135M Instruct")
+    assert named("Something else") == (None, "Something else")
 
 
 def test_show_begins_with_the_text(root: Path, kv_here: KvHere) -> None:

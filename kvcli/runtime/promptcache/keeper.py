@@ -16,7 +16,7 @@ from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.store import Limits, PromptStore
 from kvcli.runtime.promptcache.writer import CacheWriter
-from kvcli.words import human_bytes
+from kvcli.words import human_bytes, human_time
 
 PATIENCE_S = 1.0  # an exit is delayed by more only after a word
 
@@ -68,8 +68,8 @@ class Keeper:
     def announce(self, store: PromptStore) -> None:
         """Say what the store is, where this is its first file."""
         if not store.root.exists():
-            room, days = human_bytes(self.options.max_bytes), self.options.ttl_s / 86400
+            room, time = human_bytes(self.options.max_bytes), human_time(self.options.ttl_s)
             self.tell.announce(
-                f"long prompts, their text included, are kept in {store.root}, at most {room} for {days:.3g} days, and"
+                f"long prompts, their text included, are kept in {store.root}, at most {room} for {time}, and"
                 " need not be computed again; --no-cache turns that off"
             )

@@ -14,10 +14,9 @@ from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_f
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.words import human_bytes
+from kvcli.words import human_bytes, human_time
 
 HEADERS = ("id", "model", "tokens", "cache", "size", "used", "expires", "prompt")
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _HASHES = ("weights", "tokenizer", "template")
 
 
@@ -58,13 +57,7 @@ def ls(
 def _row(file: Described, ttl_s: float) -> list[str]:
     left_s = max(0.0, file.used_at + ttl_s - time.time())
     cells = [cachefiles.id_of(file.path), file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
-    return [*cells, f"{_duration(time.time() - file.used_at)} ago", f"in {_duration(left_s)}", file.prompt]
-
-
-def _duration(seconds: float) -> str:
-    """'5 min', '3 h', '6 d'."""
-    seconds = max(0.0, seconds)
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:.0f} s")
+    return [*cells, f"{human_time(time.time() - file.used_at)} ago", f"in {human_time(left_s)}", file.prompt]
 
 
 def show(

@@ -198,10 +198,14 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
 
 
 def _follow(session: ChatSession, end: bytes) -> None:
-    """Handle the messages of stdin; the first error ends the script with its exit code."""
-    for message in read_messages(end):
-        if not slash.handle(session, message):
-            return
+    """Handle the messages of stdin; the first error, which names its message, ends the script with its exit code."""
+    for number, message in enumerate(read_messages(end), 1):
+        try:
+            if not slash.handle(session, message):
+                return
+        except KVError as error:
+            error.message = f"message {number}: {error.message}"
+            raise
 
 
 def read_messages(end: bytes) -> Iterator[str]:

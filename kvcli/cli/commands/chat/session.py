@@ -330,9 +330,11 @@ class ChatSession:
         settled, told = evict, len(self.engine.notices)
         limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
         if n_tokens > limit + 1 and not eviction.policy(evict.policy).evicts:  # the token that fills it up has no row
+            shorter = limit < self.engine.ctx_size
+            holds = f"/ctx {n_tokens} or more holds it" if shorter else self._larger(n_tokens)
             raise UsageError(
                 f"the conversation has {n_tokens:,} tokens, more than a context of {limit:,} holds",
-                f"{self._larger(n_tokens)}, /evict sink keeps the newest text only",
+                f"{holds}, /evict sink keeps the newest text only",
             )
         if evict.keep == eviction.WHOLE_PROMPT:
             settled = replace(evict, keep=self.conversation.system_tokens())
