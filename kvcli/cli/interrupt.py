@@ -23,6 +23,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CODES = tuple(128 + number for number in SIGNALS)  # exit codes of processes that they ended
 
 
+def say_nothing(code: int) -> None:
+    """For `on_leave`, where nobody expects anything."""
+
+
 class Interrupts:
     """Context manager that owns their handlers. A signal that the parent had ignored stays ignored.
 
@@ -31,7 +35,7 @@ class Interrupts:
     two seconds of the first exits at once while finishing, with `insist`, and is of no account while unwinding.
     """
 
-    def __init__(self, on_leave: Callable[[int], None] = lambda code: None, insist: bool = True) -> None:
+    def __init__(self, on_leave: Callable[[int], None] = say_nothing, insist: bool = True) -> None:
         self.stage = LEAVE
         self.code = 0
         self.on_leave, self.insist = on_leave, insist

@@ -65,13 +65,15 @@ _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 def main() -> NoReturn:
     """Run `kv` with the arguments of the process and exit."""
-    from kvcli.cli.interrupt import LEAVE, Interrupts
+    from kvcli.cli.interrupt import LEAVE, Interrupts, last_words, say_nothing
 
-    interrupts = Interrupts()
+    args = sys.argv[1:]
+    told = (lambda code: last_words(code, as_json=True)) if _asks_for_json(args) else say_nothing
+    interrupts = Interrupts(told)
     interrupts.install()  # for good: a signal while Python shuts down is silent, too
     _prepare_process()
-    code = run_command(sys.argv[1:], interrupts)
-    interrupts.stage = LEAVE
+    code = run_command(args, interrupts)
+    interrupts.stage, interrupts.on_leave = LEAVE, say_nothing
     if code == EXIT_BROKEN_PIPE:
         _die_of_broken_pipe()
     sys.exit(code)
@@ -214,7 +216,8 @@ def _report(error: BaseException, args: list[str], invocation: Invocation | None
 
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
-        if code in interrupt.CODES and invocation and invocation.json and not invocation.answered:
+        as_json = invocation and not invocation.answered and (invocation.json or _asks_for_json(args))
+        if code in interrupt.CODES and as_json:
             interrupt.last_words(code, as_json=True)
         return code if isinstance(code, int) else int(code is not None)
     if isinstance(error, BrokenPipeError):
@@ -273,8 +276,11 @@ def _tells_json(error: KVError, args: list[str], invocation: Invocation | None) 
     """Whether an error is told as JSON; one in the command line itself comes before any option was noted."""
     if invocation and invocation.json:
         return not invocation.answered
-    if not isinstance(error, UsageError):
-        return False
+    return isinstance(error, UsageError) and _asks_for_json(args)
+
+
+def _asks_for_json(args: list[str]) -> bool:
+    """Whether the words, of which no option was noted yet, have one that asks for JSON."""
     words = args[: args.index("--")] if "--" in args else args
     return any(word in ("--json", "--jsonl", "--stream-json") for word in words)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
+from conftest import PACKAGE_ROOT
 
 from kvcli.cli.interrupt import FINISH, LEAVE, UNWIND, Interrupts
 
@@ -63,6 +67,22 @@ def test_a_second_signal_does_not_disturb_what_the_first_one_began(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         interrupts.stage = UNWIND  # the answer at a terminal ended meanwhile
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("begun", ("_meant", "_command"))  # before the command is imported, and in the middle of that
+@pytest.mark.parametrize("words", (["run", "--json", "hi"], ["run", "hi", "--", "--json"]))
+def test_a_signal_at_the_start_is_told_where_json_is_asked_for(begun, words):
+    code = (
+        "import os, signal, sys; from kvcli.cli import main\n"
+        f"main.{begun} = lambda args: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"sys.argv = {['kv', *words]!r}; main.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE_ROOT, capture_output=True, text=True)
+    assert ended.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and ended.stderr == ""
+    if "--" in words:
+        assert ended.stdout == ""
+    else:
+        assert json.loads(ended.stdout)["error"]["message"] == "terminated"
 
 
 def test_an_ignored_signal_stays_ignored():

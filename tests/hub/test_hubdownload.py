@@ -475,5 +475,5 @@ def test_nothing_to_remove(world: dict[str, str], kv_here: KvHere) -> None:
     for name in ("toy", REPO):
         with pytest.raises(ModelError, match="is not downloaded"):
             inventory.removable(name)
-    assert kv_here("models", "rm", "-y", "--all") == (0, "", "")
+    assert kv_here("models", "rm", "-y", "--all") == (0, "", "kv: there is nothing to remove\n")
     assert kv_here("models", "rm")[0] == kv_here("models", "rm", "--all", "toy")[0] == 2

