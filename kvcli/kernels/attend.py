@@ -1,8 +1,8 @@
 """`attend` on a CPU, and `AttentionLayer`, which says what one layer's attention is on every backend.
 
-Whatever a cache asks for is done here, in this order: norms of heads, RoPE, second queries for rows that are kept
-before evicted ones, rotation into the basis of a quantized cache and back, storing, sealing, and the scores of the mean
-that sealed keys lack.
+All that a layer does with its cache is done here: biases and norms of heads, RoPE, second queries for rows that are
+kept before evicted ones, rotation into the basis of a quantized cache and back, storing, sealing, and the scores of the
+mean that sealed keys lack.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class AttentionLayer:
     """One layer's attention, without its projections and its cache.
 
     `scale` multiplies q.k; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window`: the rows that a query sees,
-    its own included, 0 = all. `q_norm`, `k_norm`: weights of an RMS norm over each head, float32 [dim_k], or None;
+    its own included, 0 = all. `bias` float32 [(heads + kv_heads) * dim_k + kv_heads * dim_v] or None is added to the
+    projections. `q_norm`, `k_norm`: weights of an RMS norm over each head, float32 [dim_k], or None;
     `eps` is added to its mean.
     `seal(kv, start, end)` encodes what leaves the 16-bit tail of a cache as its rows [start, end), just stored, come,
     and returns the angles of the mean that sealed keys lack, None where they lack none or there is no RoPE.
@@ -52,6 +53,7 @@ class AttentionLayer:
     rope: Rope | None = None
     window: int = 0
     softcap: float = 0.0
+    bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
@@ -77,6 +79,8 @@ def attend(ops: Operations, qkv: torch.Tensor, kv: PagedKV, start: int, layer: A
     qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v], changed -> float32 [T, heads * dim_v].
     """
     t, r = qkv.shape[0], kv.record
+    if layer.bias is not None:
+        qkv += layer.bias
     n_q, n_k = layer.heads * r.dim_k, r.kv_heads * r.dim_k
     q = qkv[:, :n_q].view(t, layer.heads, r.dim_k)  # rows of a wider matrix
     k = qkv[:, n_q : n_q + n_k].view(t, r.kv_heads, r.dim_k)

@@ -48,13 +48,14 @@ class Block:
     """How the layers of an architecture are put together, beyond their sizes.
 
     Each is attention and then a gated feed-forward part, with an RMS norm before either. `activation` of the gates is
-    "silu" or "gelu" (tanh form). `qk_norm`: an RMS norm over each head of q and k. `post_norms`: an RMS norm over what
-    either part adds to the residual stream. `rope_pairs`: in files the rows of q and k that RoPE turns together are
-    neighbours; else they are half a head apart, as everywhere in kv. `rope_factors`: a file may have factors that
-    divide the frequencies of RoPE.
+    "silu" or "gelu" (tanh form). `qkv_bias`: vectors are added to q, k and v. `qk_norm`: an RMS norm over each head of
+    q and k. `post_norms`: an RMS norm over what either part adds to the residual stream. `rope_pairs`: in files the
+    rows of q and k that RoPE turns together are neighbours; else they are half a head apart, as everywhere in kv.
+    `rope_factors`: a file may have factors that divide the frequencies of RoPE.
     """
 
     activation: str = "silu"
+    qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
     rope_pairs: bool = False

@@ -33,14 +33,15 @@ def _one_thread():
 class Layer:
     """One layer of a sequence on a backend."""
 
-    def __init__(self, ops: Backend, where: KVLayout, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, ops: Backend, where: KVLayout, *weights: torch.Tensor) -> None:
         self.ops = ops
         self.seq = Sequence(SmallPool(where, device=ops.device))
         rope = RopeTable(RopeConfig(10000.0, DIM))
-        q_norm, k_norm = (x.to(ops.device) for x in norms)
+        bias, q_norm, k_norm = (x.to(ops.device) for x in weights)
         self.how = AttentionLayer(
-            HEADS, DIM**-0.5, rope, q_norm=q_norm, k_norm=k_norm, eps=1e-6, seal=partial(seal_step, ops, rope)
-        )
+            HEADS, DIM**-0.5, rope, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
+            seal=partial(seal_step, ops, rope),
+        )  # fmt: skip
 
     def step(self, qkv: torch.Tensor) -> torch.Tensor:
         part = self.seq.reserve([0] * len(qkv))
@@ -63,12 +64,14 @@ def test_backends_agree(types: tuple[str, str], retention: Retention | None, mor
     """Across a first page that fills inside a step, which fixes the mean of keys, or at its end; and beyond windows."""
     where = layout(types, (DIM, DIM), KV_HEADS, SIZE, **more).evicting(retention)
     generator = torch.manual_seed(5)
-    norms = tuple(1 + 0.2 * torch.randn(DIM, generator=generator) for _ in range(2))
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    weights = [1 + 0.2 * torch.randn(n, generator=generator) for n in (width, DIM, DIM)]
     theirs, ours = (
-        Layer(ops, where, norms) for ops in (OPS, GpuBackend(torch.device(DEVICE)) if name == "gpu" else backend(name))
+        Layer(ops, where, *weights)
+        for ops in (OPS, GpuBackend(torch.device(DEVICE)) if name == "gpu" else backend(name))
     )
     for t in (10, 5, 1, 1, 20):
-        qkv = torch.randn(t, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
+        qkv = torch.randn(t, width, generator=generator)
         expected, found = theirs.step(qkv), ours.step(qkv)
         assert error(found, expected) < (4e-3 if name == "gpu" else 1e-3), theirs.seq.length
     assert ours.seq.bases[0][0].known == theirs.seq.bases[0][0].known == (types != ("f16", "f16"))

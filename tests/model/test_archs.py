@@ -20,7 +20,7 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import ARCHITECTURES, RUNNABLE, from_gguf
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.rope import RopeTable
-from kvcli.runtime.model.weights import Weights, half_split_rows
+from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
 
 LENGTH = 90  # pages of 16, several windows of 20
 IDS = torch.randint(3, 370, (LENGTH,), generator=torch.manual_seed(3)).tolist()
@@ -107,6 +107,8 @@ def test_llama_rows_are_reordered_so_that_halves_rotate_as_pairs_did(type: str, 
     expected, found = (torch.einsum("qhd,khd->hqk", y, y) for y in (turned, halves))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert (split.rows, split.cols, split.nbytes) == (w.rows, w.cols, w.nbytes)
+    order = half_split(torch.arange(heads * dim), heads, rope_dim)  # of a bias
+    assert torch.equal(w.blocks[order], split.blocks)
 
 
 def test_rope_angles_stay_right_at_large_positions():

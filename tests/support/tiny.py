@@ -220,7 +220,7 @@ def _tensors(variant: Variant, model: Any, heads: tuple[int, int]) -> list[tuple
             weight = _interleaved(weight, heads[1])
         if variant.arch == "gemma3" and "norm" in name:
             weight = weight + 1
-        known = names.get_name(name, try_suffixes=(".weight",))
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
     if variant.settings.get("rope_scaling") == _LLAMA3:

@@ -1,7 +1,7 @@
 """`prepare`: from the projections of a step to queries that attention wants, and rows in their pages.
 
-Per head and token: the RMS norm of the head, RoPE, the Hadamard rotation (kernels/rotation.py), and then: a query is
-scaled and kept as float16, a key or a value is written to its page. The position is read on the device.
+Per head and token: the bias, the RMS norm of the head, RoPE, the Hadamard rotation (kernels/rotation.py), and then: a
+query is scaled and kept as float16, a key or a value is written to its page. The position is read on the device.
 """
 
 from __future__ import annotations
@@ -74,16 +74,21 @@ def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _head(x_at, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-          NORMED: tl.constexpr):  # fmt: skip
-    """One head, normed and turned: float32 [PAD], and for each element below ROPE the one that it is paired with."""
+def _head(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+          BIASED: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    """One head, with its bias, normed and turned: float32 [PAD], and for each element below ROPE the one that it is
+    paired with."""
     i = tl.arange(0, PAD)
     x = tl.load(x_at + i, mask=i < DIM, other=0.0)
+    if BIASED:
+        x += tl.load(bias + i, mask=i < DIM, other=0.0)
     half: tl.constexpr = ROPE // 2
     j = tl.where(i < half, i + half, i - half)
     partner = x
     if ROPE > 0:
         partner = tl.load(x_at + j, mask=i < ROPE, other=0.0)
+        if BIASED:
+            partner += tl.load(bias + j, mask=i < ROPE, other=0.0)
     if NORMED:
         r = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
         x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
@@ -113,13 +118,13 @@ def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["origin", "front", "wrap", "keep", "retained", "offset"])
 def _prepare(
-    qkv, position, table, frequencies, q_norm, k_norm, centre, q, qc, qb, origin, front, wrap, keep, retained, offset,
-    eps, factor,
+    qkv, position, table, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, origin, front, wrap, keep, retained,
+    offset, eps, factor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
-    TURN_V: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr, RING: tl.constexpr,
-    KEEPS: tl.constexpr, PDL: tl.constexpr,
+    TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
+    RING: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with KEEPS one more for each second query. TURN_K, TURN_V: blocks of the
     Hadamard rotation; 0 = none."""
@@ -151,7 +156,9 @@ def _prepare(
             other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
     wait_for_previous(PDL)
     if head < HEADS:
-        x, partner = _head(qkv + t * WIDTH + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, Q_NORMED)
+        x, partner = _head(
+            qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED, Q_NORMED
+        )
         if CENTRED:
             if ROPE > 0:
                 term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
@@ -164,14 +171,20 @@ def _prepare(
         tl.store(q + (to * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
     else:
         if head < HEADS + KV_HEADS:
-            key, _ = _head(qkv + t * WIDTH + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, K_NORMED)
+            key, _ = _head(
+                qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
+                K_NORMED,
+            )  # fmt: skip
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
             store_row(page + (head - HEADS) * RECORD + place * K_ROW, key, DIM_K, PAD_K, CODEC_K)
         else:
             h = head - HEADS - KV_HEADS
             j = tl.arange(0, PAD_V)
-            value = tl.load(qkv + t * WIDTH + (HEADS + KV_HEADS) * DIM_K + h * DIM_V + j, mask=j < DIM_V, other=0.0)
+            first_v = (HEADS + KV_HEADS) * DIM_K + h * DIM_V
+            value = tl.load(qkv + t * WIDTH + first_v + j, mask=j < DIM_V, other=0.0)
+            if BIASED:
+                value += tl.load(bias + first_v + j, mask=j < DIM_V, other=0.0)
             if TURN_V > 0:
                 value = hadamard(value, PAD_V, TURN_V)
             store_row(page + h * RECORD + V_OFFSET + place * V_ROW, value, DIM_V, PAD_V, CODEC_V)
@@ -195,15 +208,15 @@ def prepare(
     if out is None:
         out = Queries.empty(rows * (1 + pages.keeps), heads, r.dim_k, rope, qkv.device)
     o, (rotated_k, rotated_v) = target.record, pages.rotated
-    some = qkv  # stands for what is not there
+    present = (
+        qkv if x is None else x for x in (frequencies, layer.bias, layer.q_norm, layer.k_norm, pages.centre)
+    )  # something stands for what is not there
     launch(_prepare, (rows, heads * (1 + pages.keeps) + 2 * r.kv_heads))(
-        qkv, position, target.table, some if frequencies is None else frequencies,
-        some if layer.q_norm is None else layer.q_norm, some if layer.k_norm is None else layer.k_norm,
-        some if pages.centre is None else pages.centre, out.q, out.qc, out.qb, *pages.places, pages.keep,
-        pages.retained, target.offset, layer.eps, layer.scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k),
-        r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset,
+        qkv, position, target.table, *present, out.q, out.qc, out.qb, *pages.places, pages.keep, pages.retained,
+        target.offset, layer.eps, layer.scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v,
+        padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset,
         o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0,
-        layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None, pages.ring > 0, pages.keeps, pdl,
-        **launch_options(pdl, 1),
+        layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None,
+        pages.ring > 0, pages.keeps, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out

@@ -12,11 +12,11 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
-from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.config import ModelConfig, RopeConfig
 from kvcli.runtime.model.decoder import Attention, Decoder, DecoderWeights, FeedForward, Sublayer
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.sealing import seal_step
-from kvcli.runtime.model.weights import Weights, half_split_rows
+from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
 
 
 def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
@@ -71,21 +71,29 @@ class _Loader:
         yield Sublayer(self.vector(name("ffn_norm"), d), feed_forward, place((down,)), post)
 
     def _attention(self, i: int) -> Attention:
-        c, shape, name = self.config, self.config.layers[i], f"blk.{i}.{{}}.weight".format
+        c, shape, name = self.config, self.config.layers[i], f"blk.{i}.attn_{{}}".format
         rope = self.ropes.table(shape.rope)
-        q = self._rows(name("attn_q"), c.n_heads, shape.dim_k, i)
-        k = self._rows(name("attn_k"), shape.kv_heads, shape.dim_k, i)
-        v = self.weights.matrix(name("attn_v"), shape.kv_heads * shape.dim_v, c.d_model)
-        q_norm, k_norm = (
-            self.vector(name(norm), shape.dim_k) if c.block.qk_norm else None for norm in ("attn_q_norm", "attn_k_norm")
-        )
+        qkv = ("q", c.n_heads, shape.dim_k), ("k", shape.kv_heads, shape.dim_k), ("v", shape.kv_heads, shape.dim_v)
+        matrices = tuple(self._matrix(name(part), heads, dim, shape.rope) for part, heads, dim in qkv)
+        bias = q_norm = k_norm = None
+        if c.block.qkv_bias:
+            bias = torch.cat([self._bias(name(part), heads, dim, shape.rope) for part, heads, dim in qkv])
+        if c.block.qk_norm:
+            q_norm, k_norm = (self.vector(name(f"{part}_norm.weight"), shape.dim_k) for part in "qk")
         how = AttentionLayer(
-            c.n_heads, c.attn_scale, rope, shape.window, c.attn_softcap, q_norm, k_norm, c.norm_eps,
+            c.n_heads, c.attn_scale, rope, shape.window, c.attn_softcap, bias, q_norm, k_norm, c.norm_eps,
             partial(seal_step, self.ops, rope),
         )  # fmt: skip
-        return Attention(i, self.ops.place((q, k, v)), how)
+        return Attention(i, self.ops.place(matrices), how)
 
-    def _rows(self, name: str, heads: int, dim: int, i: int) -> QuantTensor:
-        """A query or key matrix, with what RoPE turns together half a head apart."""
-        matrix, rope = self.weights.matrix(name, heads * dim, self.config.d_model), self.config.layers[i].rope
-        return half_split_rows(matrix, heads, rope.dim) if rope and self.config.block.rope_pairs else matrix
+    def _matrix(self, name: str, heads: int, dim: int, rope: RopeConfig | None) -> QuantTensor:
+        """One of q, k and v, with what RoPE turns together half a head apart."""
+        matrix = self.weights.matrix(f"{name}.weight", heads * dim, self.config.d_model)
+        return half_split_rows(matrix, heads, rope.dim) if rope and self._in_pairs(name) else matrix
+
+    def _bias(self, name: str, heads: int, dim: int, rope: RopeConfig | None) -> torch.Tensor:
+        bias = self.vector(f"{name}.bias", heads * dim)
+        return half_split(bias, heads, rope.dim) if rope and self._in_pairs(name) else bias
+
+    def _in_pairs(self, name: str) -> bool:
+        return self.config.block.rope_pairs and not name.endswith("_v")

@@ -79,6 +79,11 @@ def half_split_rows(w: QuantTensor, heads: int, rope_dim: int) -> QuantTensor:
 
     Row 2i + j of a head becomes row j * rope_dim / 2 + i; rows from `rope_dim` on stay. Copies the packed rows.
     """
-    packed = w.blocks.view(heads, -1, w.blocks.shape[1])
-    pairs = packed[:, :rope_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return QuantTensor(w.type, torch.cat([pairs, packed[:, rope_dim:]], 1).flatten(0, 1), w.cols)
+    return QuantTensor(w.type, half_split(w.blocks, heads, rope_dim), w.cols)
+
+
+def half_split(rows: torch.Tensor, heads: int, rope_dim: int) -> torch.Tensor:
+    """Reorder rows [heads * dim, ...] likewise: those of a matrix, or the elements of a bias. Copies them."""
+    by_head = rows.unflatten(0, (heads, -1))
+    pairs = by_head[:, :rope_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, by_head[:, rope_dim:]], 1).flatten(0, 1)
