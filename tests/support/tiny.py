@@ -74,6 +74,7 @@ VARIANTS = {
     "gemma3-bare": Variant(
         "gemma3", {"num_hidden_layers": 6, "layer_types": _slides(True, True, True, True, True, False)}
     ),
+    "qwen2": Variant("qwen2", {"tie_word_embeddings": True}),
     "qwen3": Variant("qwen3", {"tie_word_embeddings": True}),
     "qwen3-untied": Variant("qwen3", {"tie_word_embeddings": False}),
 }
