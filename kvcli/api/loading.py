@@ -11,6 +11,7 @@ from kvcli import environment
 from kvcli.api import checks
 from kvcli.api.finding import find_runnable
 from kvcli.api.model import Model
+from kvcli.codecs import alias_note
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions
@@ -74,6 +75,9 @@ def load(
     checks.check_cache(cache)
     if cache.evict.keep == -1:
         raise UsageError("`keep=-1` means a whole prompt, and there is none yet", "give a number of tokens")
+    for note in dict.fromkeys(map(alias_note, (cache.type_k, cache.type_v))):
+        if note:
+            LOG.info("%s", note)
     environment.prepare()
     path = find_runnable(options.model, offline, progress, LOG.info)
     from kvcli.runtime.engine.engine import Engine
