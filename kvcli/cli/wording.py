@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 
-# Fields whose flags are not their names with dashes.
+# Fields, and values of fields, whose flags are not their names with dashes.
 _OTHER = {
     "cache_type": "--cache-type",
     "ctx": "--ctx-size",
     "force_pretokenizer": "--force-pretokenizer",
     "force_types": "--force-cache-type",
+    "max_bytes": "--cache-size",
     "max_tokens": "--predict",
     "memory": "--vram",
     "memory_limit": "--vram-limit",
     "sinks": "--kv-sink",
     "tail": "--kv-tail",
+    "store=None": "--no-cache",
     "temperature": "--temp",
+    "ttl_s": "--cache-ttl",
     "type_k": "--cache-type-k",
     "type_v": "--cache-type-v",
     "ubatch": "--ubatch-size",
@@ -39,6 +42,8 @@ def as_flags(text: str) -> str:
 
 def _flag(found: re.Match[str]) -> str:
     name, value = found[1], found[2]
+    if (both := f"{name}={value}") in FLAGS:
+        return FLAGS[both]
     if name not in FLAGS:
         return found[0]
     return FLAGS[name] if value is None else f"{FLAGS[name]} {value}"

@@ -71,5 +71,5 @@ class Keeper:
             room, time = human_bytes(self.options.max_bytes), human_time(self.options.ttl_s)
             self.tell.announce(
                 f"long prompts, their text included, are kept in {store.root}, at most {room} for {time}, and"
-                " need not be computed again; --no-cache turns that off"
+                " need not be computed again; `store=None` turns that off"
             )

@@ -29,7 +29,7 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
     if found.expired > shared:
         return (
             f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer"
-            " ago than --cache-ttl allows"
+            " ago than `ttl_s` allows"
         )
     if found.closest >= store.page_size:
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"

@@ -154,7 +154,7 @@ class PromptStore:
         if contents.payload_bytes > self.limits.max_bytes:
             size, most = contents.payload_bytes, self.limits.max_bytes
             raise CacheFileError(
-                f"it takes {human_bytes(size)}, more than the {human_bytes(most)} of the store (--cache-size)"
+                f"it takes {human_bytes(size)}, more than the {human_bytes(most)} of the store (`max_bytes`)"
             )
         self.open_folder()
         path = self.path_of(contents)
