@@ -45,6 +45,8 @@ def check_cache(options: CacheOptions) -> None:
     if not 0 <= options.sinks <= MAX_SINKS:
         raise UsageError(f"`sinks` must be 0 to {MAX_SINKS:,} pages, not {options.sinks}")
     check_pages(options.tail, options.sinks, [types])
+    if options.sequences < 1:
+        raise UsageError(f"`sequences` must be 1 or more, not {options.sequences}")
     if options.ubatch < 0:
         raise UsageError(f"`ubatch` must be 0 or more, not {options.ubatch}", "0 = automatic")
     eviction.check(options.evict, options.page_size)

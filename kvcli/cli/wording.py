@@ -14,6 +14,7 @@ _OTHER = {
     "max_tokens": "--predict",
     "memory": "--vram",
     "memory_limit": "--vram-limit",
+    "sequences": "--parallel",
     "sinks": "--kv-sink",
     "tail": "--kv-tail",
     "store=None": "--no-cache",

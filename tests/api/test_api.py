@@ -200,6 +200,7 @@ def test_eviction_goes_on_beyond_the_context() -> None:
         ({"cache": kvcli.CacheOptions(page_size=7)}, "`page_size` must be 16, 32, 64 or 128"),
         ({"cache_type": "int4", "cache": kvcli.CacheOptions(tail=0, sinks=0)}, "`tail=0` and `sinks=0`"),
         ({"cache": kvcli.CacheOptions(ubatch=-1)}, "`ubatch` must be 0 or more"),
+        ({"cache": kvcli.CacheOptions(sequences=0)}, "`sequences` must be 1 or more"),
     ],
 )
 def test_errors_name_fields(changes: dict[str, object], text: str) -> None:
