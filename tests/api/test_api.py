@@ -263,5 +263,6 @@ def test_every_option_has_a_flag() -> None:
     assert names <= set(FLAGS) | {"loop_stop", "ignore_eos"}
     from kvcli.cli.main import _command
 
-    known = {name for command in _command([]).commands.values() for param in command.params for name in param.opts}
+    params = [param for command in _command([]).commands.values() for param in command.params]
+    known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
     assert set(FLAGS.values()) <= known
