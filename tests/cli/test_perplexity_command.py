@@ -295,3 +295,10 @@ def test_all_types_evict_alike(ppl: Ppl):
     assert evicting["evict"] == {"policy": "sink", "keep": 4, "window": 16} and whole["evict"]["policy"] == "none"
     for a, b in zip(whole["types"], evicting["types"], strict=True):
         assert a["ppl"] != b["ppl"] and a["bytes_per_token"] > b["bytes_per_token"]
+
+
+def test_no_text_is_said_before_a_model_is_opened(ppl: Ppl, tmp_path: Path):
+    (tmp_path / "empty").write_text(" \n")
+    code, out, err = ppl(files=(str(tmp_path / "empty"),))
+    assert (code, out) == (2, "")
+    assert err == f"kv: error: there is no text in {tmp_path}/empty\n  give -f FILE, or pipe a text in\n"
