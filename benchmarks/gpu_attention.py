@@ -22,6 +22,7 @@ from multiprocessing import get_context
 
 import torch
 
+from kvcli.codecs import CODECS
 from kvcli.kernels import AttentionLayer, PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
@@ -41,8 +42,7 @@ from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 
 TYPES = (
-    ("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8_e5m2", "fp8_e5m2"), ("int8", "int8"),
-    ("int6", "int6"), ("int4", "int4"), ("int8", "int4"), ("int4", "int8"), ("f16", "int4"), ("fp8", "int6"),
+    *((name, name) for name in CODECS), ("int8", "int4"), ("int4", "int8"), ("f16", "int4"), ("fp8", "int6"),
 )  # fmt: skip
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
 TIMED = ("f16", "bf16", "fp8", "int8", "int6", "int4")
@@ -189,8 +189,8 @@ def arena(group: GroupLayout, pages: int) -> torch.Tensor:
     records = memory.view(pages * r.kv_heads, r.record_bytes)
     for codec, at, n in ((r.codec_k, 0, r.k_row_bytes), (r.codec_v, r.v_offset, r.v_row_bytes)):
         rows = records[:, at : at + r.page_size * n]
-        if codec in ("f16", "bf16"):
-            kind = torch.float16 if codec == "f16" else torch.bfloat16
+        if codec.bits == 16:
+            kind = torch.float16 if codec.name == "f16" else torch.bfloat16
             for some in rows.split(4096):
                 some.copy_(torch.randn(len(some), r.page_size * n // 2, device="cuda", dtype=kind).view(torch.uint8))
     for at in (r.k_scales, r.v_scales):
@@ -297,10 +297,10 @@ def replayed(one: Callable[[int], None], n: int, samples: int = 9) -> float:
 
 def tilings(kind: str) -> list[Tiling | None]:
     """What a sweep tries besides the table."""
-    given = tiling(kind, kind, 128, True)
+    given = tiling(CODECS[kind], CODECS[kind], 128, True)
     tried = [given]
     for rows, warps, stages in itertools.product((32, 64), (1, 2, 4), (2, 3, 4)):
-        if warps == 1 and kind not in ("int4", "int6"):
+        if warps == 1 and CODECS[kind].bits >= 8:
             continue
         tried.append(Tiling(rows, warps, stages, 16 if warps == 1 else 32))
     return list(dict.fromkeys(tried))
@@ -326,7 +326,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         if best is None:
             continue
         us, splits, tiles = best
-        used = tiles or tiling(kind, kind, 128, True)
+        used = tiles or tiling(CODECS[kind], CODECS[kind], 128, True)
         rate = case.bytes / us / 1e3
         row = {"type": kind, "context": context, "us": us, "gbps": rate, "splits": splits, "tiling": str(used)}
         row["attend_us"] = case.run(splits, tiles, merge=False)

@@ -100,9 +100,9 @@ CODECS: dict[str, Codec] = {
         Codec("bf16", "16 bits, a larger range", 16, mantissa=7, largest=3.3895313892515355e38),
         Codec("fp8", "8-bit floats (e4m3)", 8, HEAD, mantissa=3, largest=448.0, error=0.026, aliases=("fp8_e4m3",)),
         Codec("fp8_e5m2", "8-bit floats, a larger range", 8, HEAD, mantissa=2, largest=57344.0, error=0.053),
-        Codec("int8", "8.25 bits, next to lossless", 8, ROW, lowest=1, tries=1, error=0.0065, foreign=("q8_0",)),
-        Codec("int6", "6.25 bits", 6, ROW, tries=15, packing=4, error=0.026),
-        Codec("int4", "4.25 bits, the smallest", 4, ROW, tries=15, packing=4, error=0.1, foreign=("q4_0",)),
+        Codec("int8", "8-bit integers, next to lossless", 8, ROW, lowest=1, tries=1, error=0.0065, foreign=("q8_0",)),
+        Codec("int6", "6-bit integers", 6, ROW, tries=15, packing=4, error=0.026),
+        Codec("int4", "4-bit integers, the smallest", 4, ROW, tries=15, packing=4, error=0.1, foreign=("q4_0",)),
     )
 }
 _OTHER_NAMES = {other: row.name for row in CODECS.values() for other in (*row.aliases, *row.foreign)}

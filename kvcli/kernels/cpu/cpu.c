@@ -113,6 +113,9 @@ static int64_t oldest_row(const kv_paged *kv, int64_t window, int64_t pos) {
     return first > kv->keep ? first : 0;
 }
 
+/* Decodes cached rows: where they are, their pitch and number, type, scales, the scale of all; to where, pitch, elements. */
+typedef void (*rows_fn)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
+
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
 typedef struct {
@@ -125,7 +128,7 @@ typedef struct {
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
     void (*seal)(const kv_paged *, int64_t, int64_t);
-    int (*decode_rows)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
+    rows_fn (*rows_of)(const kv_codec *);
     void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float,
                       const kv_paged *, float *);
 } kernels;
@@ -227,7 +230,7 @@ void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t 
 }
 
 /* Whether rows of that cache type can be read here. */
-int kv_has_codec(const kv_codec *codec) { return active->decode_rows(NULL, 0, 0, codec, NULL, 1.0f, NULL, 0, 0); }
+int kv_has_codec(const kv_codec *codec) { return active->rows_of(codec) != NULL; }
 
 /* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. sink_q: the
  * queries for the first kv->keep rows where rows are evicted, NULL = the same ones. */

@@ -689,18 +689,22 @@ static float NAME(encode_row)(const float *x, int64_t n, const kv_codec *codec, 
     int bits = (int)codec->bits;
     float highest = (float)((1 << bits) - 1), centre = NAME(middle)(codec), lowest = (float)codec->lowest;
     float scale = NAME(grid_scale)(x, n, centre, lowest, highest, (int)codec->tries);
-    int64_t quarter = NAME(fields)(codec, n);
-    if (bits != 8) memset(out, 0, quarter * bits / 2);
-    for (int64_t i = 0; i < n; i++) {
-        float f = rintf(x[i] / scale + centre);
-        uint32_t u = (uint32_t)(f > highest ? highest : f > lowest ? f : lowest); /* NaN: lowest */
-        if (bits == 8) {
-            out[i] = (uint8_t)u;
-            continue;
+    if (bits == 8) {
+        for (int64_t i = 0; i < n; i++) {
+            float f = rintf(x[i] / scale + centre);
+            out[i] = (uint8_t)(f < lowest ? lowest : f > highest ? highest : f);
         }
-        int64_t j = i % quarter, part = i / quarter; /* field j of each plane; see grid.py */
+        return scale;
+    }
+    int64_t quarter = NAME(fields)(codec, n);
+    uint8_t *above = out + 2 * quarter; /* the plane of what is above four bits */
+    memset(out, 0, quarter * bits / 2);
+    for (int64_t i = 0, j = 0, part = 0; i < n; i++, j++) { /* field j of each plane; see grid.py */
+        if (j == quarter) j = 0, part++;
+        float f = rintf(x[i] / scale + centre);
+        uint32_t u = (uint32_t)(f < lowest ? lowest : f > highest ? highest : f);
         out[2 * j + part / 2] |= (uint8_t)((u & 15) << (4 * (part % 2)));
-        if (bits == 6) out[2 * quarter + j] |= (uint8_t)((u >> 4) << (2 * part));
+        if (bits == 6) above[j] |= (uint8_t)((u >> 4) << (2 * part));
     }
     return scale;
 }
@@ -719,7 +723,7 @@ typedef struct {
     int64_t first, end;
 } NAME(seal_args);
 
-static int NAME(decode_rows)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
+static rows_fn NAME(rows_of)(const kv_codec *);
 
 static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const NAME(seal_args) *a = arg;
@@ -730,13 +734,14 @@ static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
     uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
     float *x = scratch(thread, (size_t)(2 * kv->dim_k + kv->dim_v)), *mean = x + kv->dim_k + kv->dim_v;
+    rows_fn read_k = NAME(rows_of)(&from->codec_k), read_v = NAME(rows_of)(&from->codec_v);
     for (int64_t j = lo; j < hi; j++) {
-        NAME(decode_rows)(in + j * from->k_row, 0, 1, &from->codec_k, NULL, 1.0f, x, 0, kv->dim_k);
+        read_k(in + j * from->k_row, 0, 1, &from->codec_k, NULL, 1.0f, x, 0, kv->dim_k);
         if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, page * size + j / CENTRE_ROWS * CENTRE_ROWS, mean);
         for (int64_t i = 0; kv->centre && i < kv->dim_k; i++) x[i] -= mean[i];
         float scale = NAME(encode_row)(x, kv->dim_k, &to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * to->k_row);
         if (to->k_scales) NAME(put_half)(scale, out + to->k_scales + 2 * j);
-        NAME(decode_rows)(in + from->v_offset + j * from->v_row, 0, 1, &from->codec_v, NULL, 1.0f, x, 0, kv->dim_v);
+        read_v(in + from->v_offset + j * from->v_row, 0, 1, &from->codec_v, NULL, 1.0f, x, 0, kv->dim_v);
         scale = NAME(encode_row)(x, kv->dim_v, &to->codec_v, kv->static_v ? kv->static_v[head] : 1.0f,
                                  out + to->v_offset + j * to->v_row);
         if (to->v_scales) NAME(put_half)(scale, out + to->v_scales + 2 * j);
@@ -786,7 +791,8 @@ INLINE void NAME(decode_grid)(const uint8_t *b, int bits, int64_t quarter, float
     }
     if (4 * quarter == n)
         for (; done + VL <= quarter; done += VL) {
-            vi word = NAME(u16)(b + 2 * done), above = bits == 6 ? NAME(u8)(b + 2 * quarter + done) : word;
+            vi word = NAME(u16)(b + 2 * done), above = word;
+            if (bits == 6) above = NAME(u8)(b + 2 * quarter + done);
             for (int p = 0; p < 4; p++) {
                 vi code = word >> (4 * p) & 15;
                 if (bits == 6) code |= (above >> (2 * p) & 3) << 4;
@@ -805,29 +811,43 @@ INLINE void NAME(decode_float8)(const uint8_t *b, int mantissa, float scale, flo
     for (; i < n; i++) out[i] = NAME(half)((uint16_t)((b[i] & 0x80) << 8 | (b[i] & 0x7f) << (8 - shift))) * factor;
 }
 
-/* Rows of n elements, `pitch` bytes apart, to float32, `ld` apart. `scales` of the rows, or NULL: all have `fixed`. Returns 0
- * where there is no such cache type. */
-static int NAME(decode_rows)(const uint8_t *b, int64_t pitch, int64_t rows, const kv_codec *codec, const uint8_t *scales,
-                             float fixed, float *out, int64_t ld, int64_t n) {
-    int64_t quarter = NAME(fields)(codec, n);
-    float centre = NAME(middle)(codec);
-#define EACH_ROW(decode, ...) for (int64_t j = 0; j < rows; j++) NAME(decode)(b + j * pitch, __VA_ARGS__, out + j * ld, n)
-#define SCALE (scales ? HALF(scales + 2 * j) : fixed)
-#define PLAIN_ROW(decode) for (int64_t j = 0; j < rows; j++) NAME(decode)(b + j * pitch, out + j * ld, n)
-    switch (CODEC(codec->bits, codec->mantissa)) {
-    case CODEC(32, 23): PLAIN_ROW(decode_f32); return 1;
-    case CODEC(16, 10): PLAIN_ROW(decode_f16); return 1;
-    case CODEC(16, 7): PLAIN_ROW(decode_bf16); return 1;
-    case CODEC(8, 3): EACH_ROW(decode_float8, 3, SCALE); return 1;
-    case CODEC(8, 2): EACH_ROW(decode_float8, 2, SCALE); return 1;
-    case CODEC(8, 0): EACH_ROW(decode_grid, 8, quarter, centre, SCALE); return 1;
-    case CODEC(6, 0): EACH_ROW(decode_grid, 6, quarter, centre, SCALE); return 1;
-    case CODEC(4, 0): EACH_ROW(decode_grid, 4, quarter, centre, SCALE); return 1;
-    default: return 0;
+/* From each cache type rows_X: rows of n elements, `pitch` bytes apart, to float32, `ld` apart. Each row has a scale in
+ * `scales`, or all have `fixed` where that is NULL. */
+#define CODEC_ROWS(name, decode)                                                                                      \
+    static void NAME(rows_##name)(const uint8_t *b, int64_t pitch, int64_t rows, const kv_codec *codec,               \
+                                  const uint8_t *scales, float fixed, float *out, int64_t ld, int64_t n) {            \
+        int64_t quarter = NAME(fields)(codec, n);                                                                     \
+        float centre = NAME(middle)(codec);                                                                           \
+        (void)quarter, (void)centre;                                                                                  \
+        for (int64_t j = 0; j < rows; j++, b += pitch, out += ld) {                                                   \
+            float scale = scales ? HALF(scales + 2 * j) : fixed;                                                      \
+            (void)scale;                                                                                              \
+            decode;                                                                                                   \
+        }                                                                                                             \
     }
-#undef EACH_ROW
-#undef SCALE
-#undef PLAIN_ROW
+
+CODEC_ROWS(f32, NAME(decode_f32)(b, out, n))
+CODEC_ROWS(f16, NAME(decode_f16)(b, out, n))
+CODEC_ROWS(bf16, NAME(decode_bf16)(b, out, n))
+CODEC_ROWS(e4m3, NAME(decode_float8)(b, 3, scale, out, n))
+CODEC_ROWS(e5m2, NAME(decode_float8)(b, 2, scale, out, n))
+CODEC_ROWS(int8, NAME(decode_grid)(b, 8, quarter, centre, scale, out, n))
+CODEC_ROWS(int6, NAME(decode_grid)(b, 6, quarter, centre, scale, out, n))
+CODEC_ROWS(int4, NAME(decode_grid)(b, 4, quarter, centre, scale, out, n))
+
+/* What decodes rows of that cache type, NULL if nothing does. */
+static rows_fn NAME(rows_of)(const kv_codec *codec) {
+    switch (CODEC(codec->bits, codec->mantissa)) {
+    case CODEC(32, 23): return NAME(rows_f32);
+    case CODEC(16, 10): return NAME(rows_f16);
+    case CODEC(16, 7): return NAME(rows_bf16);
+    case CODEC(8, 3): return NAME(rows_e4m3);
+    case CODEC(8, 2): return NAME(rows_e5m2);
+    case CODEC(8, 0): return NAME(rows_int8);
+    case CODEC(6, 0): return NAME(rows_int6);
+    case CODEC(4, 0): return NAME(rows_int4);
+    default: return NULL;
+    }
 }
 
 #define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, so none has two own pages */
@@ -909,10 +929,10 @@ INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, 
     const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page_index(kv, page)] + head * rec->bytes;
     float sk = kv->static_k ? kv->static_k[head] : 1.0f, sv = kv->static_v ? kv->static_v[head] : 1.0f;
     const uint8_t *k = r + lo * rec->k_row, *v = r + rec->v_offset + lo * rec->v_row;
-    NAME(decode_rows)(k, rec->k_row, hi - lo, &rec->codec_k, rec->k_scales ? r + rec->k_scales + 2 * lo : NULL, sk,
-                      keys + lo * a->dkp, a->dkp, kv->dim_k);
-    NAME(decode_rows)(v, rec->v_row, hi - lo, &rec->codec_v, rec->v_scales ? r + rec->v_scales + 2 * lo : NULL, sv,
-                      values + lo * a->dvp, a->dvp, kv->dim_v);
+    NAME(rows_of)(&rec->codec_k)(k, rec->k_row, hi - lo, &rec->codec_k, rec->k_scales ? r + rec->k_scales + 2 * lo : NULL, sk,
+                                 keys + lo * a->dkp, a->dkp, kv->dim_k);
+    NAME(rows_of)(&rec->codec_v)(v, rec->v_row, hi - lo, &rec->codec_v, rec->v_scales ? r + rec->v_scales + 2 * lo : NULL, sv,
+                                 values + lo * a->dvp, a->dvp, kv->dim_v);
     if (open || !kv->centre) return 0;
     for (int64_t j = lo / CENTRE_ROWS * CENTRE_ROWS; j < hi; j += CENTRE_ROWS)
         NAME(centre_at)(kv, head, page * kv->page_size + j, mean + j / CENTRE_ROWS * a->dkp);
@@ -1059,7 +1079,7 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(decode_rows),
+    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(rows_of),
     NAME(attention),
 };
 
