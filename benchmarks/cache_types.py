@@ -31,7 +31,8 @@ PAGE, README = ROOT / "docs" / "cache-types.md", ROOT / "README.md"
 CHUNK, CHUNKS, SCORE_FROM = 1024, 4, 256
 MODELS = ("SmolLM2 135M=smollm2", "Gemma 3 270M=gemma-3-270m")
 PROTOCOL = ("-c", str(CHUNK), "--chunks", str(CHUNKS), "--score-from", str(SCORE_FROM))
-RUNS = (("f16,int8,fp8,int8/int4,int6/int4,int4", 1), ("int4", 0))  # cache types, and pages of the 16-bit tail
+# Cache types, and pages of the 16-bit tail.
+RUNS = (("f16,int8,fp8,int8/int5,int8/int4,int5,int6/int4,int5/int4,int4", 1), ("int4", 0))
 ENVIRONMENT = os.environ | {"KV_CONFIG": "none"}  # settings of the user do not count
 LONG = 8192  # tokens of the second average of bits
 HEAD = (

@@ -43,9 +43,10 @@ from kvcli.runtime.model.sealing import seal_step
 
 TYPES = (
     *((name, name) for name in CODECS), ("int8", "int4"), ("int4", "int8"), ("f16", "int4"), ("fp8", "int6"),
+    ("int5", "int4"), ("int8", "int5"),
 )  # fmt: skip
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
-TIMED = ("f16", "bf16", "fp8", "int8", "int6", "int4")
+TIMED = ("f16", "bf16", "fp8", "int8", "int6", "int5", "int4")
 LIMIT = 2e-3
 OPS = ReferenceBackend()
 

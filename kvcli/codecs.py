@@ -102,6 +102,7 @@ CODECS: dict[str, Codec] = {
         Codec("fp8_e5m2", "8-bit floats, a larger range", 8, HEAD, mantissa=2, largest=57344.0, error=0.053),
         Codec("int8", "8-bit integers, next to lossless", 8, ROW, lowest=1, tries=1, error=0.0065, foreign=("q8_0",)),
         Codec("int6", "6-bit integers", 6, ROW, tries=15, packing=4, error=0.026),
+        Codec("int5", "5-bit integers", 5, ROW, tries=15, packing=8, error=0.051),
         Codec("int4", "4-bit integers, the smallest", 4, ROW, tries=15, packing=4, error=0.1, foreign=("q4_0",)),
     )
 }

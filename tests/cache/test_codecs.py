@@ -86,12 +86,14 @@ def test_fp8_clamps_what_is_beyond_its_range(name: str, largest: float):
     assert codec.decode(codec.encode(later, scales), scales, 32).abs().max() <= largest * scales[0]
 
 
-@pytest.mark.parametrize("bits", (4, 2))
+@pytest.mark.parametrize("bits", (4, 2, 1))
 def test_packing_keeps_every_code_in_its_place(bits: int):
     codes = torch.arange(64, dtype=torch.uint8)[torch.randperm(64, generator=torch.manual_seed(1))] % (1 << bits)
     packed = pack_plane(codes, bits)
     assert torch.equal(unpack_plane(packed, bits), codes) and len(packed) == 8 * bits
     fields = packed.view(torch.int16) if bits == 4 else packed  # field j: elements j, j + 16, j + 32, j + 48
+    if bits == 1:
+        fields = torch.cat((packed & 15, packed >> 4))
     for part in range(4):
         mine = fields.int() >> bits * part & (1 << bits) - 1
         assert torch.equal(mine, codes.int()[16 * part : 16 * part + 16])

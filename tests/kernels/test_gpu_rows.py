@@ -130,6 +130,7 @@ def test_a_layer_step_by_step(types, dims, more, chunks):
     [
         (("int4", "int8"), (128, 128), {}),
         (("int6", "int4"), (72, 40), {}),
+        (("int5", "int5"), (72, 64), {}),
         (("fp8", "fp8_e5m2"), (64, 96), {"sinks": 0}),
         (("fp8_e5m2", "fp8"), (80, 64), {"sinks": 2}),
         (("f16", "int4"), (64, 112), {}),

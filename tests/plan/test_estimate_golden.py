@@ -68,7 +68,7 @@ def test_own_types_at_the_8b_shape() -> None:
     layers = (LayerConfig("full", 8, 128, 128),) * 32
     config = ModelConfig("x", "x", 1000, 4096, 14336, 32, 1 << 17, 1e-5, layers, 1.0)
     expected = {"f32": 262144, "f16": 131072, "bf16": 131072, "fp8": 65536, "fp8_e5m2": 65536,
-                "int8": 66560, "int6": 50176, "int4": 33792}  # fmt: skip
+                "int8": 66560, "int6": 50176, "int5": 41984, "int4": 33792}  # fmt: skip
     assert {t: KVLayout.build(config, t, t).token_bytes() for t in CODECS} == expected
     assert KVLayout.build(config, "int8", "int4").token_bytes() == 32 * 8 * 196
     assert KVLayout.build(config, "int6", "int4").token_bytes() == 32 * 8 * 164

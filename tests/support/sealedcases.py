@@ -15,7 +15,10 @@ from kvcli.runtime.model.sealing import seal_step
 
 SEALED = tuple(row.name for row in CODECS.values() if row.sealed)
 DIMS = ((64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128), (72, 40))
-PAIRS = (("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"))
+PAIRS = (
+    ("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"),
+    ("int5", "int4"), ("int8", "int5"),
+)  # fmt: skip
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -705,6 +705,7 @@ static float NAME(encode_row)(const float *x, int64_t n, const kv_codec *codec, 
         uint32_t u = (uint32_t)(f < lowest ? lowest : f > highest ? highest : f);
         out[2 * j + part / 2] |= (uint8_t)((u & 15) << (4 * (part % 2)));
         if (bits == 6) above[j] |= (uint8_t)((u >> 4) << (2 * part));
+        if (bits == 5) above[j < quarter / 2 ? j : j - quarter / 2] |= (uint8_t)((u >> 4) << (j < quarter / 2 ? part : part + 4));
     }
     return scale;
 }
@@ -776,10 +777,29 @@ INLINE vf NAME(load_fp8)(const uint8_t *p, int shift) {
 /* Element i of a packed row as its code. */
 INLINE float NAME(code_at)(const uint8_t *b, int bits, int64_t quarter, int64_t i) {
     if (bits == 8) return (float)b[i];
-    int64_t j = i % quarter, part = i / quarter;
+    int64_t j = i % quarter, part = i / quarter, half = quarter / 2;
     int code = read16(b + 2 * j) >> (4 * part) & 15;
     if (bits == 6) code |= (b[2 * quarter + j] >> (2 * part) & 3) << 4;
+    if (bits == 5) code |= (b[2 * quarter + j % half] >> (part + j / half * 4) & 1) << 4;
     return (float)code;
+}
+
+/* Fields [at, at + VL) of a plane of single bits, two in a byte: the first `half` of them low, the others above. What is
+ * above the four bits of a field is not cleared. */
+INLINE vi NAME(nibble_fields)(const uint8_t *b, int64_t half, int64_t at) {
+    if (at + VL <= half) return NAME(u8)(b + at);
+    if (at >= half) return NAME(u8)(b + at - half) >> 4;
+#if VL == 16
+    if (half == 8) { /* both halves at once, from registers */
+        uint64_t low;
+        memcpy(&low, b, 8);
+        uint64_t both __attribute__((vector_size(16))) = {low, low >> 4};
+        return NAME(u8)((const uint8_t *)&both);
+    }
+#endif
+    uint8_t bytes[VL];
+    for (int i = 0; i < VL; i++) bytes[i] = at + i < half ? b[at + i] : b[at + i - half] >> 4;
+    return NAME(u8)(bytes);
 }
 
 INLINE void NAME(decode_grid)(const uint8_t *b, int bits, int64_t quarter, float centre, float scale, float *out, int64_t n) {
@@ -793,9 +813,11 @@ INLINE void NAME(decode_grid)(const uint8_t *b, int bits, int64_t quarter, float
         for (; done + VL <= quarter; done += VL) {
             vi word = NAME(u16)(b + 2 * done), above = word;
             if (bits == 6) above = NAME(u8)(b + 2 * quarter + done);
+            if (bits == 5) above = NAME(nibble_fields)(b + 2 * quarter, quarter / 2, done);
             for (int p = 0; p < 4; p++) {
                 vi code = word >> (4 * p) & 15;
                 if (bits == 6) code |= (above >> (2 * p) & 3) << 4;
+                if (bits == 5) code |= (above >> p & 1) << 4;
                 STORE(out + p * quarter + done, (FLOATS(code) - centre) * scale);
             }
         }
@@ -833,6 +855,7 @@ CODEC_ROWS(e4m3, NAME(decode_float8)(b, 3, scale, out, n))
 CODEC_ROWS(e5m2, NAME(decode_float8)(b, 2, scale, out, n))
 CODEC_ROWS(int8, NAME(decode_grid)(b, 8, quarter, centre, scale, out, n))
 CODEC_ROWS(int6, NAME(decode_grid)(b, 6, quarter, centre, scale, out, n))
+CODEC_ROWS(int5, NAME(decode_grid)(b, 5, quarter, centre, scale, out, n))
 CODEC_ROWS(int4, NAME(decode_grid)(b, 4, quarter, centre, scale, out, n))
 
 /* What decodes rows of that cache type, NULL if nothing does. */
@@ -845,6 +868,7 @@ static rows_fn NAME(rows_of)(const kv_codec *codec) {
     case CODEC(8, 2): return NAME(rows_e5m2);
     case CODEC(8, 0): return NAME(rows_int8);
     case CODEC(6, 0): return NAME(rows_int6);
+    case CODEC(5, 0): return NAME(rows_int5);
     case CODEC(4, 0): return NAME(rows_int4);
     default: return NULL;
     }

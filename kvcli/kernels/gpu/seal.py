@@ -165,13 +165,24 @@ def seal_rows(
         q3 = _codes(x3, scale, CODE_CENTRE, TO.lowest, HIGHEST).to(tl.uint16)
         if TO.bits < 8:
             words = (q0 & 15) | ((q1 & 15) << 4) | ((q2 & 15) << 8) | ((q3 & 15) << 12)
-            p = target.to(tl.pointer_type(tl.uint16)) + rows[:, None] * (PITCH // 2) + j[None, :]
-            tl.store(p, words, mask=keep[:, None] & there[None, :])
-            if TO.bits > 4:
-                tl.static_assert(TO.bits == 6, "codes of that width are not packed")
-                pairs = (q0 >> 4) | ((q1 >> 4) << 2) | ((q2 >> 4) << 4) | ((q3 >> 4) << 6)
-                p8 = target.to(tl.pointer_type(tl.uint8)) + DIM // 2 + rows[:, None] * PITCH + j[None, :]
-                tl.store(p8, pairs.to(tl.uint8), mask=keep[:, None] & there[None, :])
+            there = keep[:, None] & there[None, :]
+            at = target.to(tl.pointer_type(tl.uint8)) + rows[:, None] * PITCH
+            if PITCH % 2 == 0:
+                tl.store(at.to(tl.pointer_type(tl.uint16)) + j[None, :], words, mask=there)
+            else:  # rows do not begin where words may
+                tl.store(at + 2 * j[None, :], words.to(tl.uint8), mask=there)
+                tl.store(at + 2 * j[None, :] + 1, (words >> 8).to(tl.uint8), mask=there)
+            if TO.bits == 6:
+                fields = (q0 >> 4) | ((q1 >> 4) << 2) | ((q2 >> 4) << 4) | ((q3 >> 4) << 6)
+                tl.store(at + DIM // 2 + j[None, :], fields.to(tl.uint8), mask=there)
+            elif TO.bits == 5:
+                HALF: tl.constexpr = DIM // 8
+                fields = (q0 >> 4) | ((q1 >> 4) << 1) | ((q2 >> 4) << 2) | ((q3 >> 4) << 3)
+                others = tl.broadcast_to(tl.minimum(j + HALF, PAD // 4 - 1)[None, :], fields.shape)
+                fields = fields | (tl.gather(fields, others, 1) << 4)
+                tl.store(at + DIM // 2 + j[None, :], fields.to(tl.uint8), mask=there & (j < HALF)[None, :])
+            else:
+                tl.static_assert(TO.bits == 4, "codes of that width are not packed")
     elif TO.bits == 8:
         one = tl.load(head_scales + head)
         q0 = _float8(x0, one, TO)

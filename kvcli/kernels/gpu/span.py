@@ -1,7 +1,7 @@
 """The inner loop of attention: a block of queries over a run of tiles of cached rows, by a running softmax in base 2.
 
 Scales of rows act on scores and on probabilities, never on single elements. Codes that are not centred when they are
-unpacked (int4, int6) are made so in the sums: sum of w * (u - c) = sum of w * u - c * (sum of w).
+unpacked (those of fewer than 8 bits) are made so in the sums: sum of w * (u - c) = sum of w * u - c * (sum of w).
 """
 
 from __future__ import annotations

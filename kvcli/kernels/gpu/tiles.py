@@ -105,6 +105,46 @@ def unpack4(w):
 
 
 @triton.jit
+def unpack5(w, h):
+    """uint16 of four low nibbles and uint16 0..15 of four high bits -> float16 0..31, four times."""
+    if INTERPRET:
+        u0 = (((w & 0xF) | ((h & 1) << 4) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u1 = ((((w >> 4) & 0xF) | ((h & 2) << 3) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u2 = ((((w >> 8) & 0xF) | ((h & 4) << 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        u3 = (((w >> 12) | ((h & 8) << 1) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+        return u0, u1, u2, u3
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a, t, m;
+            mov.b32 m, 0x64006400;
+            shl.b32 a, $5, 4;
+            lop3.b32 a, a, 0x00100010, m, 0xea;
+            lop3.b32 $0, $4, 0x000f000f, a, 0xea;
+            shl.b32 a, $5, 3;
+            shr.u32 t, $4, 4;
+            lop3.b32 a, a, 0x00100010, m, 0xea;
+            lop3.b32 $1, t, 0x000f000f, a, 0xea;
+            shl.b32 a, $5, 2;
+            shr.u32 t, $4, 8;
+            lop3.b32 a, a, 0x00100010, m, 0xea;
+            lop3.b32 $2, t, 0x000f000f, a, 0xea;
+            shl.b32 a, $5, 1;
+            shr.u32 t, $4, 12;
+            lop3.b32 a, a, 0x00100010, m, 0xea;
+            lop3.b32 $3, t, 0x000f000f, a, 0xea;
+            sub.f16x2 $0, $0, m;
+            sub.f16x2 $1, $1, m;
+            sub.f16x2 $2, $2, m;
+            sub.f16x2 $3, $3, m; }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [w, h],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def unpack6(w, h):
     """uint16 of four low nibbles and uint16 0..255 of four high pairs of bits -> float16 0..63, four times."""
     if INTERPRET:
@@ -229,6 +269,16 @@ def load_units(units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.
 
 
 @triton.jit
+def load_bytes(at, rows, seen, columns, PITCH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
+    """Bytes `columns` [n] below N of rows [BN], as uint16 [BN, n]; see `load_units`."""
+    mask = (columns < N)[None, :]
+    if MASKED:
+        mask = mask & seen[:, None]
+    p = at.to(tl.pointer_type(tl.uint8)) + rows[:, None] * PITCH + columns[None, :]
+    return tl.load(p, mask=mask, other=0).to(tl.uint16)
+
+
+@triton.jit
 def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
     """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
@@ -268,18 +318,25 @@ def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
 def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
                  MASKED: tl.constexpr):  # fmt: skip
     """Rows of codes of fewer than 8 bits as four parts, float16 [BN, PAD / 4] each."""
-    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
-    w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
+    if PITCH % 2 == 0:
+        words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
+        w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
+    else:  # rows do not begin where words may
+        j = 2 * tl.arange(0, PAD // 4)
+        low = load_bytes(at, rows, seen, j, PITCH, DIM // 2, MASKED)
+        w = low | (load_bytes(at, rows, seen, j + 1, PITCH, DIM // 2, MASKED) << 8)
     if CODEC.bits == 4:
         return unpack4(w)
     else:
-        tl.static_assert(CODEC.bits == 6, "codes of that width are not unpacked")
         j = tl.arange(0, PAD // 4)
-        p = at.to(tl.pointer_type(tl.uint8)) + DIM // 2 + rows[:, None] * PITCH + j[None, :]
-        mask = (j < DIM // 4)[None, :]
-        if MASKED:
-            mask = mask & seen[:, None]
-        return unpack6(w, tl.load(p, mask=mask, other=0).to(tl.uint16))
+        if CODEC.bits == 6:
+            return unpack6(w, load_bytes(at + DIM // 2, rows, seen, j, PITCH, DIM // 4, MASKED))
+        else:
+            tl.static_assert(CODEC.bits == 5, "codes of that width are not unpacked")
+            HALF: tl.constexpr = DIM // 8
+            there = tl.where(j < 2 * HALF, j % HALF, HALF)
+            h = load_bytes(at + DIM // 2, rows, seen, there, PITCH, HALF, MASKED)
+            return unpack5(w, h >> (j // HALF * 4).to(tl.uint16)[None, :])
 
 
 @triton.jit

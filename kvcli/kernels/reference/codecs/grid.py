@@ -6,7 +6,8 @@ a kernel never scales single elements. Rows of zeros get the smallest scale and 
 Codes of 8 bits are a byte each. Others are packed in two *planes*, the low four bits of all elements, then what is
 above them. A plane of b bits is made of fields of 4 b bits ("quarter split"): field j holds elements j, j + Q, j + 2Q
 and j + 3Q of a row, from the lowest bits up, Q = D / 4 (D padded to a multiple of `packing`). So a kernel that loads
-fields gets four runs of consecutive elements without any shuffle.
+fields gets four runs of consecutive elements without any shuffle. Fields of four bits share bytes: byte j of such a
+plane has field j and, above it, field j + Q / 2.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ SMALLEST_SCALE = 6e-8  # the smallest positive float16
 
 
 def pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., 4Q] of `bits` bits each, 4 or 2 -> uint8 [..., Q * bits / 2]."""
+    """uint8 [..., 4Q] of `bits` bits each, 4, 2 or 1 -> uint8 [..., Q * bits / 2]."""
     first, second, third, fourth = codes.unflatten(-1, (4, -1)).unbind(-2)
     if bits == 4:  # fields are words, the low byte first
         return torch.stack((first | second << 4, third | fourth << 4), -1).flatten(-2)
-    return first | second << bits | third << 2 * bits | fourth << 3 * bits
+    fields = first | second << bits | third << 2 * bits | fourth << 3 * bits
+    if bits == 1:
+        low, high = fields.unflatten(-1, (2, -1)).unbind(-2)
+        return low | high << 4
+    return fields
 
 
 def unpack_plane(data: torch.Tensor, bits: int) -> torch.Tensor:
@@ -33,6 +38,8 @@ def unpack_plane(data: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 4:
         low, high = data.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.cat((low & 15, low >> 4, high & 15, high >> 4), -1)
+    if bits == 1:
+        data = torch.cat((data & 15, data >> 4), -1)
     return torch.cat([data >> part * bits & (1 << bits) - 1 for part in range(4)], -1)
 
 
