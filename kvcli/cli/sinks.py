@@ -169,6 +169,17 @@ class SamplesSink(JsonSink):
             self.invocation.answered = True
 
 
+class TurnSink(JsonSink):
+    """One object for each answer of a chat."""
+
+    def start(self, model: str, params: Any) -> None:
+        self.invocation.answer.clear()
+
+    def end(self, result: Result, held: str) -> None:
+        self._line("chat", result_object(result))
+        self.invocation.answer.clear()
+
+
 class JsonlSink(JsonSink):
     """One event a line, each flushed. Text that was held back to the end comes as a token without an id."""
 

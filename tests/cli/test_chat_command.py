@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 from calling import Caller
 from fakes import FakeEngine, FakeTemplate
+from jsonchecks import check
 
 from kvcli.cli.commands.chat import lineeditor
 from kvcli.cli.sinks import TextSink
@@ -51,6 +53,34 @@ def test_messages_may_end_with_nul(kv):
     assert asked(kv, 1).endswith("user:second\rassistant:")
 
 
+def test_messages_may_have_several_lines(kv):
+    script = 'one\\\nmore\n"""a\nb"""\nlast'
+    assert chat(kv, script).out == "one\ntwo\nthree\n"
+    assert asked(kv) == "user:one\nmoreassistant:oneuser:a\nbassistant:twouser:lastassistant:"
+    assert asked(kv, 0) == "user:one\nmoreassistant:"
+    kv.engine.answers = ["four"]
+    chat(kv, 'a\\\n"""', "-0")
+    assert asked(kv) == 'user:a\\\n"""assistant:', "each is whole"
+
+
+def test_a_script_has_an_object_for_each_answer(kv):
+    outcome = chat(kv, "first\n/stats\nsecond\n/regen\n", "--json")
+    values = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [value["text"] for value in values] == ["one", "two", "three"] and outcome.code == 0
+    for value in values:
+        check("chat", value)
+    outcome = chat(kv, "third\n/nonsense\n", "--json")
+    answer, error = map(json.loads, outcome.out.splitlines())
+    assert answer["text"] == "four" and error["error"]["code"] == 2 == outcome.code and "text" not in error
+    check("failure", error)
+    kv.engine.answers = ["five"]
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 1 else None
+    outcome = chat(kv, "third\n", "--json")
+    answer, error = map(json.loads, outcome.out.splitlines())
+    assert answer["finish_reason"] == "interrupted" and answer["text"] == "fi"
+    assert error["error"]["code"] == 143 == outcome.code
+
+
 def test_turns_reuse_the_cache_and_the_stats_say_so(kv):
     outcome = chat(kv, "first\nsecond\n", "--stats")
     first, second = outcome.err.splitlines()
@@ -69,13 +99,22 @@ def test_chat_takes_a_system_message(kv):
 
 @pytest.mark.parametrize(
     ("args", "hint"),
-    [((), "--script"), (("-0",), "-0 needs --script"), (("--script", "-c", "-1"), "--ctx-size")],
+    [
+        ((), "--script"),
+        (("-0",), "-0 needs --script"),
+        (("--script", "-c", "-1"), "--ctx-size"),
+    ],
 )
 def test_without_a_terminal_or_a_script_it_is_an_error(kv, args, hint):
     outcome = kv("chat", *args, stdin=b"hi\n")
     assert (outcome.code, outcome.out) == (2, "")
     assert hint in outcome.err
     assert kv.opened == []
+
+
+def test_json_needs_a_script(kv):
+    outcome = kv("chat", "--json", stdin=None)
+    assert outcome.code == 2 and json.loads(outcome.out)["error"]["message"] == "--json needs --script"
 
 
 def test_output_must_be_a_terminal_too(kv):
@@ -87,7 +126,8 @@ def test_output_must_be_a_terminal_too(kv):
 def test_bytes_that_are_not_utf8_end_the_script(kv):
     outcome = kv("chat", "--script", stdin=b"good\nb\xffd\n")
     assert (outcome.code, outcome.out) == (65, "one\n")
-    assert "message 2 is not UTF-8: byte 0xff at offset 1" in outcome.err
+    assert "line 2 is not UTF-8: byte 0xff at offset 1" in outcome.err
+    assert "message 2 is not UTF-8" in kv("chat", "--script", "-0", stdin=b"good\0b\xffd").err
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_message(kv):
@@ -97,7 +137,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_message(kv):
 
 def test_a_script_in_another_encoding_is_refused(kv):
     outcome = kv("chat", "--script", stdin="first\nsecond\n".encode("utf-16"))
-    assert (outcome.code, outcome.out) == (65, "") and "message 1 is UTF-16" in outcome.err and "iconv" in outcome.err
+    assert (outcome.code, outcome.out) == (65, "") and "line 1 is UTF-16" in outcome.err and "iconv" in outcome.err
 
 
 def test_a_model_without_a_template_is_an_error(kv):

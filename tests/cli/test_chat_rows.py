@@ -182,6 +182,20 @@ def test_saved_from_now_on_all_rows_are_in_the_store(capsys, tmp_path: Path):
     again.close()
 
 
+def test_another_cache_type_is_the_reason_that_is_told(capsys, tmp_path: Path):
+    chat = Chat(capsys, tmp_path, name="ann")
+    chat("hello", "more")
+    chat.close()
+    again = Chat(capsys, tmp_path, name="ann", types=("int8", "int8"))
+    told = again("/ctx")
+    assert unread(told) == again.n_tokens
+    assert "with the next message: a stored prompt shares" in told and "cache type f16, this run has int8" in told
+    again.close()
+    told = (sink := Chat(capsys, tmp_path, EvictOptions("sink"), "ann"))("/ctx")
+    assert "was stored with --evict none, this run has --evict sink" in told and "`" not in told
+    sink.close()
+
+
 def test_a_deleted_chat_leaves_no_rows_of_its_own(capsys, tmp_path: Path):
     for name in ("ann", "bob"):
         chat = Chat(capsys, tmp_path, name=name)

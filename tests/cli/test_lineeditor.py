@@ -26,7 +26,6 @@ from kvcli.cli.commands.chat.lineeditor import (
     LineEditor,
     continuation,
     open_history,
-    unquote,
 )
 
 
@@ -122,12 +121,6 @@ def test_what_was_typed_before_the_prompt_is_lines_of_their_own():
 
 def test_up_brings_the_last_message_back():
     assert typed("one\r", "\x1b[A", "!\r") == ["one", "one!"]
-
-
-def test_triple_quotes_come_off():
-    assert unquote('"""\na\n"""') == "a"
-    assert unquote('"""a') == '"""a'
-    assert unquote('say """a"""') == 'say """a"""'
 
 
 def test_history_is_private_and_keeps_lines_whole(tmp_path):

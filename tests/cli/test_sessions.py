@@ -245,6 +245,17 @@ def test_show_and_export(kv, two, tmp_path):
     assert value["messages"][0] == {"role": "system", "content": "be kind"}
     assert kv("chat", "export", "ann", "-o", str(tmp_path / "a.md")).out == ""
     assert (tmp_path / "a.md").read_text() == exported
+    refused = kv("chat", "export", "bob", "-o", str(tmp_path / "a.md"))
+    assert refused.code == 2 and "exists and is left as it is\n  --force replaces it" in refused.err
+    assert (tmp_path / "a.md").read_text() == exported
+    assert kv("chat", "export", "bob", "-o", str(tmp_path / "a.md"), "--force").code == 0
+    assert (tmp_path / "a.md").read_text().startswith("# bob\n")
+    file = str(tmp_path / "a.json")
+    assert kv("chat", "export", "ann", "-o", file).out == "" and json.loads(Path(file).read_text()) == value
+    printed = json.loads(kv("chat", "export", "ann", "-o", file, "--json", "--force").out)
+    assert printed == {**value, "path": file} and json.loads(Path(file).read_text()) == value
+    check("chat export", printed)
+    assert kv("chat", "export", "ann", "-o", file, "--md", "--force").out == "" and Path(file).read_text() == exported
     assert kv("chat", "export", "ann", "--md", "--json").code == 2
     for command in ("show", "export", "rm"):
         outcome = kv("chat", command, "eve")

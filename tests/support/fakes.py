@@ -170,7 +170,9 @@ class FakeEngine:
     def use_caches(self, options: PromptCacheOptions, tell: object) -> SimpleNamespace:
         """Caches that have nothing but the sequence and, in `stored`, rows of one prompt."""
         self.cache_options = options
-        self.caches = SimpleNamespace(close=lambda: None, save=lambda sequence: None, find=self._find)
+        self.caches = SimpleNamespace(
+            close=lambda: None, save=lambda sequence: None, find=self._find, kept_otherwise=lambda tokens: ""
+        )
         return self.caches
 
     def _find(self, sequence: FakeSequence, tokens: list[int]) -> int:

@@ -87,6 +87,14 @@ class PromptCaches:
             stored = longest(self.setting.pool.layout, len(tokens), found.valid)
         return stored if stored >= have + store.page_size else have
 
+    def kept_otherwise(self, tokens: list[int]) -> str:
+        """Why rows of `tokens` that are stored are not found; "" = there are none."""
+        store = self.keeper.store
+        if store is None:
+            return ""
+        with closing(store.find(tokens)) as found:
+            return missed.kept_otherwise(store, found, tokens)
+
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
         live = seq.rewindable(common_length(seq.tokens, wanted))
         length, pages, bases = self.tree.find(wanted)

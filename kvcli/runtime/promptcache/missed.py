@@ -23,14 +23,8 @@ def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of
 
 def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Why the store had nothing, or less than it might have; "" if it could not have."""
-    shared = max(found.closest, store.page_size - 1)
-    if other := _under_other_settings(store, prompt, shared):
+    if other := kept_otherwise(store, found, prompt):
         return other
-    if found.expired > shared:
-        return (
-            f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer"
-            " ago than `ttl_s` allows"
-        )
     if found.closest >= store.page_size:
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
     if next(entries(store.folder), None) is None:
@@ -41,6 +35,20 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
     if found.closest_next is not None:
         parted = f" (it has {text_of([found.closest_next])!r}, this one {text_of([prompt[found.closest]])!r})"
     return f"no stored prompt begins like this one: the closest differs at token {found.closest:,}{parted}"
+
+
+def kept_otherwise(store: PromptStore, found: Found, prompt: list[int]) -> str:
+    """Why rows that are stored are not used, though the tokens are the same: other settings, or their age; "" = none
+    are."""
+    shared = max(found.closest, store.page_size - 1)
+    if other := _under_other_settings(store, prompt, shared):
+        return other
+    if found.expired > shared:
+        return (
+            f"a stored prompt shares {found.expired:,} tokens with this one, but has expired: it was last used longer"
+            " ago than `ttl_s` allows"
+        )
+    return ""
 
 
 def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> str:

@@ -6,9 +6,8 @@ for conversations that are saved.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ import typer
 from kvcli.cli import engines, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
-from kvcli.cli.commands.chat import saved, slash, transcript
+from kvcli.cli.commands.chat import messages, saved, slash, transcript
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
 from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
@@ -28,10 +27,9 @@ from kvcli.cli.flags.promptcache import StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.helptext import GENERATE
-from kvcli.cli.inputs import decode, drop_mark
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation
-from kvcli.cli.sinks import TextSink
+from kvcli.cli.sinks import TextSink, TurnSink
 from kvcli.cli.streams import TextOut, keys_wait, say, typed_so_far, wrapped, write_err
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.runtime.promptcache import sessions
@@ -83,7 +81,8 @@ def chat(
         return
     invocation: Invocation = ctx.obj
     keys = nullcontext(lambda: None) if flags.script else keys_wait()
-    with keys as give_back, Interrupts(partial(_leave, give_back), insist=flags.script) as interrupts:
+    leave = partial(_leave, invocation)
+    with keys as give_back, Interrupts(partial(leave, give_back), insist=flags.script) as interrupts:
         flags.check()
         early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
@@ -94,7 +93,8 @@ def chat(
         aside, kept = partial(render.aside, invocation=invocation), store.options(invocation)
         how = aside, invocation.verbose > 0
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
-        sink = TextSink(TextOut.stdout(flags.raw_output), invocation)
+        out = TextOut.stdout(flags.raw_output)
+        sink = TurnSink(out, invocation) if flags.json else TextSink(out, invocation)
         engine = engines.open_engine(load, cache_options, invocation, interrupts)
         if invocation.verbose:
             say(report.sampling_line(settle(engine, sampling)))
@@ -109,7 +109,7 @@ def chat(
                 session.await_message()
                 _greet(session, told, invocation)
                 if flags.script:
-                    _follow(session, b"\0" if flags.null else b"\n")
+                    _follow(session, messages.of_stdin(flags.null))
                 else:
                     _talk(session, invocation, flags.no_history, early)
 
@@ -125,10 +125,10 @@ def _refuse_options(ctx: typer.Context) -> None:
             )
 
 
-def _leave(give_back: Callable[[], None], code: int) -> None:
+def _leave(invocation: Invocation, give_back: Callable[[], None], code: int) -> None:
     """Before an exit at once, which unwinds nothing."""
     give_back()
-    last_words(code)
+    last_words(code, invocation.json, text="".join(invocation.answer))
 
 
 def _telling(invocation: Invocation) -> Tell:
@@ -197,33 +197,15 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
         session.tell_unread()
 
 
-def _follow(session: ChatSession, end: bytes) -> None:
-    """Handle the messages of stdin; the first error, which names its message, ends the script with its exit code."""
-    for number, message in enumerate(read_messages(end), 1):
+def _follow(session: ChatSession, script: Iterable[messages.Piece]) -> None:
+    """Handle the messages of a script; the first error, which names its message, ends it with its exit code."""
+    for name, message in script:
         try:
             if not slash.handle(session, message):
                 return
         except KVError as error:
-            error.message = f"message {number}: {error.message}"
+            error.message = f"{name}: {error.message}"
             raise
-
-
-def read_messages(end: bytes) -> Iterator[str]:
-    """Messages from stdin as they arrive, each ended by the byte `end`; the last one need not be.
-
-    Raises InputBytesError; the offset counts within the message.
-    """
-    held = b""
-    number = 0
-    while block := os.read(sys.stdin.fileno(), 1 << 16):
-        *messages, held = (held + block).split(end)
-        for message in messages:
-            number += 1
-            text = decode(message.removesuffix(b"\r") if end == b"\n" else message, f"message {number}")
-            yield drop_mark(text) if number == 1 else text
-    if held:
-        text = decode(held, f"message {number + 1}")
-        yield text if number else drop_mark(text)
 
 
 def _talk(session: ChatSession, invocation: Invocation, no_history: bool, early: str) -> None:

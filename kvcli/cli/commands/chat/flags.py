@@ -12,6 +12,7 @@ import typer
 from kvcli.cli import render
 from kvcli.cli.flags.checks import checked
 from kvcli.cli.helptext import CHAT, OUTPUT
+from kvcli.cli.invocation import json_option
 from kvcli.errors import UsageError
 from kvcli.runtime.promptcache import sessions
 
@@ -47,6 +48,10 @@ class ChatFlags:
     null: Annotated[
         bool, _option("-0", "--null", help="With --script: messages end with NUL instead of a newline.")
     ] = False
+    json: Annotated[
+        bool,
+        json_option("--json", help="With --script: print one JSON object for each answer on stdout, also for errors."),
+    ] = False
     stats: Annotated[
         bool | None,
         _output(
@@ -75,8 +80,9 @@ class ChatFlags:
 
     def check(self) -> None:
         """Raises UsageError where there is neither a terminal nor a script."""
-        if self.null and not self.script:
-            raise UsageError("-0 needs --script")
+        for name, given in (("-0", self.null), ("--json", self.json)):
+            if given and not self.script:
+                raise UsageError(f"{name} needs --script", "it takes messages from stdin")
         if self.script:
             return
         if not render.is_terminal(sys.stdin):

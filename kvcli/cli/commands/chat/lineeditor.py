@@ -26,12 +26,12 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
 from kvcli import paths
+from kvcli.cli.commands.chat.messages import is_open, unquote
 
 if TYPE_CHECKING:
     from prompt_toolkit.buffer import Buffer
 
 MAX_ENTRIES = 10_000
-QUOTES = '"""'
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -190,26 +190,13 @@ def enter(buffer: Buffer) -> None:
     """What the Enter key does with the text so far."""
     buffer.exit_selection()
     before = buffer.document.text_before_cursor
-    if buffer.text.lstrip().startswith(QUOTES) and not _closed(buffer.text):
+    if is_open(buffer.text):
         buffer.insert_text("\n")
     elif before.endswith("\\"):
         buffer.delete_before_cursor()
         buffer.insert_text("\n")
     else:
         buffer.validate_and_handle()
-
-
-def _closed(text: str) -> bool:
-    inside = text.strip()
-    return len(inside) >= 2 * len(QUOTES) and inside.endswith(QUOTES)
-
-
-def unquote(text: str) -> str:
-    """A message in triple quotes without them and without the newlines next to them; other text as it is."""
-    stripped = text.strip()
-    if stripped.startswith(QUOTES) and _closed(text):
-        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
-    return text
 
 
 class FileHistory(History):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -83,24 +84,29 @@ def export(
     branch: Branch = "",
     md: Annotated[bool, typer.Option("--md", help="Markdown, which is the default.")] = False,
     json: JsonFlag = False,
-    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this file.")] = None,
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write to this new file; JSON to one in .json.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a saved chat as Markdown or JSON."""
     if md and json:
         raise UsageError("--md and --json cannot be used together", "give one of them")
+    if output is not None and os.path.isfile(output) and not force:
+        raise UsageError(f"{output} exists and is left as it is", "--force replaces it; or name another file")
     found = sessions.read(name)
     messages = found.messages(branch)
-    if json:
-        value = transcript.as_object(messages, found.model, name, branch or found.branch)
-        text = jsonobjects.line("chat export", value)
-    else:
-        text = transcript.as_markdown(messages, name)
+    value = transcript.as_object(messages, found.model, name, branch or found.branch)
+    as_json = json or (output is not None and output.endswith(".json") and not md)
+    text = jsonobjects.line("chat export", value) if as_json else transcript.as_markdown(messages, name)
     if output is None:
         render.write_out(text)
-    else:
-        with OutputFile(output) as file:
-            file.write(text)
-            file.whole = True
+        return
+    with OutputFile(output) as file:
+        file.write(text)
+        file.whole = True
+    if json:
+        render.print_json("chat export", {**value, "path": output})
 
 
 def rm(

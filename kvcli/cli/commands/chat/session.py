@@ -322,7 +322,9 @@ class ChatSession:
         if missing := self.unread():
             n_tokens = len(self.conversation.tokens)
             which = "all" if missing == n_tokens else f"{missing:,} of"
-            say(f"{which} {counted(n_tokens, 'token')} of the conversation are read again with the next message")
+            why = as_flags(self.caches.kept_otherwise(self.conversation.tokens))
+            told = f"{which} {counted(n_tokens, 'token')} of the conversation are read again with the next message"
+            say(f"{told}: {why}" if why else told)
 
     def change(self, ctx_size: int, evict: EvictOptions) -> None:
         """Go on with another context (0 = as trained, or what fits) or another policy. Raises UsageError and
