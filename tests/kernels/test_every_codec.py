@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from kernelcases import ISAS, native, one_thread
+from kernelcases import ISAS, native, one_thread, poisoned
 from sealedcases import Cache, gaussian, layout
 
-from kvcli.codecs import CODECS
+from kvcli.codecs import CODECS, RecordLayout
+from kvcli.errors import KVError
 from kvcli.kernels.reference.backend import ReferenceBackend
 
 DIMS, HEADS, ROWS = (80, 48), 2, 50
@@ -30,3 +33,10 @@ def test_the_kernels_have(isa: str, name: str) -> None:
             assert a.isfinite().all() and (a != b).double().mean() < 0.02
     q = gaussian(3, 4, DIMS[0], seed=3)
     assert (found.attend(q, ROWS - 3) - found.dense(q, ROWS - 3)).abs().max() < 2e-5
+
+
+def test_what_the_kernels_lack_is_named() -> None:
+    odd = replace(CODECS["int6"], name="int7", bits=7)
+    pages = poisoned(RecordLayout.of(16, 1, 64, 64, CODECS["f16"], odd), 0, 16)
+    with pytest.raises(KVError, match="lack the cache type int7"):
+        native().attention(gaussian(1, 1, 64), pages, 0)

@@ -33,7 +33,7 @@ class Difference:
 def chosen(per_group: list[str]) -> str:
     """What the user chose: the type of the groups that keep all tokens; windows may have a larger one (see `KVLayout`).
     Raises IndexError for none."""
-    return sorted(per_group, key=lambda name: (name in ("f16", "bf16", "f32", "0"), name))[0]
+    return sorted(per_group, key=lambda name: (name == "0" or (name in CODECS and not CODECS[name].sealed), name))[0]
 
 
 def types_of(identity: Mapping[str, str]) -> tuple[str, str]:
