@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.cli import oldnames
+from kvcli.cli.wording import as_flags
 
 VERSION = 2  # of the names and what they mean: `kv_schema` in every object
 FAILURE = "failure"  # the kind of the object that tells an error, of any command
@@ -15,7 +16,11 @@ _SCHEMA = Path(__file__).with_name("schema.json")
 
 
 def finished(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """An object of a kind: a command such as "cache ls", or FAILURE. Its version comes first, old names come last."""
+    """An object of a kind: a command such as "cache ls", or FAILURE. Its version comes first, old names come last. Its
+    error names flags."""
+    if told := value.get("error"):
+        worded = {name: as_flags(text) if isinstance(text, str) else text for name, text in told.items()}
+        value = {**value, "error": worded}
     return {"kv_schema": VERSION, **oldnames.add(kind, value)}
 
 

@@ -21,6 +21,7 @@ from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
 from kvcli.cli.helptext import MEASURE, PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions
@@ -188,7 +189,7 @@ def bench(
                 if not tables and pair == pairs[-1]:  # nothing was measured
                     raise
                 render.warn(f"{type_name(pair)} is left out: {error.message}", invocation)
-                failures.append(error.message)  # not the error, whose frames would keep the engine
+                failures.append(as_flags(error.message))  # not the error, whose frames would keep the engine
             engine = None
             benching.release()
     assert setting is not None
