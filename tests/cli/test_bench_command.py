@@ -181,7 +181,7 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
         (("-d", "cuda"), "-d is not --device"),
         (("-r", "0"), "--repetitions must "),
         (("-ub", "-1"), "--ubatch-size must "),
-        (("-ctk", "f16,int5"), "'int5' is not a cache type"),
+        (("-ctk", "f16,int3"), "'int3' is not a cache type"),
         (("-ct", "f16,"), "--cache-type must "),
         (("--bandwidth", "0"), "--bandwidth must "),
         (("--page-size", "17"), "--page-size must "),

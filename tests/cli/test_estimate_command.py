@@ -221,7 +221,7 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
         ((), "no model is named"),
         (("nosuchmodel",), "no model named"),
         (("smollm2", "-m", "smollm2"), "given twice"),
-        (("smollm2", "-ct", "int5"), "'int5' is not a cache type"),
+        (("smollm2", "-ct", "int3"), "'int3' is not a cache type"),
         (("smollm2", "-c", "lots"), "--ctx-size"),
         (("smollm2", "--gpu", "voodoo"), "no card named"),
         (("smollm2", "--device", "cuda:99"), "--device"),

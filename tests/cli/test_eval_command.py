@@ -122,7 +122,7 @@ def test_tail_and_sinks_reach_the_cache(ask: Recall):
         (("--depths", "101"), "--depths must "),
         (("--ctx", "1k,many"), "--ctx must "),
         (("--ctx", "20"), "no room for the question"),
-        (("-ct", "int5"), "'int5' is not a cache type"),
+        (("-ct", "int3"), "'int3' is not a cache type"),
     ],
     ids=" ".join,
 )

@@ -214,7 +214,7 @@ def test_the_gate_of_ppl_is_on_the_way_up_only(ppl: Ppl):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("-ct", "int5"), "'int5' is not a cache type"),
+        (("-ct", "int3"), "'int3' is not a cache type"),
         (("-ct", "f16,,int4"), "empty entry"),
         (("-ct", "int8/"), "'' is not a cache type"),
         (("-ctv", "int8/int4"), "--cache-type-v: 'int8/int4' is not a cache type"),

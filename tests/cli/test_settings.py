@@ -298,7 +298,7 @@ REFUSED = {
     "bench.n-gen": ("x", "a number of tokens"),
     "bench.bandwidth": ("0", "above 0"),
     "perplexity.max-ppl-delta": ("much", "a percentage"),
-    "perplexity.cache-type": ("f16,int5", "'int5' is not a cache type"),
+    "perplexity.cache-type": ("f16,int3", "'int3' is not a cache type"),
     "eval.recall.depths": ("0,101", "percentages"),
     "estimate.gpu": ("voodoo", "no card named"),
     "estimate.ctx-size": ("4k,x", "a number of tokens"),
