@@ -338,7 +338,7 @@ def test_the_budget_of_a_gpu(gpu: None) -> None:
     found = engine_budget(None, CUDA, 1)
     assert found == Budget(4 << 30, "free on a card (nvml)", DEFAULT_MARGIN, None, CUDA)
     overheads.store("a card", Overheads(runtime_bytes=500))
-    assert engine_budget("6G", CUDA, 1) == Budget(6 << 30, "allowed by --vram-limit", 0, 500, CUDA)
+    assert engine_budget("6G", CUDA, 1) == Budget(6 << 30, "allowed by `memory_limit`", 0, 500, CUDA)
     assert engine_budget("0.5", CUDA, 1).bytes == 40 << 30
     assert engine_budget("6G").kind == CPU
 

@@ -37,7 +37,7 @@ from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import weights_of_tensors
-from kvcli.runtime.plan.plan import Plan, engine_budget, engine_setting
+from kvcli.runtime.plan.plan import Plan, engine_budget
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.promptcache.caches import Caches, LiveRows, keep_rows
 from kvcli.runtime.promptcache.lookup import PromptCaches
@@ -72,7 +72,7 @@ class Engine:
             self.notices.append(notice)
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
-        self._take(Terms.settle(engine_setting(self.config, weight_bytes, cache, budget, threads), budget, cache))
+        self._take(Terms.settle(self.config, weight_bytes, cache, budget, threads))
         self.tokenizer = Tokenizer.from_gguf(file.metadata, force=load.force)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from kvcli.errors import ContextOverflow, KVError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.plan.plan import Budget, Plan, Setting, plan_for_engine
 
 
@@ -26,19 +28,19 @@ class Terms:
     shortened: str
 
     @classmethod
-    def settle(cls, setting: Setting, budget: Budget, options: CacheOptions) -> Terms:
-        """Raises UsageError, and DoesNotFit."""
+    def settle(
+        cls, config: ModelConfig, weights: WeightBytes, options: CacheOptions, budget: Budget, threads: int
+    ) -> Terms:
+        """The terms of `options` within a budget. Raises UsageError, and DoesNotFit."""
         if options.ctx_size < 0:
             raise UsageError(f"`ctx` must be 0 or more, not {options.ctx_size}", "0 = as trained, or what fits")
-        config, layout = setting.config, KVLayout.of_options(setting.config, options)
-        found = plan_for_engine(config, setting.weights, options, budget, setting.threads)
-        settled = found.setting.settled(layout, found.ctx_size)
-        return cls(found.setting, budget, options, settled, found.ctx_size, found.plan, found.notice)
+        found = plan_for_engine(config, weights, options, budget, threads)
+        return cls(found.setting, budget, options, found.layout, found.ctx_size, found.plan, found.notice)
 
     def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
         """With another context or policy. Raises UsageError, and DoesNotFit."""
-        options = replace(self.options, ctx_size=ctx_size, evict=evict)
-        return Terms.settle(replace(self.setting, evict=evict), self.budget, options)
+        options, same = replace(self.options, ctx_size=ctx_size, evict=evict), self.setting
+        return Terms.settle(same.config, same.weights, options, self.budget, same.threads)
 
     def could_hold(self, tokens: int) -> bool:
         """Whether a context of so many tokens fits into the memory there is."""

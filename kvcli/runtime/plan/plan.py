@@ -214,26 +214,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """How an engine runs: what its plan depends on, its context, the memory of a run that fills it, and a notice (""
-    = nothing to say)."""
+    """How an engine runs: what its plan depends on, its context and the layout of its cache, the memory of a run that
+    fills it, and a notice ("" = nothing to say)."""
 
     setting: Setting
+    layout: KVLayout
     ctx_size: int
     plan: Plan
     notice: str = ""
-
-
-def engine_setting(
-    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
-) -> Setting:
-    """What the plan of an engine on the budget's device (None = no limit) depends on, cache types, context and the rows
-    of a step aside. `weights`: as that kind of device holds them."""
-    setting = Setting(
-        config, weights, threads=threads, margin=0, evict=cache.evict, together=cache.sequences
-    )  # fmt: skip
-    if budget is None:
-        return setting
-    return replace(setting, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)
 
 
 def plan_for_engine(
@@ -247,11 +235,13 @@ def plan_for_engine(
     """
     layout, trained = KVLayout.of_options(config, cache), config.context_length
     wanted = cache.ctx_size or trained
-    base = engine_setting(config, weights, cache, budget, threads)
+    base = Setting(config, weights, threads=threads, margin=0, evict=cache.evict, together=cache.sequences)
+    if budget is not None:
+        base = replace(base, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)
     setting = base.stepping(layout, wanted, math.inf if budget is None else budget.bytes, cache.ubatch)
     plan = setting.whole(layout, wanted)
     if budget is None or plan.needed <= budget.bytes:
-        return EnginePlan(setting, wanted, plan)
+        return EnginePlan(setting, setting.settled(layout, wanted), wanted, plan)
     fits = setting.largest_context(layout, budget.bytes, wanted)
     if fits == 0:
         least = setting.plan(layout.by_layer(setting.kind != CPU), layout.page_size).needed
@@ -265,7 +255,7 @@ def plan_for_engine(
             f"the largest that fits is `ctx={fits}`; kv estimate compares cache types",
         )
     notice = f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
-    return EnginePlan(setting, fits, setting.whole(layout, fits), notice)
+    return EnginePlan(setting, setting.settled(layout, fits), fits, setting.whole(layout, fits), notice)
 
 
 def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
