@@ -149,14 +149,14 @@ def test_what_another_process_makes_meanwhile_is_not_replaced(tmp_path: Path, mo
     path, tokens, other = tmp_path / "x", list(range(40)), [7] * 50
     one, two, forced = _opened(path), _opened(path), _opened(path, replace=True)
     _write(one, tokens)
-    with pytest.raises(CacheFileError, match="another process has made"):
+    with pytest.raises(CacheFileError, match="another process has put other rows there"):
         _write(two, other)
     assert _tokens(path) == tokens
     _write(two, tokens[:30])  # is all there
     assert _tokens(path) == tokens
     three = _opened(path)
     _write(one, [*tokens, 1])
-    with pytest.raises(CacheFileError, match="another process has made"):
+    with pytest.raises(CacheFileError, match="another process has put other rows there"):
         _write(three, [*tokens, 2])
     assert _tokens(path) == [*tokens, 1]
     _write(forced, other)

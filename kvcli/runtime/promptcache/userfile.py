@@ -90,7 +90,7 @@ class UserFile:
             write(self.path, contents, blocks, place=self._place)
         except FileExistsError:
             if not self._has(contents):
-                raise CacheFileError(f"another process has made {self.path} meanwhile") from None
+                raise CacheFileError("another process has put other rows there meanwhile") from None
         self._found, self.tokens = self._there(), contents.tokens
 
     def _there(self) -> os.stat_result | None:
