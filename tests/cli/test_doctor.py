@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -177,7 +178,30 @@ def test_a_speed_that_changes_is_said(imitated: dict[str, Any], kv_here: KvHere)
     assert "in place of" not in sections(kv_here("doctor")[1])["stored"]
     imitated["memory"] = SPEEDS | {"bandwidth_gb_s": 43.8}
     assert sections(kv_here("doctor")[1])["stored"].endswith("in place of 11.0 GB/s of cpu")
-    assert json.loads(kv_here("doctor", "--json")[1])["stored"]["before_gb_s"] == {}
+    stored = json.loads(kv_here("doctor", "--json")[1])["stored"]
+    assert stored["before_gb_s"] == {} and stored["best"]["cpu"]["bandwidth_gb_s"] == 43.8
+
+
+def test_the_best_speed_of_a_machine_is_kept(
+    imitated: dict[str, Any], kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lower one, measured beside other work, would make an upper bound of kv estimate that answers exceed."""
+    assert "stays at" not in sections(kv_here("doctor")[1])["stored"]
+    when = overheads.load("cpu")[0].measured_at
+    assert when
+    imitated["memory"] = SPEEDS | {"bandwidth_gb_s": 6.6}
+    found = sections(kv_here("doctor")[1])
+    assert "read 6.6 GB/s" in found["memory"] and "in place of" not in found["stored"]
+    shown = datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
+    assert found["stored"].endswith(f"cpu stays at 11.0 GB/s of {shown}, its best so far")
+    values = json.loads(kv_here("doctor", "--json")[1])
+    check("doctor", values)
+    assert values["stored"]["best"] == {
+        "cpu": {"bandwidth_gb_s": 11.04, "measured_at": when, "measured_now": False}
+    }
+    monkeypatch.setattr(probes.machine, "processor", lambda: {"name": "another", "cpus": 2, "usable_cpus": 2})
+    assert sections(kv_here("doctor")[1])["stored"].endswith("in place of 11.0 GB/s of cpu")
+    assert overheads.load("cpu")[0].bandwidth == 6.6
 
 
 def test_lines_stay_within_80_columns(imitated: dict[str, Any], kv_here: KvHere) -> None:

@@ -241,6 +241,23 @@ def test_overheads_are_kept_by_device(state: Path) -> None:
     assert list(state.parent.iterdir()) == [state]
 
 
+def test_the_best_bandwidth_of_a_machine_is_kept(state: Path) -> None:
+    """With its moment, which may be damaged; that of another machine is replaced."""
+    overheads.store("cpu", Overheads(1, 20.5), "one")
+    first = overheads.load("cpu")[0].measured_at
+    write(state, state.read_text().replace(str(first), "2026-01-02T03:04:05+00:00"))
+    overheads.store("cpu", Overheads(2, 6.5), "one")
+    assert overheads.load("cpu") == (Overheads(2, 20.5), "")
+    assert overheads.load("cpu")[0].measured_at == "2026-01-02T03:04:05+00:00"
+    overheads.store("cpu", Overheads(2, 21.0), "one")
+    assert overheads.load("cpu")[0].bandwidth == 21.0
+    assert overheads.load("cpu")[0].measured_at != "2026-01-02T03:04:05+00:00"
+    overheads.store("cpu", Overheads(2, 6.5), "another")
+    assert overheads.load("cpu")[0].bandwidth == 6.5
+    write(state, '{"kv_schema": 1, "devices": {"cpu": {"bandwidth": 3, "measured_at": "then"}}}')
+    assert overheads.load("cpu") == (Overheads(None, 3), "") and overheads.load("cpu")[0].measured_at is None
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,8 +1,8 @@
 """What was measured on this machine: memory of the runtime and its libraries, memory bandwidth.
 
 One JSON file in the state folder: {"kv_schema": 1, "devices": {"cpu": {"runtime_bytes": ..., "torch": ...,
-"bandwidth": ...}}}, a device by the name that its driver gives it, or "cpu". Until something is measured, and where
-another torch was installed since ("torch" is its version), defaults stand in.
+"bandwidth": ..., "measured_at": ..., "machine": ...}}}, a device by the name that its driver gives it, or "cpu". Until
+something is measured, and where another torch was installed since ("torch" is its version), defaults stand in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ _GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 @dataclass(frozen=True)
 class Overheads:
-    """`runtime_bytes` and `bandwidth` (10^9 bytes/s) of one device; None = not measured."""
+    """`runtime_bytes` and `bandwidth` (10^9 bytes/s) of one device; None = not measured. `measured_at`: when the
+    bandwidth was (ISO 8601, UTC)."""
 
     runtime_bytes: int | None = None
     bandwidth: float | None = None
+    measured_at: str | None = field(default=None, compare=False)
 
 
 def assumed_bytes(kind: str) -> int:
@@ -61,30 +64,53 @@ def load(device: str) -> tuple[Overheads, str]:
         runtime = _positive(entry, "runtime_bytes")
         if entry.get("torch", _torch()) != _torch():
             runtime = None
-        return Overheads(None if runtime is None else int(runtime), _positive(entry, "bandwidth")), ""
+        when = entry.get("measured_at")
+        bandwidth = _positive(entry, "bandwidth")
+        return Overheads(None if runtime is None else int(runtime), bandwidth, when if _is_moment(when) else None), ""
     except FileNotFoundError:
         return Overheads(), ""
     except (OSError, ValueError) as error:
         return Overheads(), f"the measurements in {path} cannot be used ({error}): kv doctor renews them"
 
 
-def store(device: str, measured: Overheads) -> Path:
-    """Keep what was measured of a device; what is None stays as it was. Raises OSError."""
+def store(device: str, measured: Overheads, machine: str = "") -> Path:
+    """Keep what was measured of a device; what is None stays as it was. Raises OSError.
+
+    The best bandwidth that a machine reached is kept: a lower one was measured while something else read memory, too.
+    `machine`: what the device is part of, such as the processor's name; another machine's bandwidth is replaced.
+    """
     path = state_file()
     try:
         devices = _devices(path)
     except (FileNotFoundError, ValueError):
         devices = {}
     entry = devices.setdefault(device, {})
-    entry.update({key: value for key, value in vars(measured).items() if value is not None})
     if measured.runtime_bytes is not None:
-        entry["torch"] = _torch()
+        entry |= {"runtime_bytes": measured.runtime_bytes, "torch": _torch()}
+    if measured.bandwidth is not None and measured.bandwidth > _reached(entry, machine):
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        entry |= {"bandwidth": measured.bandwidth, "measured_at": now, "machine": machine}
     paths.make_private(path.parent)
     part = path.with_suffix(f".tmp-{os.getpid()}")
     part.write_text(json.dumps({"kv_schema": SCHEMA, "devices": devices}, indent=1) + "\n", encoding="utf-8")
     part.chmod(0o600)
     part.replace(path)
     return path
+
+
+def _reached(entry: dict[str, Any], machine: str) -> float:
+    """The bandwidth that an entry has of this machine; 0 = none, or one that cannot be."""
+    try:
+        return (_positive(entry, "bandwidth") or 0) if entry.get("machine", machine) == machine else 0
+    except ValueError:
+        return 0
+
+
+def _is_moment(text: object) -> bool:
+    try:
+        return bool(datetime.fromisoformat(text)) if isinstance(text, str) else False
+    except ValueError:
+        return False
 
 
 def _torch() -> str:

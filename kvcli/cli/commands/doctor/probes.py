@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> I
     yield _probe("kv", _version, _built)
     yield _probe("system", machine.system, _system)
     program = _probe("program", lambda: measure("program"), lambda v: ())
-    yield _probe("CPU", machine.processor, lambda v: _processor(v, program.values))
+    processor = _probe("CPU", machine.processor, lambda v: _processor(v, program.values))
+    yield processor
     yield _kernels(program)
     yield _probe("compiler", machine.compiler, lambda v: (v["version"], v["path"]))
     yield _probe("packages", versions.libraries, _packages)
@@ -61,7 +63,7 @@ def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> I
             measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
     begin("speed of the disk")
     yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
-    yield _probe("stored", lambda: _store(measured), _stored)
+    yield _probe("stored", lambda: _store(measured, processor.values.get("name", "")), _stored)
     yield _probe("models", _models, _names)
     yield _probe("storage", lambda: _kept(prompts), _sizes)
     yield settings
@@ -193,24 +195,41 @@ def _disk(values: dict[str, Any]) -> tuple[str, ...]:
     return f"read {values['read_gb_s']:,.1f} GB/s", free
 
 
-def _store(measured: list[tuple[str, int | None, float | None]]) -> dict[str, Any]:
-    """Keep what `kv estimate` reads: for each device its runtime bytes and read speed. `before`: speeds that this
-    changes by more than a tenth."""
-    path, before = overheads.state_file(), {}
+def _store(measured: list[tuple[str, int | None, float | None]], processor: str) -> dict[str, Any]:
+    """Keep what `kv estimate` reads, for each device its runtime bytes and the best read speed so far. `before_gb_s`:
+    speeds that this changes by more than a tenth; `best`: what is kept, and when it was measured."""
+    path, before, best = overheads.state_file(), {}, {}
     for device, runtime_bytes, speed in measured:
         old = overheads.load(device)[0].bandwidth
-        if old and speed and abs(old - speed) > old / 10:
-            before[device] = old
         try:
-            path = overheads.store(device, Overheads(runtime_bytes, speed))
+            path = overheads.store(device, Overheads(runtime_bytes, speed), processor if device == CPU else "")
         except OSError as error:
             raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
-    return {"path": str(path), "before_gb_s": before}
+        kept = overheads.load(device)[0]
+        if old and kept.bandwidth and abs(old - kept.bandwidth) > old / 10:
+            before[device] = old
+        if kept.bandwidth:
+            best[device] = {
+                "bandwidth_gb_s": kept.bandwidth,
+                "measured_at": kept.measured_at,
+                "measured_now": kept.bandwidth == speed,
+            }
+    return {"path": str(path), "before_gb_s": before, "best": best}
 
 
 def _stored(values: dict[str, Any]) -> tuple[str, ...]:
     before = [f"in place of {speed:,.1f} GB/s of {device}" for device, speed in values["before_gb_s"].items()]
-    return values["path"], "kv estimate uses it", *before
+    kept = [
+        f"{device} stays at {best['bandwidth_gb_s']:,.1f} GB/s{_moment(best['measured_at'])}, its best so far"
+        for device, best in values["best"].items()
+        if not best["measured_now"]
+    ]
+    return values["path"], "kv estimate uses it", *before, *kept
+
+
+def _moment(when: str | None) -> str:
+    """' of 2026-11-29 10:20', local time; "" where it is not known."""
+    return f" of {datetime.fromisoformat(when).astimezone():%Y-%m-%d %H:%M}" if when else ""
 
 
 def as_json(found: Iterable[Finding]) -> dict[str, Any]:
