@@ -92,7 +92,7 @@ def _prepared(ctx: Any, args: list[str]) -> Iterator[list[str]]:
         raise invocation.wrong_settings
     remarks.tell(ctx.command.params, found, invocation)
     if _words(ctx) in (["run"], ["chat"]):  # they have all options that variables set
-        remarks.tell_once(ctx.command.params, invocation)
+        remarks.tell_unread(ctx.command.params, invocation)
 
 
 def _words(ctx: Any) -> list[str]:

@@ -1,4 +1,5 @@
-"""What SIGINT, SIGTERM and SIGHUP do, stage by stage, so that every exit is prompt, silent and has the right code."""
+"""What signals do: SIGINT, SIGTERM and SIGHUP stage by stage, so that every exit is prompt, silent and has the right
+code; the others that would end a process end it at once, but not before what was generated is kept."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ FINISH = "finish"  # note it; the answer ends after the token at hand
 
 INSIST_S = 2.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# They ask for no tidy end: a core dump (Ctrl-\\), a limit of processor time, a timer, whatever a script means by them.
+AT_ONCE = (signal.SIGQUIT, signal.SIGALRM, signal.SIGVTALRM, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
 CODES = tuple(128 + number for number in SIGNALS)  # exit codes of processes that they ended
 
 
@@ -28,7 +31,8 @@ def say_nothing(code: int) -> None:
 
 
 class Interrupts:
-    """Context manager that owns their handlers. A signal that the parent had ignored stays ignored.
+    """Context manager that owns their handlers. A signal that the parent had ignored stays ignored, and one of AT_ONCE
+    that something else handles is left to that.
 
     `stage` may be changed at any time. `code` is 0, or 128 + the signal noted while finishing.
     `on_leave(code)` runs just before an exit at once and must not use buffered streams. A second signal within
@@ -46,6 +50,9 @@ class Interrupts:
         """Take the signals over until the context ends, or for good where there is none."""
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        for number in AT_ONCE:
+            if _is_ours(handler := signal.getsignal(number)) or handler is signal.SIG_DFL:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def __enter__(self) -> Interrupts:
@@ -67,7 +74,7 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         code, now = 128 + number, time.monotonic()
         again = now - self._noted_at < INSIST_S
-        if self.stage == LEAVE or (self.stage == FINISH and self.insist and again):
+        if number in AT_ONCE or self.stage == LEAVE or (self.stage == FINISH and self.insist and again):
             self.on_leave(code)
             end_by_signal(code)
         self._noted_at = now
@@ -75,6 +82,10 @@ class Interrupts:
             self.code = max(self.code, code)
         elif not again:  # else what the first one began goes on undisturbed
             raise SystemExit(code)
+
+
+def _is_ours(handler: Any) -> bool:
+    return isinstance(getattr(handler, "__self__", None), Interrupts)
 
 
 def end_by_signal(code: int) -> NoReturn:

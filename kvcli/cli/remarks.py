@@ -22,12 +22,20 @@ def tell(options: Iterable[Any], found: dict[str, Setting], invocation: Invocati
             render.notice(f"{setting.called} is taken for --{name}; {above}", invocation)
 
 
-def tell_once(options: Iterable[Any], invocation: Invocation) -> None:
-    """Of variables that are not read; a line that was told is kept in the state folder and not told again."""
-    if invocation.settings is None or invocation.quiet or not render.is_terminal(sys.stderr):
+def tell_unread(options: Iterable[Any], invocation: Invocation) -> None:
+    """Of variables that are not read: on a terminal once each, as what was told is kept in the state folder; elsewhere,
+    where nobody may remember it, each time, but only of mistakes."""
+    if invocation.settings is None:
         return
     known = [name for option in options for name, _ in settings.names(option)]
-    lines = list(invocation.settings.unread(known))
+    if not render.is_terminal(sys.stderr):
+        for line in invocation.settings.mistaken(known):
+            render.warn(line, invocation)
+    elif not invocation.quiet:
+        _tell_once(list(invocation.settings.unread(known)), invocation)
+
+
+def _tell_once(lines: list[str], invocation: Invocation) -> None:
     file = paths.state_dir() / "told"
     try:
         told = file.read_text("utf-8").splitlines() if lines else []

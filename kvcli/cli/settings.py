@@ -29,6 +29,7 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _PER_CALL = ("--prompt", "--file", "--output", "--help", "--version")  # neither a file nor a variable sets these
 _NO_OPTIONS = ("config", "cpu-isa")  # of which there are only variables
 _MEASURING = ("estimate", "bench", "perplexity", "eval")  # they compare what others take from settings
+_ALIKE = 0.8  # a variable that is so like one of ours was meant to be that one
 _SHARED = (PROMPT, MODEL, GENERATION, KV_CACHE, FULL, PROMPT_CACHE)
 # Where one of these is given, settings of the others from farther down count for nothing: they say the same, or depend.
 _REPLACES = {
@@ -207,19 +208,27 @@ class Settings:
                 found.setdefault(option.name, Setting(_from_text(option, False, text, other), OTHER, other))
         return found
 
-    def unread(self, known: Iterable[str]) -> Iterator[str]:
+    def unread(self, known: Collection[str]) -> Iterator[str]:
         """A line for each variable that is almost one of ours, or another program's, and for a config file that is
         named and not there. `known`: names of options.
         """
+        yield from self.mistaken(known)
+        for name in sorted(self.environment):
+            if why := foreign.unread(name):
+                yield f"{name} is not read: {why}"
+
+    def mistaken(self, known: Collection[str]) -> Iterator[str]:
+        """Those lines of `unread` that tell of mistakes: what somebody set for `kv` is not in force. Other programs
+        have variables that begin with KV_, too: of those that are not almost one of ours nothing is said."""
         if self.environment.get("KV_CONFIG") and self.path and not os.path.lexists(self.path):
             yield f"KV_CONFIG is not read: there is no file {self.path}"
         ours = {variable(name) for name in (*known, "config", "cpu-isa", "no-history")}
-        for name in sorted(self.environment):
-            if name.startswith("KV_") and name not in ours:
-                if hint := meant(near(name, ours, alike=0.8)):
-                    yield f"{name} is not read: {hint}"
-            elif why := foreign.unread(name):
-                yield f"{name} is not read: {why}"
+        strange = [name for name in sorted(self.environment) if name.startswith("KV_") and name not in ours]
+        if any(near(name, ours, alike=_ALIKE) for name in strange):
+            ours |= {variable(name) for name in self._known()}  # it may be an option's of another command
+        for name in strange:
+            if name not in ours and (hint := meant(near(name, ours, alike=_ALIKE))):
+                yield f"{name} is not read: {hint}"
 
 
 def without(found: dict[str, Setting], given: Iterable[str]) -> dict[str, Setting]:

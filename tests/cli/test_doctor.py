@@ -196,9 +196,7 @@ def test_the_best_speed_of_a_machine_is_kept(
     assert found["stored"].endswith(f"cpu stays at 11.0 GB/s of {shown}, its best so far")
     values = json.loads(kv_here("doctor", "--json")[1])
     check("doctor", values)
-    assert values["stored"]["best"] == {
-        "cpu": {"bandwidth_gb_s": 11.04, "measured_at": when, "measured_now": False}
-    }
+    assert values["stored"]["best"] == {"cpu": {"bandwidth_gb_s": 11.04, "measured_at": when, "measured_now": False}}
     monkeypatch.setattr(probes.machine, "processor", lambda: {"name": "another", "cpus": 2, "usable_cpus": 2})
     assert sections(kv_here("doctor")[1])["stored"].endswith("in place of 11.0 GB/s of cpu")
     assert overheads.load("cpu")[0].bandwidth == 6.6

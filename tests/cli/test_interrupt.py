@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import PACKAGE_ROOT
 
-from kvcli.cli.interrupt import FINISH, LEAVE, UNWIND, Interrupts
+from kvcli.cli.interrupt import AT_ONCE, FINISH, LEAVE, UNWIND, Interrupts
 
 
 class Left(Exception):
@@ -51,6 +51,28 @@ def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
                 os.kill(os.getpid(), number)
         assert raised.value.args == outcome.args
         assert told == ([] if stage == UNWIND else [outcome.args[0]])
+
+
+@pytest.mark.parametrize("stage", (LEAVE, UNWIND, FINISH))
+@pytest.mark.parametrize("number", AT_ONCE)
+def test_signals_that_end_at_once(stage, number, monkeypatch):
+    """In the handlers of a command inside those of the process, too; one with another handler is left alone."""
+    told = []
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", leaving)
+    with Interrupts(), Interrupts(told.append) as interrupts:
+        interrupts.stage = stage
+        with pytest.raises(Left) as raised:
+            os.kill(os.getpid(), number)
+    assert raised.value.args == (128 + number,) and told == [128 + number]
+    assert signal.getsignal(number) is signal.SIG_DFL
+    seen = []
+    signal.signal(number, lambda *_: seen.append(number))
+    try:
+        with Interrupts(told.append):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+    assert seen == [number] and len(told) == 1
 
 
 def test_a_second_signal_does_not_disturb_what_the_first_one_began(monkeypatch):

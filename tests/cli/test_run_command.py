@@ -13,6 +13,7 @@ from calling import Caller
 from fakes import BOS, END, START, FakeEngine, FakeTemplate
 
 from kvcli.cli import inputs, render
+from kvcli.cli.interrupt import AT_ONCE
 from kvcli.errors import ModelError
 
 
@@ -454,6 +455,18 @@ def test_what_stdout_did_not_take_is_in_the_file(kv, tmp_path, monkeypatch):
         outcome = kv("run", "hello", "-o", str(path))
         monkeypatch.undo()
     assert outcome.code == 74 and path.read_text() == "a" and "No space left" in outcome.err
+
+
+@pytest.mark.parametrize("number", AT_ONCE)
+def test_a_signal_that_ends_kv_at_once_leaves_what_was_generated(kv, tmp_path, monkeypatch, number):
+    """The end itself is played by SystemExit."""
+    path = tmp_path / "out.txt"
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
+    kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 3 else None
+    outcome = kv("run", "hello", "--json", "-o", str(path))
+    assert (outcome.code, path.read_text()) == (128 + number, "an ")
+    assert f"kv: {path} holds the answer so far\n" in outcome.err
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_second_signal_leaves_what_was_generated(kv, tmp_path, monkeypatch):

@@ -191,6 +191,9 @@ def test_variables_of_other_programs_are_told(config: Path, kv: Caller, monkeypa
     for name, value in {"OLLAMA_KV_CACHE_TYPE": "f32", "OLLAMA_HOST": "x", "KV_THREAD": "2", "KV_URL": "x"}.items():
         monkeypatch.setenv(name, value)
     assert asked(kv)[1].type_k == "f32"
+    kv.engine.answers = ["x"]
+    told = kv("run", "hello").err
+    assert told == "kv: warning: KV_THREAD is not read: did you mean KV_THREADS?\n", "a mistake; the others need not be"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
     taken = "OLLAMA_KV_CACHE_TYPE is taken for --cache-type; --cache-type and KV_CACHE_TYPE stand above it"
@@ -204,6 +207,20 @@ def test_variables_of_other_programs_are_told(config: Path, kv: Caller, monkeypa
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     monkeypatch.setattr(main, "COMMANDS", ("run", "config"))
     assert json.loads(kv("config", "show", "--json").out)["unread"] == unread
+
+
+def test_a_variable_that_is_almost_one_of_ours(config: Path, kv: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal it is said each time, also with -q and in JSON; an option of another command is none."""
+    monkeypatch.setenv("KV_MODLE", "gemma-3-270m")
+    monkeypatch.setenv("KV_SESSION", "one")  # of kv chat
+    line = "KV_MODLE is not read: did you mean KV_MODEL?"
+    for _ in range(2):
+        kv.engine.answers = ["x"]
+        assert kv("run", "hello", "-q").err == f"kv: warning: {line}\n"
+    kv.engine.answers = ["x"]
+    assert json.loads(kv("run", "hello", "--json").out)["warnings"] == [line]
+    found = settings.Settings(("run",), lambda: {"threshold"}, {"KV_THRESHOLD": "1"})
+    assert list(found.mistaken(["thresholds"])) == []
 
 
 def shown(kv_here: KvHere, *args: str) -> dict[str, tuple[Any, str, str | None]]:

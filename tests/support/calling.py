@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcli.cli import engines, main
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from kvcli.cli import engines, interrupt, main
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Runner:
         """`stdin`: its bytes, a file descriptor, or None for one that is a terminal."""
         self.monkeypatch.setattr(sys, "argv", ["kv", *args])
         self.monkeypatch.setattr(sys, "stdin", _text_stream(stdin))
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers = {number: signal.getsignal(number) for number in (*interrupt.SIGNALS, *interrupt.AT_ONCE)}
         self.capture.readouterr()
         try:
             with pytest.raises(SystemExit) as exit_info:
