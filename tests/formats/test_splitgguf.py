@@ -14,11 +14,11 @@ import servers
 import tiny
 from conftest import KvHere
 from ggufbytes import build, entry, key
+from headercases import read_header
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.splitgguf import part_name, part_of
-from kvcli.runtime.headers.reading import read_header
 from kvcli.runtime.promptcache.fingerprint import model_hashes, text_hashes
 
 PARTS = 3

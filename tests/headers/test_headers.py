@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from headercases import read_header
 from rangeserver import COMMIT, RangeSite, add_repository, as_hub, serving_ranges
 from safetensors.numpy import save
 
@@ -18,7 +19,6 @@ from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers import modelheaders
 from kvcli.runtime.headers.modelheaders import Alternative, ModelHeader
-from kvcli.runtime.headers.reading import read_header
 from kvcli.runtime.hub.listing import stored_token
 
 REPO = "org/toy-GGUF"
@@ -59,12 +59,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSite]
         yield site
 
 
-def read(source: str, offline: bool = False) -> ModelHeader:
-    header = read_header(source, offline=offline)
-    assert header is not None
-    return header
-
-
 def same_model(one: ModelHeader, other: ModelHeader) -> bool:
     """Equal in all that is the model's; long arrays are compared item by item."""
     assert list(one.metadata) == list(other.metadata)
@@ -79,7 +73,7 @@ def same_model(one: ModelHeader, other: ModelHeader) -> bool:
 
 
 def test_local_file(big: Path) -> None:
-    header, file = read(str(big)), GGUFFile.open(big)
+    header, file = read_header(str(big)), GGUFFile.open(big)
     assert header.container == "gguf" and header.bytes_read == 0 and header.file_bytes == file.size
     assert header.metadata["llama.block_count"] == 2
     assert len(header.metadata["tokenizer.ggml.tokens"]) == VOCABULARY
@@ -93,8 +87,8 @@ def test_local_file(big: Path) -> None:
 def test_remote_file_is_the_local_one(source: str, named: bool, big: Path, site: RangeSite) -> None:
     content = big.read_bytes()
     folder = add_repository(site, REPO, {"README.md": b"x", big.name: content}, named)
-    header = read(source)
-    assert same_model(header, read(str(big)))
+    header = read_header(source)
+    assert same_model(header, read_header(str(big)))
     assert header.source == f"{REPO}:Q4_K_M" and header.alternatives == () and header.notices == ()
     assert site.ranges(f"{folder}/{big.name}") == [
         f"bytes={first}-{stop - 1}" for first, stop in ((0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, 4 << 20))
@@ -106,8 +100,8 @@ def test_remote_file_is_the_local_one(source: str, named: bool, big: Path, site:
 @pytest.mark.models
 def test_a_real_model(smollm2_path: Path, site: RangeSite) -> None:
     add_repository(site, REPO, {"smollm2-Q4_1.gguf": smollm2_path.read_bytes()})
-    header = read(REPO)
-    assert same_model(header, read(str(smollm2_path))) and len(header.tensors) == 272
+    header = read_header(REPO)
+    assert same_model(header, read_header(str(smollm2_path))) and len(header.tensors) == 272
     assert header.bytes_read < 5 << 20 < header.file_bytes
 
 
@@ -115,20 +109,20 @@ def test_a_real_model(smollm2_path: Path, site: RangeSite) -> None:
 def test_the_second_time_costs_nothing(named: bool, big: Path, site: RangeSite) -> None:
     folder = add_repository(site, REPO, {big.name: big.read_bytes()}, named)
     site.etags[f"{folder}/{big.name}"] = '"abc"'
-    first, sent, requests = read(REPO), site.sent, len(site.log)
-    second = read(REPO)
+    first, sent, requests = read_header(REPO), site.sent, len(site.log)
+    second = read_header(REPO)
     assert same_model(first, second) and second.bytes_read == 0 and site.sent == sent
     assert len(site.log) - requests == (1 if named else 2) and second.etag == first.etag != ""
     requests = len(site.log)
-    third = read(REPO, offline=True)
+    third = read_header(REPO, offline=True)
     assert same_model(first, third) and third.bytes_read == 0 and len(site.log) == requests
 
 
 def test_a_new_commit_is_read_again(big: Path, site: RangeSite, tmp_path: Path) -> None:
     add_repository(site, REPO, {big.name: big.read_bytes()})
-    assert len(read(REPO).tensors) == 2
+    assert len(read_header(REPO).tensors) == 2
     add_repository(site, REPO, {big.name: written(tmp_path / "x.gguf", 10, {"one": np.zeros(5, np.float32)})})
-    assert set(read(REPO).tensors) == {"one"}
+    assert set(read_header(REPO).tensors) == {"one"}
 
 
 def test_offline_without_a_cache(site: RangeSite) -> None:
@@ -141,7 +135,7 @@ def test_offline_finds_what_the_hub_downloaded(big: Path, site: RangeSite, tmp_p
     snapshot = tmp_path / "hf" / "hub" / "models--org--toy-GGUF" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / big.name).symlink_to(big)
-    assert same_model(read(REPO, offline=True), read(str(big))) and not site.log
+    assert same_model(read_header(REPO, offline=True), read_header(str(big))) and not site.log
 
 
 def test_choosing_a_quantization(site: RangeSite, tmp_path: Path) -> None:
@@ -149,16 +143,16 @@ def test_choosing_a_quantization(site: RangeSite, tmp_path: Path) -> None:
              ("Q8_0", "Q4_K_M", "IQ2_XS")}  # fmt: skip
     files = {f"toy-{quant}.gguf": body for quant, body in small.items()}
     add_repository(site, REPO, {"mmproj-toy-F16.gguf": b"x", **files})
-    header = read(REPO)
+    header = read_header(REPO)
     assert set(header.tensors) == {"Q4_K_M"}
     assert header.alternatives == tuple(Alternative(q, len(small[q])) for q in ("Q8_0", "IQ2_XS"))
-    assert set(read(f"{REPO}:iq2_xs").tensors) == {"IQ2_XS"}
+    assert set(read_header(f"{REPO}:iq2_xs").tensors) == {"IQ2_XS"}
     with pytest.raises(DownloadError, match="no file for 'Q5_K_M'") as caught:
         read_header(f"{REPO}:Q5_K_M")
     assert "there are Q8_0, Q4_K_M, IQ2_XS" in caught.value.hint
     del files["toy-Q4_K_M.gguf"]
     add_repository(site, REPO, files)
-    assert set(read(REPO).tensors) == {"Q8_0"}, "without Q4_K_M the first one"
+    assert set(read_header(REPO).tensors) == {"Q8_0"}, "without Q4_K_M the first one"
 
 
 def _parts(tmp_path: Path, count: int = 3, announced: int | None = None) -> dict[str, bytes]:
@@ -174,7 +168,7 @@ def _parts(tmp_path: Path, count: int = 3, announced: int | None = None) -> dict
 def test_parts_of_a_split_model(site: RangeSite, tmp_path: Path) -> None:
     files = _parts(tmp_path)
     folder = add_repository(site, REPO, {f"Q4_K_M/{name}": body for name, body in files.items()})
-    header, local = read(f"{REPO}:Q4_K_M"), read(str(tmp_path / list(files)[1]))
+    header, local = read_header(f"{REPO}:Q4_K_M"), read_header(str(tmp_path / list(files)[1]))
     assert same_model(header, local) and set(header.tensors) == {f"blk.{i}.w" for i in range(3)}
     assert header.file_bytes == sum(map(len, files.values()))
     assert len(header.metadata["tokenizer.ggml.tokens"]) == 500
@@ -240,7 +234,7 @@ def on_disk(folder: Path, files: dict[str, bytes]) -> Path:
 def test_safetensors(files: dict[str, bytes], site: RangeSite, tmp_path: Path) -> None:
     path = on_disk(tmp_path / "model", files)
     add_repository(site, "org/toy", files)
-    local, header = read(str(path)), read("org/toy")
+    local, header = read_header(str(path)), read_header("org/toy")
     assert same_model(local, header) and header.container == "safetensors" and header.source == "org/toy:safetensors"
     assert header.config == CONFIG and header.metadata == {}
     assert header.tensors["a"] == ((64, 8), "F32", 2048) and header.tensors["b"] == ((3,), "F16", 6)
@@ -252,22 +246,22 @@ def test_safetensors(files: dict[str, bytes], site: RangeSite, tmp_path: Path) -
     small = sum(len(body) for name, body in files.items() if name.endswith(".json") and name != "tokenizer.json")
     assert header.bytes_read < small + 2000 + len(site.bodies["/api/models/org/toy"])
     sent = site.sent
-    assert same_model(read("org/toy"), local) and site.sent == sent
-    assert same_model(read("org/toy", offline=True), local) and site.sent == sent
+    assert same_model(read_header("org/toy"), local) and site.sent == sent
+    assert same_model(read_header("org/toy", offline=True), local) and site.sent == sent
 
 
 def test_gguf_is_preferred_and_safetensors_offered(big: Path, site: RangeSite) -> None:
     files = single()
     add_repository(site, REPO, {**files, big.name: big.read_bytes()})
-    header = read(REPO)
+    header = read_header(REPO)
     assert header.container == "gguf"
     assert header.alternatives == (Alternative("safetensors", len(files["model.safetensors"])),)
-    assert read(f"{REPO}:safetensors").container == "safetensors"
+    assert read_header(f"{REPO}:safetensors").container == "safetensors"
 
 
 def test_a_lone_safetensors_file(tmp_path: Path) -> None:
     folder = on_disk(tmp_path / "model", {"other.safetensors": single()["model.safetensors"]})
-    header = read(str(folder / "other.safetensors"))
+    header = read_header(str(folder / "other.safetensors"))
     assert set(header.tensors) == {"a", "b", "c"} and header.config == {}
 
 
@@ -293,10 +287,6 @@ def test_a_wrong_config(config: bytes, site: RangeSite, tmp_path: Path) -> None:
 # --- what names mean ---
 
 
-def test_recipes_are_left_to_the_caller() -> None:
-    assert read_header("smollm2") is None and read_header("llama-3.1-8b") is None
-
-
 def test_names_that_are_nothing(tmp_path: Path) -> None:
     for source in ("no-such-model", str(tmp_path / "none.gguf"), "", "a b"):
         with pytest.raises(ModelError):
@@ -318,7 +308,7 @@ def test_the_token_goes_to_the_hub_only(big: Path, site: RangeSite, monkeypatch:
         store.bodies["/blob"] = big.read_bytes()
         moved = f"{store.url}/blob?X-Amz-Signature=secret"
         site.acts[f"{folder}/{big.name}"] = lambda handler: handler.reply(302, Location=moved)
-        assert same_model(read(REPO), read(str(big)))
+        assert same_model(read_header(REPO), read_header(str(big)))
         assert len(store.log) == 3 and not any("hf_mine" in str(request.headers) for request in store.log)
     assert [request.headers["authorization"] for request in site.log] == ["Bearer hf_mine"] * 2
     cached = [path.read_bytes() for path in (paths.cache_dir() / "headers").iterdir()]
@@ -343,10 +333,10 @@ def test_where_the_token_is_found(site: RangeSite, tmp_path: Path, monkeypatch: 
 
 def test_a_damaged_cache_is_not_believed(big: Path, site: RangeSite, tmp_path: Path) -> None:
     add_repository(site, REPO, {big.name: big.read_bytes()})
-    first = read(REPO)
+    first = read_header(REPO)
     for path in (tmp_path / "cache" / "kv" / "headers").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    again = read(REPO)
+    again = read_header(REPO)
     assert same_model(first, again) and again.bytes_read == first.bytes_read
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from ggufbytes import array, build, entry, key, text
+from headercases import read_header
 from rangeserver import COMMIT, RangeHandler, RangeSite, add_repository, as_hub, serving_ranges
 
 from kvcli.errors import DownloadError, KVError, ModelError
-from kvcli.runtime.headers.reading import read_header
 
 REPO, FILE = "org/toy-GGUF", "toy-Q4_K_M.gguf"
 TINY = build(tensors=(entry(),), data=128)

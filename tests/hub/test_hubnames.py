@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.errors import DownloadError, ModelError
-from kvcli.runtime.hub import modelfiles
+from kvcli.runtime.hub import modelfiles, modelref
 from kvcli.runtime.hub.hubnames import Reference, Variant, choose, matching, parse_reference, quant_of, variants
 
 HOME = "https://huggingface.co/org/repo"
@@ -44,7 +44,7 @@ def test_spellings(text: str, wanted: str) -> None:
     reference = parse_reference(text)
     assert reference == Reference("org/repo", wanted)
     assert parse_reference(str(reference)) == reference, "what hints say can be typed"
-    assert not modelfiles.is_path(text)
+    assert not modelref.is_path(text)
 
 
 @pytest.mark.parametrize("text", [f"{HOME}/resolve/v2/m.gguf", f"{HOME}/tree/v2"])
@@ -73,11 +73,9 @@ def test_addresses_elsewhere_are_told_apart_from_paths() -> None:
 
 def test_a_file_name_after_two_folders_may_be_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        not modelfiles.is_path("org/repo/m.gguf") and modelfiles.is_path("repo/m.gguf") and modelfiles.is_path("m.gguf")
-    )
+    assert not modelref.is_path("org/repo/m.gguf") and modelref.is_path("repo/m.gguf") and modelref.is_path("m.gguf")
     (tmp_path / "org" / "repo").mkdir(parents=True)
-    assert modelfiles.is_path("org/repo/m.gguf") and not modelfiles.is_path("hf:org/repo/m.gguf")
+    assert modelref.is_path("org/repo/m.gguf") and not modelref.is_path("hf:org/repo/m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -186,3 +184,17 @@ def test_what_is_here_answers_only_to_its_own_name() -> None:
     here = variants(["m-UD-Q4_K_M.gguf"])
     assert matching(here, "Q4_K_M", loose=False) == matching(here, "", loose=False) == []
     assert matching(here, "UD-Q4_K_M", loose=False) == matching(here, "Q4_K_M") == here
+
+
+def test_recipes_come_before_paths_and_these_before_repositories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    recipe = modelref.ModelRef.parse("SmolLM2")
+    assert recipe.recipe is not None and recipe.recipe.name == "smollm2" and not recipe.is_path
+    assert modelref.ModelRef.parse("org/repo:Q8_0").reference == Reference("org/repo", "Q8_0")
+    (tmp_path / "org" / "repo").mkdir(parents=True)
+    assert modelref.ModelRef.parse("org/repo").is_path and modelref.ModelRef.parse("none.gguf").is_path
+    with pytest.raises(ModelError, match="no model named 'none'"):
+        modelref.ModelRef.parse("none")

@@ -12,7 +12,8 @@ from kvcli.runtime.headers.anygguf import config_from_gguf_any
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.hub import store
-from kvcli.runtime.hub.recipes import Recipe, find_recipe
+from kvcli.runtime.hub.modelref import ModelRef
+from kvcli.runtime.hub.recipes import Recipe
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.plan import footprint, repacked
 from kvcli.runtime.plan.footprint import ASSUMED, Tensor, WeightBytes
@@ -51,12 +52,13 @@ def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> P
     """
     if name is None:
         return _by_hand(given)
-    recipe = find_recipe(name)
+    ref = ModelRef.parse(name, planning=True)
+    recipe = ref.recipe
     if recipe is None:
-        return _from_header(name, name, given, kind, offline)
+        return _from_header(name, ref, given, kind, offline)
     path = store.stored_path(recipe)
     if path is not None and store.stored_variant(recipe):
-        return _from_header(recipe.name, str(path), given, kind, offline)
+        return _from_header(recipe.name, ModelRef(str(path)), given, kind, offline)
     return _from_recipe(recipe, given, kind)
 
 
@@ -94,11 +96,10 @@ def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> 
     return WeightBytes(weights.packed, weights.copies, weights.read, ASSUMED, weights.detail)
 
 
-def _from_header(label: str, source: str, given: Given, kind: str, offline: bool) -> PlannedModel:
+def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bool) -> PlannedModel:
     from kvcli.runtime.headers.reading import read_header
 
-    header = read_header(source, offline=offline)
-    assert header is not None  # None is the answer for recipes, which do not come here
+    header = read_header(ref, offline=offline)
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     problem, remedy = "kv runs GGUF files, and this is a safetensors model", "convert it to GGUF first"
     if header.container == "gguf":
@@ -120,7 +121,7 @@ def _from_header(label: str, source: str, given: Given, kind: str, offline: bool
         reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
         notices += (f"this model cannot be computed on a GPU: {reason}",) if reason else ()
     return PlannedModel(
-        label if label != source else header.source,
+        label if label != ref.name else header.source,
         config,
         weights,
         given.params or params,

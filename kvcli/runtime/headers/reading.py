@@ -20,23 +20,19 @@ from kvcli.runtime.headers.modelheaders import (
     gguf_model,
     safetensors_model,
 )
-from kvcli.runtime.hub import hubcache, hubnames, modelfiles
-from kvcli.runtime.hub.recipes import find_recipe
+from kvcli.runtime.hub import hubcache, modelfiles
+from kvcli.runtime.hub.modelref import ModelRef
 
 
-def read_header(source: str, *, offline: bool = False) -> ModelHeader | None:
-    """The header of a .gguf file, a safetensors file or folder, or `[hf:]org/repo[:quant]` on the hub.
+def read_header(ref: ModelRef, *, offline: bool = False) -> ModelHeader:
+    """The header of a .gguf file, a safetensors file or folder, or a repository of the hub; not of a recipe.
 
-    None for the name of a recipe, whose header nobody has read. `offline` allows the hub's cache and headers
-    that were kept. Raises ModelError (missing, damaged, hostile) or DownloadError (network, no such name).
+    `offline` allows the hub's cache and headers that were kept. Raises ModelError (missing, damaged, hostile) or
+    DownloadError (network, no such name).
     """
-    if find_recipe(source) is not None:
-        return None
-    if modelfiles.is_path(source):
-        return _read_local(source)
-    reference = hubnames.parse_reference(source)
+    reference = ref.reference
     if reference is None:
-        raise modelfiles.unknown_name(source, planning=True)
+        return _read_local(ref.name)
     if offline and (cached := hubcache.find(reference, loose=True)):
         return _read_local(str(cached.paths[0]))
     from kvcli.runtime.headers.remote import read_remote  # TLS and HTTP: nothing that a local file needs

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from kvcli.errors import CheckFailed, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.hub import hubcache, hubnames, modelfiles, store
+from kvcli.runtime.hub import hubcache, store
+from kvcli.runtime.hub.hubnames import Reference
+from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.hub.recipes import Recipe, find_recipe, load_recipes
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.hub.store import Progress
@@ -144,36 +146,34 @@ def _of_cached(model: hubcache.CachedModel) -> Entry:
 
 def downloaded(name: str) -> Entry:
     """The entry of a model that is on this disk. Raises ModelError if it is not, or for a path."""
-    recipe = find_recipe(name)
-    if recipe is not None:
-        entry = _of_recipe(recipe)
+    found = _named(name)
+    if isinstance(found, Recipe):
+        entry = _of_recipe(found)
         if entry.path is None:
-            raise ModelError(f"{recipe.name} is not downloaded", f"kv pull {recipe.name}")
+            raise ModelError(f"{found.name} is not downloaded", f"kv pull {found.name}")
         return entry
-    model = hubcache.find(_reference(name), loose=True)
+    model = hubcache.find(found, loose=True)
     if model is None:
         raise ModelError(f"{name} is not downloaded", f"kv pull {name}")
     return _of_cached(model)
 
 
-def _reference(name: str) -> hubnames.Reference:
-    if modelfiles.is_path(name):
+def _named(name: str) -> Recipe | Reference:
+    ref = ModelRef.parse(name)
+    found = ref.recipe or ref.reference
+    if found is None:
         raise ModelError(f"'{name}' is a path, not a model of kv's", "see kv models ls")
-    reference = hubnames.parse_reference(name)
-    if reference is None:
-        raise modelfiles.unknown_name(name)
-    return reference
+    return found
 
 
 def removable(name: str) -> list[Entry]:
     """What of a model is on this disk, finished or not. Raises ModelError if nothing is, or for a path."""
-    recipe = find_recipe(name)
-    if recipe is not None:
-        found = [entry for entry in [_of_recipe(recipe)] if entry.files]
+    meant = _named(name)
+    if isinstance(meant, Recipe):
+        found = [entry for entry in [_of_recipe(meant)] if entry.files]
     else:
-        reference = _reference(name)
-        whole = hubcache.find(reference, loose=True)
-        left = [model for model in hubcache.unfinished(reference.repo) if _is_meant(model, reference.wanted)]
+        whole = hubcache.find(meant, loose=True)
+        left = [model for model in hubcache.unfinished(meant.repo) if _is_meant(model, meant.wanted)]
         found = [_of_cached(model) for model in ([whole] if whole else []) + left]
     if not found:
         raise ModelError(f"{name} is not downloaded", "kv models ls lists what is here")

@@ -1,6 +1,6 @@
 """Model names -> files: a path, a recipe of `models/`, or a repository of the hub; downloads what is missing.
 
-`find_model` tries, in this order: the name or alias of a recipe, a path, `org/repo[:quant]` and its other spellings.
+What a name means is decided by `modelref.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.hub import hubcache, hubnames, sources, store
-from kvcli.runtime.hub.recipes import Recipe, find_recipe, similar
+from kvcli.runtime.hub.modelref import ModelRef, exists
+from kvcli.runtime.hub.recipes import Recipe
 from kvcli.runtime.hub.store import Progress, no_progress
-from kvcli.words import human_bytes, meant
+from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
     from kvcli.runtime.hub.download import Approve
@@ -37,10 +38,11 @@ def find_model(
     `progress(stage, done, total)` counts bytes. `approve`: see hubdownload. Raises ModelError (no such model or file)
     or DownloadError. That the file is a GGUF file is checked by whoever opens it.
     """
-    if find_recipe(name) is None and (is_path(name) or hubnames.parse_reference(name) is None):
+    ref = ModelRef.parse(name)
+    if ref.is_path:
         return check_path(name)
     try:
-        return pull(name, False, offline, progress, notice, approve)
+        return _pull(ref, False, offline, progress, notice, approve)
     except DownloadError as error:
         if hubnames.could_be_path(name):
             what = f"there is no file {name} here; taken for one of the hub: {error.message}"
@@ -60,65 +62,32 @@ def pull(
 
     Raises UsageError for a path, ModelError for an unknown name, DownloadError.
     """
-    recipe = find_recipe(name)
-    if recipe is not None:
-        return _pull_recipe(recipe, force, offline, progress or no_progress, notice or no_notice)
-    if is_path(name):
+    ref = ModelRef.parse(name)
+    if ref.is_path:
         raise UsageError(f"'{name}' is a path; pull takes a model's name", "see kv models ls")
-    reference = hubnames.parse_reference(name)
-    if reference is None:
-        raise unknown_name(name)
-    return _pull_reference(reference, force, offline, progress or no_progress, notice or no_notice, approve)
+    return _pull(ref, force, offline, progress, notice, approve)
 
 
-def is_path(name: str) -> bool:
-    """Whether a name that no recipe has means a file: it exists, looks like a path, or ends in .gguf and cannot be one
-    of a repository. (`a/b/x.gguf` is file x.gguf of repository a/b, unless there is a folder a/b.)"""
-    if _exists(name) or name.startswith(("/", "./", "../", "~")):
-        return True
-    if "://" in name:
-        return False
-    folder, _, base = name.rpartition("/")
-    if ":" not in name and base.endswith(".gguf"):
-        return folder.count("/") == 0 or _exists(folder) or hubnames.parse_reference(name) is None
-    return name.count("/") > 1 and hubnames.parse_reference(name) is None
-
-
-def _exists(name: str) -> bool:
-    try:
-        return bool(name) and Path(name).exists()
-    except (OSError, ValueError):  # too long, or a NUL inside
-        return False
+def _pull(
+    ref: ModelRef, force: bool, offline: bool, progress: Progress | None, notice: Notice | None, approve: Approve | None
+) -> Path:
+    progress, notice = progress or no_progress, notice or no_notice
+    if ref.recipe is not None:
+        return _pull_recipe(ref.recipe, force, offline, progress, notice)
+    assert ref.reference is not None
+    return _pull_reference(ref.reference, force, offline, progress, notice, approve)
 
 
 def check_path(name: str) -> Path:
     """The path if a file is there. Raises ModelError saying what is there instead."""
-    if not is_path(name):
-        raise unknown_name(name)
     path = Path(name).expanduser()
-    if not _exists(str(path)):
+    if not exists(str(path)):
         raise ModelError(f"no such file: {name}", "kv models ls lists the models known by name")
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         hint = f"it holds {files[0]}" if files else "give the path of a .gguf file"
         raise ModelError(f"{name} is a directory, not a .gguf file", hint)
     return path
-
-
-def unknown_name(name: str, planning: bool = False) -> ModelError:
-    """The error for a name that is neither a recipe nor a path nor a repository. `planning`: any recipe would do, not
-    only one that runs."""
-    if "://" in name:
-        hint = "kv downloads from repositories of the hub (org/repo:Q4_K_M); give the path of a file from elsewhere"
-        return ModelError(f"'{name}' is not an address of a model on the hub", hint)
-    close = similar(name)
-    usable = [recipe.name for recipe in close if planning or not recipe.problem][:3]
-    if usable:
-        hint = meant(usable)
-    else:
-        hint = next((f"did you mean {recipe.name}? {recipe.remedy};" for recipe in close if recipe.hf), "")
-    listed = "kv models ls -a lists the known ones" if planning else "kv models ls lists the names that run"
-    return ModelError(f"no model named '{name}'", f"{hint} {listed}".strip())
 
 
 def _pull_recipe(recipe: Recipe, force: bool, offline: bool, progress: Progress, notice: Notice) -> Path:
