@@ -163,6 +163,10 @@ def test_a_beginning_stays_as_long_as_an_end_is_used(tmp_path: Path) -> None:
     store, tokens = store_at(tmp_path), list(range(100))
     head, tail = _aged(store, tokens[:40], 0, 50), _aged(store, tokens, 32, 20)
     assert _pruned(store, 1 << 30, ttl_s=40) == []
+    found = store_at(tmp_path, Limits(1 << 30, 40)).find(tokens)
+    assert found.expired == 0 and {found.files[1, n].path for n in range(7)} == {head, tail}
+    found.close()
+    assert max(_valid(store_at(tmp_path, Limits(1 << 30, 10)), tokens).values(), default=0) == 0
     assert _pruned(store, 1 << 30, ttl_s=10) == [tail, head]
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +99,21 @@ class PromptStore:
         return _chained(self.seed, tokens[: whole * self.page_size], self.page_size)[: whole + 1]
 
     def find(self, tokens: list[int]) -> Found:
-        """What there is of a prompt. Damaged files are removed, and `warn` says so."""
+        """What there is of a prompt. Damaged files are removed, and `warn` says so. The use of a file counts for what
+        it goes on from, as in `prune`."""
         hashes = self.chain(tokens)
         places = {h[:_HEX]: i for i, h in enumerate(hashes)}
         sure: list[Entry] = []
         near: list[Entry] = []
         found = Found()
-        for entry in entries(self.folder):
-            if entry.parent not in places:
-                continue
-            at = places[entry.parent]
+        fitting = [(places[entry.parent], entry) for entry in entries(self.folder) if entry.parent in places]
+        uses = [0.0] * (len(hashes) + 1)  # by the block that a file begins with: the last one
+        for at, entry in fitting:
+            uses[at] = max(uses[at], entry.used_at)
+        from_here_on = list(accumulate(reversed(uses), max))[::-1]
+        for at, entry in fitting:
             begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
-            if time.time() - entry.used_at <= self.limits.ttl_s:
+            if time.time() - max(entry.used_at, from_here_on[at + 1]) <= self.limits.ttl_s:
                 (sure if begins_alike else near).append(entry)
             elif begins_alike:
                 found.expired = max(found.expired, _shared(entry, tokens))
