@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from conftest import ROOT
 from kernelcases import backend, one_thread, packed
 
 from kvcli.errors import ModelError
@@ -51,6 +52,11 @@ class Loaded:
 def test_every_architecture_has_a_tiny_model():
     names = [name for each in ARCHITECTURES for name in each.gguf]
     assert {v.arch for v in tiny.VARIANTS.values()} == set(names) == set(RUNNABLE) and len(names) == len(RUNNABLE) >= 2
+
+
+def test_the_readme_names_every_architecture():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in RUNNABLE)
 
 
 @pytest.mark.parametrize("name", ("", "reference"))
