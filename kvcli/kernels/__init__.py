@@ -7,7 +7,7 @@
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `glu(x, act)` | [T, 2F] -> [T, F] |
-| `attend(qkv, kv, start, layer)` | projections [T, ...] of one sequence -> [T, heads * dim_v]; rows are stored |
+| `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
@@ -20,6 +20,8 @@ several of its steps at once.
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap, angles, sink_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 
+Each has a form for several parts, `store_each` and `attention_each` (see attend.py).
+
 All float32. The plain-torch functions in reference/ are the specification.
 """
 
@@ -31,7 +33,7 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV
+from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, Stretch
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.matmul import QuantTensor
 
@@ -42,6 +44,7 @@ Backend = Union[NativeBackend, ReferenceBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
     "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout",
+    "Stretch",
     "backend",
 ]  # fmt: skip
 

@@ -7,16 +7,17 @@ mean that sealed keys lack.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvcli.kernels.paged import Angles, PagedKV
+from kvcli.kernels.paged import Angles, PagedKV, Stretch
 
 Seal = Callable[[PagedKV, int, int], Angles | None]
+Spans = tuple[tuple[int, int], ...]  # first position and number of rows of each part of a step
 
 
 def nothing_to_seal(kv: PagedKV, start: int, end: int) -> None:
@@ -26,11 +27,11 @@ def nothing_to_seal(kv: PagedKV, start: int, end: int) -> None:
 class Rope(Protocol):
     """What attention asks of the rotary embedding of a layer (arXiv 2104.09864)."""
 
-    def at(self, start: int, n: int) -> Angles:
-        """Angles of positions start .. start + n - 1."""
+    def of(self, spans: Spans) -> Angles:
+        """Angles of positions start .. start + n - 1 of each (start, n), one after the other."""
 
-    def inside(self, start: int, gaps: np.ndarray) -> Angles:
-        """Angles of rows from position `start` on that stand earlier inside the cache by `gaps`, int64 [n]."""
+    def inside(self, spans: Spans, gaps: np.ndarray) -> Angles:
+        """Angles of these rows where they stand earlier inside the cache by `gaps`, int64 [sum of n]."""
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """Angles of position 1: float64 [rope_dim / 2]."""
@@ -67,18 +68,52 @@ class Operations(Protocol):
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None: ...
     def rotate_(self, x: torch.Tensor) -> None: ...
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None: ...
+    def store_each(self, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None: ...
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float,
         angles: Angles | None, sink_q: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
+    def attention_each(
+        self, q: torch.Tensor, parts: Sequence[Stretch], window: int, scale: float, softcap: float,
+        angles: Sequence[Angles | None], sink_q: torch.Tensor | None,
+    ) -> torch.Tensor: ...  # fmt: skip
 
 
-def attend(ops: Operations, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
-    """Store T rows of one sequence from position `start` on, and attend to all that they see.
+def store_each(ops: Operations, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None:
+    """`store` the rows of each part: k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] of all."""
+    for part in parts:
+        ops.store(k[part.lo : part.hi], v[part.lo : part.hi], part.kv, part.start)
+
+
+def attention_each(
+    ops: Operations,
+    q: torch.Tensor,
+    parts: Sequence[Stretch],
+    window: int,
+    scale: float,
+    softcap: float,
+    angles: Sequence[Angles | None],
+    sink_q: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attention` of each part over its own pages: q, sink_q [T, heads, dim_k] of all -> [T, heads * dim_v].
+
+    `angles`: of each part.
+    """
+    found = []
+    for part, mean in zip(parts, angles, strict=True):
+        rows = slice(part.lo, part.hi)
+        second = None if sink_q is None else sink_q[rows]
+        found.append(ops.attention(q[rows], part.kv, part.start, window, scale, softcap, mean, second))
+    return torch.cat(found)
+
+
+def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
+    """Store the T rows of a step, each part's in the pages of its sequence, and attend to all that they see there.
 
     qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v], changed -> float32 [T, heads * dim_v].
     """
-    t, r = qkv.shape[0], kv.record
+    kv = parts[0].kv  # all are of one form
+    t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
     if layer.bias is not None:
         qkv += layer.bias
     n_q, n_k = layer.heads * r.dim_k, r.kv_heads * r.dim_k
@@ -89,9 +124,9 @@ def attend(ops: Operations, qkv: torch.Tensor, kv: PagedKV, start: int, layer: A
         q = ops.rms_norm(q, layer.q_norm, layer.eps)
     if layer.k_norm is not None:
         k = ops.rms_norm(k, layer.k_norm, layer.eps)
-    sink_q = _sink_queries(ops, q, kv, start, layer.rope)
+    sink_q = _sink_queries(ops, q, parts, spans, layer.rope)
     if layer.rope is not None:
-        cos, sin = layer.rope.at(start, t)
+        cos, sin = layer.rope.of(spans)
         ops.rope_(q, cos, sin)
         ops.rope_(k, cos, sin)
     rotated_k, rotated_v = kv.rotated
@@ -102,22 +137,24 @@ def attend(ops: Operations, qkv: torch.Tensor, kv: PagedKV, start: int, layer: A
             ops.rotate_(sink_q)
     if rotated_v:
         ops.rotate_(v)
-    ops.store(k, v, kv, start)
-    angles = layer.seal(kv, start, start + t)
-    out = ops.attention(q, kv, start, layer.window, layer.scale, layer.softcap, angles, sink_q)
+    ops.store_each(k, v, parts)
+    angles = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
+    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, sink_q)
     if rotated_v:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out
 
 
-def _sink_queries(ops: Operations, q: torch.Tensor, kv: PagedKV, start: int, rope: Rope | None) -> torch.Tensor | None:
+def _sink_queries(
+    ops: Operations, q: torch.Tensor, parts: Sequence[Stretch], spans: Spans, rope: Rope | None
+) -> torch.Tensor | None:
     """Queries for the rows that are kept before evicted ones: q [T, heads, dim_k], not turned yet, turned to where it
     stands inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
-    if rope is None or kv.keep == 0:
+    if rope is None or parts[0].kv.keep == 0:
         return None
-    gaps = kv.gaps(start, q.shape[0])
+    gaps = np.concatenate([part.kv.gaps(*part.span) for part in parts])
     if not gaps.any():
         return None
     sink_q = q.clone(memory_format=torch.contiguous_format)
-    ops.rope_(sink_q, *rope.inside(start, gaps))
+    ops.rope_(sink_q, *rope.inside(spans, gaps))
     return sink_q

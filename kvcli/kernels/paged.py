@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,20 @@ class Basis:
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     known: bool = False
+
+
+class Stretch(NamedTuple):
+    """Rows [lo, hi) of a step: those from position `start` on of the sequence whose layer `kv` is."""
+
+    lo: int
+    hi: int
+    kv: PagedKV
+    start: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first position, and how many there are."""
+        return self.start, self.hi - self.lo
 
 
 @dataclass(frozen=True)

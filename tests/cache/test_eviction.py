@@ -51,7 +51,7 @@ class Evicting(Cache):
         """float32 [T, heads * DIM] for q [T, heads, DIM], as a model computes it."""
         turned_q, sink_q, gaps = q.clone(), q.clone(), self.kv.gaps(start, len(q))
         self.ops.rope_(turned_q, *self.rope.at(start, len(q)))
-        self.ops.rope_(sink_q, *self.rope.inside(start, gaps))
+        self.ops.rope_(sink_q, *self.rope.inside(((start, len(gaps)),), gaps))
         if self.kv.rotated[0]:
             self.ops.rotate_(turned_q)
             self.ops.rotate_(sink_q)

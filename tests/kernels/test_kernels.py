@@ -20,7 +20,7 @@ from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.backend import ReferenceBackend
 
 BACKENDS = (*ISAS, "reference")
-ROWS_OF_X = (1, 2, 3, 4, 5, 17)
+ROWS_OF_X = (1, 2, 3, 4, 5, 8, 9, 16, 17)
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ class Layer:
         if self.norms[0] is not None:
             q = OPS.rms_norm(q, self.norms[0], 1e-6)
         if self.rope:
-            OPS.rope_(q, *self.rope.inside(start, kv.gaps(start, len(qkv))))
+            OPS.rope_(q, *self.rope.inside(((start, len(qkv)),), kv.gaps(start, len(qkv))))
         if kv.rotated[0]:
             OPS.rotate_(q)
         return q

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from array import array
 from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
-from kvcli.kernels.paged import Angles, PagedKV
+from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.matmul import QuantTensor, place
 
 # GGML type ids; the formats that cpu.c decodes.
@@ -74,9 +75,9 @@ _SIGNATURES = {
     "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
     "kv_seal": [c_void_p, c_int64, c_int64],
-    "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "kv_attention": [
-        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p,
+        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_int64, c_void_p,
     ],
 }  # fmt: skip
 
@@ -202,24 +203,30 @@ class NativeBackend:
         self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
         return out
 
-    def _paged(self, kv: PagedKV, angles: Angles | None = None) -> object:
-        """The C view of a layer's pages, by reference."""
+    def _paged(self, kv: PagedKV, angles: Angles | None = None) -> int:
+        """The address of the C view of a layer's pages, which lives as long as `kv`."""
         key = (kv.basis.known, *(x.data_ptr() for x in angles or ()))
         view = kv.descriptors.get(key)
         if view is None:
             r, basis = kv.record, kv.basis
             half = angles[0].shape[1] if angles else 0
             cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
-            view = kv.descriptors[key] = ctypes.byref(
-                _Paged(
-                    kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
-                    kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
-                    kv.front, kv.keep, kv.retained,
-                    _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
-                    _record(r), _record(kv.open.record if kv.open else r),
-                )
+            view = kv.descriptors[key] = _Paged(
+                kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
+                kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
+                kv.front, kv.keep, kv.retained,
+                _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
+                _record(r), _record(kv.open.record if kv.open else r),
             )  # fmt: skip
-        return view
+        assert isinstance(view, _Paged)
+        return ctypes.addressof(view)
+
+    def _parts(self, parts: Sequence[Stretch], angles: Sequence[Angles | None] | None = None) -> array[int]:
+        """The C view of the parts (kv_part); it has to live until the call that it is for has returned."""
+        numbers: list[int] = []
+        for part, found in zip(parts, angles or (None,) * len(parts), strict=True):
+            numbers += self._paged(part.kv, found), part.lo, part.hi - part.lo, part.start
+        return array("q", numbers)
 
     def rotate_(self, x: torch.Tensor) -> None:
         t, heads, dim = x.shape
@@ -229,7 +236,12 @@ class NativeBackend:
         self._lib.kv_seal(self._paged(kv, angles), first, end)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None:
-        self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], start, self._paged(kv))
+        self.store_each(k, v, [Stretch(0, k.shape[0], kv, start)])
+
+    def store_each(self, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None:
+        """See `attend.store_each`."""
+        there = self._parts(parts)
+        self._lib.kv_store(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), there.buffer_info()[0], len(parts))
 
     def attention(
         self,
@@ -242,14 +254,29 @@ class NativeBackend:
         angles: Angles | None = None,
         sink_q: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        return self.attention_each(q, [Stretch(0, q.shape[0], kv, start)], window, scale, softcap, [angles], sink_q)
+
+    def attention_each(
+        self,
+        q: torch.Tensor,
+        parts: Sequence[Stretch],
+        window: int,
+        scale: float,
+        softcap: float,
+        angles: Sequence[Angles | None],
+        sink_q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `attend.attention_each`; in one call, whose threads share the work of all parts."""
         t, heads = q.shape[0], q.shape[1]
-        out, view = torch.empty(t, heads * kv.record.dim_v), self._paged(kv, angles)
+        out = torch.empty(t, heads * parts[0].kv.record.dim_v)
         second = (None, 0) if sink_q is None else (sink_q.data_ptr(), sink_q.stride(0))
+        there = self._parts(parts, angles)
         self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), *second, t, heads, start, window, scale, softcap, view, out.data_ptr()
-        )
+            q.data_ptr(), q.stride(0), *second, heads, window, scale, softcap, there.buffer_info()[0], len(parts),
+            out.data_ptr(),
+        )  # fmt: skip
         return out
 
-    def attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
         """See `kernels.attend`."""
-        return attend(self, qkv, kv, start, layer)
+        return attend(self, qkv, parts, layer)

@@ -47,6 +47,11 @@ typedef struct { /* one layer's K/V as pages by address; a record is one (page, 
     kv_record record, open_record;
 } kv_paged;
 
+typedef struct { /* rows [row, row + rows) of a step are those from position `start` on of a sequence, behind the cache `kv` */
+    const kv_paged *kv;
+    int64_t row, rows, start;
+} kv_part;
+
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
        Q6_K = 14, BF16 = 30 };
 #define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
@@ -126,11 +131,11 @@ typedef struct {
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
     void (*glu)(const float *, int64_t, int64_t, int64_t, float *);
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
-    void (*store)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, const kv_paged *);
+    void (*store)(const float *, int64_t, const float *, int64_t, const kv_part *, int64_t);
     void (*seal)(const kv_paged *, int64_t, int64_t);
     rows_fn (*rows_of)(const kv_codec *);
-    void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, float, float,
-                      const kv_paged *, float *);
+    void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const kv_part *, int64_t,
+                      float *);
 } kernels;
 
 #if defined(__x86_64__)
@@ -224,17 +229,17 @@ void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) { a
 /* Encode rows [first, end) of the open pages into sealed ones. */
 void kv_seal(const kv_paged *kv, int64_t first, int64_t end) { active->seal(kv, first, end); }
 
-/* Encode t rows of K and V, positions start.., into their pages. */
-void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
-    active->store(k, ldk, v, ldv, t, start, kv);
+/* Encode the rows of K and V of each part into its pages. */
+void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, const kv_part *parts, int64_t n_parts) {
+    active->store(k, ldk, v, ldv, parts, n_parts);
 }
 
 /* Whether rows of that cache type can be read here. */
 int kv_has_codec(const kv_codec *codec) { return active->rows_of(codec) != NULL; }
 
-/* out[t, heads * dim_v]: causal attention of t queries at positions start.. over the pages; window 0 = all. sink_q: the
- * queries for the first kv->keep rows where rows are evicted, NULL = the same ones. */
-void kv_attention(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t t, int64_t heads, int64_t start,
-                  int64_t window, float scale, float softcap, const kv_paged *kv, float *out) {
-    active->attention(q, ldq, sink_q, ld_sink, t, heads, start, window, scale, softcap, kv, out);
+/* out[row, heads * dim_v]: causal attention of the queries of each part over its pages; window 0 = all. sink_q: the queries
+ * for the first kv->keep rows where rows are evicted, NULL = the same ones. */
+void kv_attention(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t heads, int64_t window, float scale,
+                  float softcap, const kv_part *parts, int64_t n_parts, float *out) {
+    active->attention(q, ldq, sink_q, ld_sink, heads, window, scale, softcap, parts, n_parts, out);
 }

@@ -275,9 +275,17 @@ INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
 
 #define PANEL 16      /* weight rows decoded whole when x has several rows */
 #define WEIGHT_TILE 4 /* weight rows per register tile */
+#define FEW (VL == 16 ? 8 : 4) /* rows of x whose sums have room in registers, with FEW_TILE weight rows */
+#define FEW_TILE 2
+#if VL >= 8 /* loaded once for several uses, not as an operand of each */
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define IN_REGISTER(x) (void)(x)
+#endif
 
-/* From each format: decode_X, n weights to floats, and dot_X, `cols` weight rows against one row of x. An output is
- * one accumulator, fed in order of k; the last part of a row that is not a multiple of 32 is padded with zeros. */
+/* From each format: decode_X, n weights to floats; dot_X, `cols` weight rows against one row of x; and few_X, FEW_TILE
+ * weight rows against `rows` rows of x, whose vectors stand beside each other: [k / VL, rows, VL]. An output is one
+ * accumulator, fed in order of k; the last part of a row that is not a multiple of 32 is padded with zeros. */
 #define FORMAT(name, elements, size)                                                                                  \
     static void NAME(decode_##name)(const uint8_t *b, float *out, int64_t n) {                                        \
         vf part[VECTORS];                                                                                             \
@@ -317,6 +325,43 @@ INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
         }                                                                                                             \
         for (int c = 0; c < cols; c++) out[c] = acc[c];                                                               \
     }                                                                                                                 \
+    INLINE void NAME(few_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out, int rows) { \
+        vf acc[FEW][FEW_TILE] = {0};                                                                                  \
+        int64_t i = 0;                                                                                                \
+        const int step = elements > 32 ? elements : 32;                                                               \
+        for (; i + step <= k; i += step) {                                                                            \
+            const uint8_t *b = w + (elements == 1 ? i * size : i / elements * size);                                  \
+            for (int p = 0; p < step / 32; p++) {                                                                     \
+                const float *xs = x + (i + p * 32) * rows;                                                            \
+                vf part[FEW_TILE][VECTORS];                                                                           \
+                for (int c = 0; c < FEW_TILE; c++) NAME(part_##name)(b + c * row_bytes, p, part[c]);                  \
+                for (int j = 0; j < VECTORS; j++)                                                                     \
+                    UNROLL for (int r = 0; r < rows; r++) {                                                           \
+                        vf xv = LOAD(xs + (j * rows + r) * VL);                                                       \
+                        IN_REGISTER(xv);                                                                              \
+                        for (int c = 0; c < FEW_TILE; c++) acc[r][c] = FMA(part[c][j], xv, acc[r][c]);                \
+                    }                                                                                                 \
+            }                                                                                                         \
+        }                                                                                                             \
+        if (i < k) {                                                                                                  \
+            float wt[FEW_TILE][32] = {0};                                                                             \
+            for (int c = 0; c < FEW_TILE; c++)                                                                        \
+                NAME(decode_##name)(w + c * row_bytes + i / elements * size, wt[c], k - i);                           \
+            for (int j = 0; j * VL < k - i; j++)                                                                      \
+                UNROLL for (int r = 0; r < rows; r++) {                                                               \
+                    vf xv = LOAD(x + i * rows + (j * rows + r) * VL);                                                 \
+                    for (int c = 0; c < FEW_TILE; c++) acc[r][c] = FMA(LOAD(wt[c] + j * VL), xv, acc[r][c]);          \
+                }                                                                                                     \
+        }                                                                                                             \
+        UNROLL for (int r = 0; r < rows; r++)                                                                         \
+            for (int c = 0; c < FEW_TILE; c++) out[r * FEW_TILE + c] = acc[r][c];                                     \
+    }                                                                                                                 \
+    static void NAME(few4_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out) {          \
+        NAME(few_##name)(w, row_bytes, x, k, out, 4);                                                                 \
+    }                                                                                                                 \
+    static void NAME(few8_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out) {          \
+        NAME(few_##name)(w, row_bytes, x, k, out, FEW);                                                               \
+    }                                                                                                                 \
     static void NAME(dot4_##name)(const uint8_t *w, int64_t row_bytes, const float *x, int64_t k, vf *out) {          \
         NAME(dot_##name)(w, row_bytes, x, k, out, WEIGHT_TILE);                                                       \
     }                                                                                                                 \
@@ -344,11 +389,11 @@ FORMAT(q6_k, 256, 210)
 
 typedef struct {
     NAME(decode_fn) decode;
-    NAME(dot_fn) dot4, dot1;
+    NAME(dot_fn) dot4, dot1, few8, few4;
 } NAME(format_ops);
 
 static const NAME(format_ops) *NAME(ops)(int64_t format) {
-#define FORMAT(id, name) [id] = {NAME(decode_##name), NAME(dot4_##name), NAME(dot1_##name)}
+#define FORMAT(id, name) [id] = {NAME(decode_##name), NAME(dot4_##name), NAME(dot1_##name), NAME(few8_##name), NAME(few4_##name)}
     static const NAME(format_ops) table[] = {
         FORMAT(F32, f32),   FORMAT(F16, f16),   FORMAT(BF16, bf16), FORMAT(Q4_0, q4_0), FORMAT(Q4_1, q4_1),
         FORMAT(Q5_0, q5_0), FORMAT(Q5_1, q5_1), FORMAT(Q8_0, q8_0), FORMAT(Q2_K, q2_k), FORMAT(Q3_K, q3_k),
@@ -360,7 +405,7 @@ static const NAME(format_ops) *NAME(ops)(int64_t format) {
 
 typedef struct {
     const kv_weight *w;
-    int64_t n_weights, total, m, k, kp, ldx, ldy, accumulate, rows_per_task;
+    int64_t n_weights, total, m, k, kp, ldx, ldy, accumulate, rows_per_task, few;
     const float *x;
     float *y;
 } NAME(matmul_args);
@@ -410,6 +455,39 @@ INLINE void NAME(tile)(vf acc[ROWS_TILE][WEIGHT_TILE], const float *x, int64_t l
     }
 }
 
+/* A few rows of x: as one row, with weights that are decoded once for all of them. */
+static void NAME(few_task)(void *arg, int64_t task, int thread) {
+    const NAME(matmul_args) *a = arg;
+    int64_t end = (task + 1) * a->rows_per_task < a->total ? (task + 1) * a->rows_per_task : a->total;
+    (void)thread;
+    for (int64_t n = task * a->rows_per_task; n < end;) {
+        const kv_weight *w;
+        int64_t row, left = NAME(locate)(a, n, &w, &row);
+        const NAME(format_ops) *ops = NAME(ops)(w->format);
+        if (left > end - n) left = end - n;
+        for (int cols; left > 0; n += cols, row += cols, left -= cols) {
+            vf acc[FEW * FEW_TILE];
+            cols = left >= FEW_TILE ? FEW_TILE : 1; /* a single row stands in for the other, too */
+            (a->few > 4 ? ops->few8 : ops->few4)(w->blocks + row * w->row_bytes, cols > 1 ? w->row_bytes : 0, a->x, a->k, acc);
+            for (int64_t m = 0; m < a->m; m++)
+                for (int c = 0; c < cols; c++) NAME(put)(a, m, n + c, acc[m * FEW_TILE + c]);
+        }
+    }
+}
+
+/* x [m, k] as few_X wants it: [ceil(k / VL), few, VL], zeros where there is nothing. */
+static float *NAME(side_by_side)(const float *x, int64_t m, int64_t k, int64_t ldx, int64_t few) {
+    float *out = aligned_alloc(64, (size_t)((k + VL - 1) / VL * few * VL + 63) / 64 * 64 * sizeof(float));
+    if (!out) abort();
+    for (int64_t i = 0; i < k; i += VL)
+        for (int64_t r = 0; r < few; r++) {
+            float *to = out + i * few + r * VL;
+            int64_t n = r < m ? (k - i < VL ? k - i : VL) : 0;
+            for (int64_t j = 0; j < VL; j++) to[j] = j < n ? x[r * ldx + i + j] : 0.0f;
+        }
+    return out;
+}
+
 /* Several rows of x: decode a panel of weight rows once, then go over all of x. */
 static void NAME(panel_task)(void *arg, int64_t task, int thread) {
     const NAME(matmul_args) *a = arg;
@@ -450,11 +528,22 @@ static void NAME(matmul)(const kv_weight *w, int64_t n_weights, const float *x, 
                          float *y, int64_t ldy, int64_t accumulate) {
     int64_t total = 0, kp = (k + VL - 1) / VL * VL;
     for (int64_t i = 0; i < n_weights; i++) total += w[i].rows;
-    NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, 0, x, y};
+    NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, 0, 0, x, y};
+    a.rows_per_task = total / (pool.tuner.limit * 8) / WEIGHT_TILE * WEIGHT_TILE;
+    if (a.rows_per_task < 16) a.rows_per_task = 16;
+    int64_t tasks = (total + a.rows_per_task - 1) / a.rows_per_task;
     if (m == 1) {
-        a.rows_per_task = total / (pool.tuner.limit * 8) / WEIGHT_TILE * WEIGHT_TILE;
-        if (a.rows_per_task < 16) a.rows_per_task = 16;
-        parallel((total + a.rows_per_task - 1) / a.rows_per_task, NAME(vector_task), &a);
+        parallel(tasks, NAME(vector_task), &a);
+        return;
+    }
+    if (m <= 2 * FEW) {
+        for (int64_t first = 0; first < m; first += FEW) {
+            a.m = m - first < FEW ? m - first : FEW, a.few = a.m > 4 ? FEW : 4, a.y = y + first * ldy;
+            float *beside = NAME(side_by_side)(x + first * ldx, a.m, k, ldx, a.few);
+            a.x = beside;
+            parallel(tasks, NAME(few_task), &a);
+            free(beside);
+        }
         return;
     }
     float *padded = NULL;
@@ -609,7 +698,8 @@ static void NAME(encode)(const float *x, int64_t n, const kv_codec *codec, uint8
 }
 
 /* New rows go into the open pages where there are any, else straight into the pages. */
-static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start, const kv_paged *kv) {
+static void NAME(store_part)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start,
+                             const kv_paged *kv) {
     const kv_record *rec = kv->open ? &kv->open_record : &kv->record;
     const int64_t *pages = kv->open ? kv->open : kv->pages;
     for (int64_t r = 0; r < t; r++) {
@@ -620,6 +710,11 @@ static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv
             NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, &rec->codec_v, record + rec->v_offset + slot * rec->v_row);
         }
     }
+}
+
+static void NAME(store)(const float *k, int64_t ldk, const float *v, int64_t ldv, const kv_part *parts, int64_t n_parts) {
+    for (const kv_part *p = parts; p < parts + n_parts; p++)
+        NAME(store_part)(k + p->row * ldk, ldk, v + p->row * ldv, ldv, p->rows, p->start, p->kv);
 }
 
 /* ---- sealing: a full 16-bit page becomes codes; grid.py and float8.py are the specification ------------------------ */
@@ -884,6 +979,7 @@ typedef struct {
     float *out;
     int64_t dkp, dvp, n_blocks, front_spans, first_span, n_spans; /* one query: a task for each of n_spans, those from the */
     float *partial; /* [kv_heads * n_spans, group, dvp + 2] */    /* window's first_span on and front_spans before a gap */
+    int64_t first_task;                                           /* of the part, among those of all parts */
 } NAME(attn_args);
 
 /* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
@@ -1056,12 +1152,9 @@ static void NAME(attn_span_task)(void *arg, int64_t task, int thread) {
     NAME(attend)(a, head, 0, 1, span, span + 1, a->partial + task * group * (a->dvp + 2), scratch(thread, NAME(attn_scratch)(a, group)));
 }
 
-/* One query over several spans: a task a span, then the spans are merged in the order in which prefill meets them. */
-static void NAME(attend_one)(NAME(attn_args) *a) {
+/* One query over several spans, a task a span: they are merged in the order in which prefill meets them. */
+static void NAME(merge_spans)(NAME(attn_args) *a) {
     int64_t group = a->heads / a->kv->kv_heads, heads = a->kv->kv_heads, stride = a->dvp + 2;
-    a->partial = malloc((size_t)(heads * a->n_spans + 1) * group * stride * sizeof(float));
-    if (!a->partial) abort();
-    parallel(heads * a->n_spans, NAME(attn_span_task), a);
     float *state = a->partial + heads * a->n_spans * group * stride;
     for (int64_t head = 0; head < heads; head++) {
         for (int64_t r = 0; r < group; r++) {
@@ -1078,21 +1171,49 @@ static void NAME(attend_one)(NAME(attn_args) *a) {
     free(a->partial);
 }
 
-static void NAME(attention)(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t t, int64_t heads,
-                            int64_t start, int64_t window, float scale, float softcap, const kv_paged *kv, float *out) {
-    int64_t span = SPAN_PAGES * kv->page_size;
-    NAME(attn_args) a = {q, sink_q, ldq, ld_sink, t, heads, start, window, scale, softcap, kv, out};
-    a.dkp = (kv->dim_k + VL - 1) / VL * VL;
-    a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
-    a.first_span = oldest_row(kv, window, start) / span;
-    a.front_spans = (kv->keep + span - 1) / span < a.first_span ? (kv->keep + span - 1) / span : a.first_span;
-    a.n_spans = a.front_spans + start / span + 1 - a.first_span;
-    if (t == 1 && a.n_spans > 1) {
-        NAME(attend_one)(&a);
-    } else {
-        a.n_blocks = (start % QUERY_BLOCK + t + QUERY_BLOCK - 1) / QUERY_BLOCK;
-        parallel(a.n_blocks * kv->kv_heads, NAME(attn_block_task), &a);
+typedef struct {
+    const NAME(attn_args) *parts;
+    int64_t n_parts;
+} NAME(attn_parts);
+
+static void NAME(attn_task)(void *arg, int64_t task, int thread) {
+    const NAME(attn_parts) *all = arg;
+    const NAME(attn_args) *a = all->parts + all->n_parts - 1;
+    while (task < a->first_task) a--;
+    (a->partial ? NAME(attn_span_task) : NAME(attn_block_task))((void *)a, task - a->first_task, thread);
+}
+
+static void NAME(attention)(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t heads, int64_t window,
+                            float scale, float softcap, const kv_part *parts, int64_t n_parts, float *out) {
+    NAME(attn_args) one, *all = n_parts == 1 ? &one : malloc(n_parts * sizeof(NAME(attn_args)));
+    int64_t tasks = 0;
+    if (!all) abort();
+    for (int64_t i = 0; i < n_parts; i++) {
+        const kv_part *p = parts + i;
+        const kv_paged *kv = p->kv;
+        int64_t span = SPAN_PAGES * kv->page_size;
+        NAME(attn_args) a = {q + p->row * ldq, sink_q ? sink_q + p->row * ld_sink : NULL, ldq, ld_sink, p->rows, heads, p->start,
+                             window, scale, softcap, kv, out + p->row * heads * kv->dim_v};
+        a.dkp = (kv->dim_k + VL - 1) / VL * VL;
+        a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
+        a.first_span = oldest_row(kv, window, p->start) / span;
+        a.front_spans = (kv->keep + span - 1) / span < a.first_span ? (kv->keep + span - 1) / span : a.first_span;
+        a.n_spans = a.front_spans + p->start / span + 1 - a.first_span;
+        a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
+        a.first_task = tasks;
+        if (p->rows == 1 && a.n_spans > 1) {
+            int64_t group = heads / kv->kv_heads;
+            a.partial = malloc((size_t)(kv->kv_heads * a.n_spans + 1) * group * (a.dvp + 2) * sizeof(float));
+            if (!a.partial) abort();
+        }
+        tasks += kv->kv_heads * (a.partial ? a.n_spans : a.n_blocks);
+        all[i] = a;
     }
+    NAME(attn_parts) work = {all, n_parts};
+    parallel(tasks, NAME(attn_task), &work);
+    for (int64_t i = 0; i < n_parts; i++)
+        if (all[i].partial) NAME(merge_spans)(all + i);
+    if (all != &one) free(all);
 }
 
 static const kernels NAME(kernels) = {
@@ -1122,4 +1243,7 @@ static const kernels NAME(kernels) = {
 #undef EACH_SIDE
 #undef PANEL
 #undef WEIGHT_TILE
+#undef FEW
+#undef FEW_TILE
+#undef IN_REGISTER
 #undef QUERY_BLOCK

@@ -22,7 +22,7 @@ from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
 from kvcli.kernels.gpu.rows import prepare
 from kvcli.kernels.gpu.seal import seal
-from kvcli.kernels.paged import Angles, PagedKV
+from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import pointwise
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
@@ -104,8 +104,12 @@ class GpuBackend:
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
         seal(self.pages(kv, angles), first, end)
 
-    def attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
-        """See `kernels.attend`; by kernels that do several of its steps at once."""
+    def attend(self, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
+        """See `kernels.attend`; part by part, by kernels that do several of its steps at once."""
+        found = [self._attend(qkv[part.lo : part.hi], part.kv, part.start, layer) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
         position = torch.tensor([start], device=self.device)
         known = kv.basis.known
         queries = prepare(qkv, layer, self.pages(kv, None), position)

@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from kvcli.kernels.attend import AttentionLayer, attend
-from kvcli.kernels.paged import PagedKV
+from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
 from kvcli.kernels.reference.pointwise import glu, rms_norm, rope_
@@ -45,9 +44,9 @@ class ReferenceBackend:
         """See `matmul.matmul`."""
         return matmul(x, weights, add_to, self._each)
 
-    def attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
-        """See `kernels.attend`."""
-        return attend(self, qkv, kv, start, layer)
+    store_each = store_each
+    attention_each = attention_each
+    attend = attend
 
     def _each(self, work: Callable[..., torch.Tensor], *arguments: Iterable[object]) -> Iterable[torch.Tensor]:
         inference = torch.is_inference_mode_enabled()  # a mode of the thread

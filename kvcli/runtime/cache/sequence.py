@@ -51,10 +51,10 @@ class Step:
         return self.parts[0].ids if len(self.parts) == 1 else torch.cat([part.ids for part in self.parts])
 
     @cached_property
-    def rows(self) -> tuple[tuple[slice, Part], ...]:
-        """Each part, with its rows among those of the step."""
+    def rows(self) -> tuple[tuple[tuple[int, int], Part], ...]:
+        """Each part, with its rows [lo, hi) among those of the step."""
         ends = tuple(itertools.accumulate(len(part.ids) for part in self.parts))
-        return tuple((slice(end - len(part.ids), end), part) for part, end in zip(self.parts, ends, strict=True))
+        return tuple(((end - len(part.ids), end), part) for part, end in zip(self.parts, ends, strict=True))
 
 
 def chunk_end(start: int, end: int, ubatch: int, page_size: int) -> int:

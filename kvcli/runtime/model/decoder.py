@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import AttentionLayer, Backend
+from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.model.rope import RopeTables
@@ -83,8 +83,7 @@ class Decoder:
         if isinstance(inner, FeedForward):
             return self.ops.glu(self.ops.matmul(x, inner.gate_up), self.config.block.activation)
         qkv = self.ops.matmul(x, inner.qkv)
-        found = [self.ops.attend(qkv[rows], p.kv(inner.layer), p.start, inner.how) for rows, p in step.rows]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return self.ops.attend(qkv, [Stretch(*rows, p.kv(inner.layer), p.start) for rows, p in step.rows], inner.how)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""

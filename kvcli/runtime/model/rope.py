@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvcli.kernels import CENTRE_ROWS, Angles
+from kvcli.kernels.attend import Spans
 from kvcli.runtime.config import ModelConfig, RopeConfig
 
 TABLES = 8  # of centres that are kept: several layer groups and sequences share one configuration
@@ -17,13 +18,13 @@ class RopeTable:
     def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None) -> None:
         """`factors` float32 [dim / 2] also divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
         half = rope.dim // 2
-        self._last: tuple[tuple[int, int], Angles]
+        self._last: tuple[Spans, Angles]
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim) / rope.factor
         if factors is not None:
             self.frequencies /= factors.double().numpy()
-        self._last = (0, 1), self.at_positions(np.zeros(1))
-        self._inside = 0, np.zeros(1, dtype=np.int64), self._last[1]
+        self._last = ((0, 1),), self.at_positions(np.zeros(1))
+        self._inside: tuple[Spans, np.ndarray, Angles] = ((0, 1),), np.zeros(1, dtype=np.int64), self._last[1]
         self._centres: dict[tuple[int, int], Angles] = {}
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
@@ -33,16 +34,19 @@ class RopeTable:
         return self._on_device[device]
 
     def at(self, start: int, n: int) -> Angles:
-        """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1; kept for the other layers of a step."""
-        if self._last[0] != (start, n):
-            positions = np.arange(start, start + n, dtype=np.float64)
-            self._last = (start, n), self.at_positions(positions)
+        """cos, sin float32 [n, dim / 2] for positions start .. start + n - 1."""
+        return self.of(((start, n),))
+
+    def of(self, spans: Spans) -> Angles:
+        """The same for several (start, n), one after the other; kept for the other layers of a step."""
+        if self._last[0] != spans:
+            self._last = spans, self.at_positions(_positions(spans))
         return self._last[1]
 
-    def inside(self, start: int, gaps: np.ndarray) -> Angles:
-        """The same for rows whose positions inside the cache are less by `gaps`, int64 [n]; kept likewise."""
-        if self._inside[0] != start or not np.array_equal(self._inside[1], gaps):
-            self._inside = start, gaps, self.at_positions(start + np.arange(len(gaps)) - gaps)
+    def inside(self, spans: Spans, gaps: np.ndarray) -> Angles:
+        """The same for rows whose positions inside the cache are less by `gaps`, int64 [sum of n]; kept likewise."""
+        if self._inside[0] != spans or not np.array_equal(self._inside[1], gaps):
+            self._inside = spans, gaps, self.at_positions(_positions(spans) - gaps)
         return self._inside[2]
 
     def centres(self, end: int, first: int = 0, front: int = 0) -> Angles:
@@ -66,6 +70,11 @@ class RopeTable:
         """The same for any positions, float64 [n]."""
         angles = positions[:, None] * self.frequencies
         return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
+
+
+def _positions(spans: Spans) -> np.ndarray:
+    """float64 [sum of n]."""
+    return np.concatenate([np.arange(start, start + n, dtype=np.float64) for start, n in spans])
 
 
 class RopeTables:
