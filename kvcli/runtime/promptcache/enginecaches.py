@@ -57,7 +57,7 @@ def computed_on(engine: Opened) -> str:
     if engine.device.kind == CUDA:
         return f"cuda {torch.cuda.get_device_name(engine.pool.device)}{' exact' if engine.exact else ''}"
     ops = engine.model.ops
-    return f"cpu {ops.name}{' ' + ops.isa if ops.name == 'native' else ''}"
+    return f"cpu {ops.name} {ops.isa if ops.name == 'native' else ops.arithmetic}"
 
 
 def _convert(engine: Opened, file: PromptCacheFile, agrees: int) -> Sequence:
