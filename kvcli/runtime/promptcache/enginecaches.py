@@ -57,6 +57,7 @@ def computed_on(engine: Opened) -> str:
     if engine.device.kind == CUDA:
         return f"cuda {torch.cuda.get_device_name(engine.pool.device)}{' exact' if engine.exact else ''}"
     ops = engine.model.ops
+    assert ops.name != "cuda"
     return f"cpu {ops.name} {ops.isa if ops.name == 'native' else ops.arithmetic}"
 
 
