@@ -324,7 +324,7 @@ def test_what_was_evicted_is_not_missed(tmp_path: Path, variant: str, k: str, po
 def test_a_miss_says_why(tmp_path: Path) -> None:
     engine, told = engine_of("llama"), Told()
     first = ask(engine, PROMPT, store_in(tmp_path), told)
-    assert first.usage.cache_miss == "" and len(told.lines) == 1 and "--no-cache" in told.lines[0]
+    assert first.usage.cache_miss == "" and len(told.lines) == 1 and "`store=None`" in told.lines[0]
     other = [*PROMPT[:5], 9, *PROMPT[6:]]
     assert "differs at token 5 (it has" in ask(engine, other, store_in(tmp_path)).usage.cache_miss
     miss = ask(engine_of("llama", "int8"), PROMPT, store_in(tmp_path)).usage.cache_miss
