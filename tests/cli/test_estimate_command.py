@@ -94,6 +94,21 @@ def test_a_file(small: Path, kv_here: KvHere) -> None:
     assert (answer["page_size"], answer["kv_schema"]) == (64, 2)
 
 
+def test_a_further_token_where_windows_are_full(kv_here: KvHere) -> None:
+    """In KiB at f16: 8 full layers of 8 heads with 256 + 256 elements; the 40 sliding ones hold 1,024 tokens."""
+    for context, cost in (("1000", "384.0"), ("32k", "64.0")):
+        out = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "-c", context))
+        row = next(line.split() for line in out.splitlines() if line.startswith("f16 "))
+        assert row[1] == cost
+        assert ("KiB/token  of a further token, now that windows are full" in out) is (cost == "64.0")
+    rows = json.loads(ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--json")))["types"]
+    f16 = next(row for row in rows if row["type_k"] == "f16")
+    assert (f16["bytes_per_token"], f16["windows_full_bytes_per_token"]) == (384 << 10, 64 << 10)
+    small = "--layers 2 --kv-heads 1 --heads 1 --head-dim 64 --hidden 64 --swa-layers 1 --swa-window 128 -c 1024"
+    assert "256 B/token, " not in (out := ok(kv_here("estimate", *small.split())))
+    assert "512 B/token, 256 once windows are full" in out
+
+
 def test_every_form_has_the_same_numbers(kv_here: KvHere) -> None:
     rows = json.loads(ok(kv_here("estimate", *CARD, "--json")))["types"]
     table = list(csv.DictReader(io.StringIO(ok(kv_here("estimate", *CARD, "--csv")))))

@@ -345,9 +345,9 @@ class KVLayout:
         """Bytes of a cache without pages: a row in each layer for each of `tokens`, all of these types."""
         return tokens * self.token_bytes()
 
-    def token_bytes(self) -> int:
-        """Bytes one more token costs in every group while no window is full."""
-        return sum(g.token_bytes for g in self.groups)
+    def token_bytes(self, length: int = 0) -> int:
+        """Bytes that one more token costs after `length` tokens: in every group but those whose window is full."""
+        return sum(g.token_bytes for g in self.groups if not 0 < g.window <= length)
 
     def read_bytes(self, tokens: int) -> int:
         """Bytes of rows and scales that attention reads for one query at the end of `tokens`."""

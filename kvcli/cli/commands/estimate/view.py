@@ -70,9 +70,15 @@ def cache_only(report: Report, units: str) -> str:
         times = f" × {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
-            figures = f"{o.layout.token_bytes():,} B/token · {size(o.plan.kv_bytes, units)}"
+            figures = f"{_token_bytes(o)} · {size(o.plan.kv_bytes, units)}"
             lines.append(f"{o.label:<11}{figures}")
     return "\n".join([*lines, "", "weights are not counted: --params N gives their number"]) + "\n"
+
+
+def _token_bytes(o: Outcome) -> str:
+    """'131,072 B/token', with what it comes to where windows are full."""
+    first, further = o.layout.token_bytes(), o.layout.token_bytes(o.plan.tokens)
+    return f"{first:,} B/token" + (f", {further:,} once windows are full" if further < first else "")
 
 
 def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
@@ -181,7 +187,7 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
         star = "*" if o.memory_context > o.max_context else ""
         rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
         sizes = [number(count, units) for count in (o.plan.kv_bytes, o.plan.total, o.left)]
-        token = f"{o.layout.token_bytes() / unit:,.{0 if unit == 1 else 1}f}"
+        token = f"{o.layout.token_bytes(context) / unit:,.{0 if unit == 1 else 1}f}"
         rows.append([o.label, token, *sizes, "yes" if o.fits else "no", f"{o.max_context:,}" + star, rate])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"At a context of {context:,} tokens{times}{common}, in {units}:"]
@@ -191,6 +197,8 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
             *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
         ]
         lines.append("  ".join(cells))
+    if outcomes[0].layout.token_bytes(context) < outcomes[0].layout.token_bytes():
+        lines.append(f"{small}/token  of a further token, now that windows are full")
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
     lines.append("≤ tok/s  " + _what_limits_speed(report))
@@ -251,7 +259,7 @@ def as_csv(report: Report) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = ("ctx_size", "type_k", "type_v", "bytes_per_token", "kv_bytes", "predicted_bytes", "left_bytes", "fits",
-             "max_ctx_size", "limit_tps")  # fmt: skip
+             "max_ctx_size", "limit_tps", "windows_full_bytes_per_token")  # fmt: skip
     writer.writerow(names)
     for outcomes in report.outcomes:
         for o in outcomes:
@@ -265,6 +273,7 @@ def _type_object(o: Outcome) -> dict[str, Any]:
         "type_k": o.pair[0],
         "type_v": o.pair[1],
         "bytes_per_token": o.layout.token_bytes(),
+        "windows_full_bytes_per_token": o.layout.token_bytes(NO_LIMIT),
         "ctx_size": o.plan.tokens,
         "pages": o.pages,
         "kv_bytes": o.plan.kv_bytes,
