@@ -26,15 +26,22 @@ _MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
 
 
 def assemble_prompt(
-    instruction: str | None, files: Sequence[str], tell: Tell, use_stdin: bool = True, names: bool = False
+    instruction: str | None,
+    files: Sequence[str],
+    tell: Tell,
+    use_stdin: bool = True,
+    names: bool = False,
+    chat: bool = False,
 ) -> str:
     """The user's message: files in order, then stdin, then the instruction, joined by a blank line.
 
     A file '-' is stdin and fixes its place, whatever `use_stdin` says of stdin that nobody asked for. `names`: each
-    file has its name above it. Raises UsageError when nothing is left, InputBytesError for bytes that are not text.
+    file has its name above it; `chat`: who has no prompt may have meant kv chat. Raises UsageError when nothing is
+    left, InputBytesError for bytes that are not text.
     """
     if files.count("-") > 1:
         raise UsageError("-f - stands twice; stdin can be read once")
+    asked = [] if instruction is None else [argument(instruction, "the prompt", "-f", tell)]
     sources = [(STDIN, read_stdin(tell)) if name == "-" else (name, read_file(name)) for name in files]
     piped = use_stdin and "-" not in files and sys.stdin is not None and not sys.stdin.isatty()
     if piped:
@@ -43,13 +50,14 @@ def assemble_prompt(
     for name, text in sources:
         if not text and name != STDIN:
             tell.warn(f"{_shown(name)} is empty")
-    parts = [f"==> {_shown(name)} <==\n{text}" if names else text for name, text in sources]
-    if instruction is not None:
-        parts.append(argument(instruction, "the prompt", "-f", tell))
+    parts = [f"==> {_shown(name)} <==\n{text}" if names else text for name, text in sources] + asked
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt.strip():
         what = "the prompt is empty" if parts else "no prompt"
-        more = "pipe something in, or use kv chat" if use_stdin else "or -f - for stdin, which --no-stdin leaves alone"
+        if not use_stdin:
+            more = "or -f - for stdin, which --no-stdin leaves alone"
+        else:
+            more = "pipe something in, or use kv chat" if chat else "or pipe something in"
         raise UsageError(what, f"give text, -f FILE, {more}")
     return prompt
 
@@ -69,6 +77,7 @@ def _unasked_stdin(tell: Tell) -> str:
         )
         return ""
     data = stdin_bytes(tell, " (use --no-stdin)")
+    text = _as_text(data, "stdin")
     if data:
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
         told = f"read {counted(lines, 'line')} ({len(data):,} bytes) from stdin into the prompt"
@@ -76,7 +85,7 @@ def _unasked_stdin(tell: Tell) -> str:
             tell.announce(f"{told}; --no-stdin leaves them to the calling program")
         else:
             tell.notice(told)
-    return _as_text(data, "stdin")
+    return text
 
 
 def _read_by_another() -> tuple[int, int] | None:
@@ -155,7 +164,7 @@ def decode(data: bytes, name: str, nul: bool = False) -> str:
     `nul`: NULs separate texts. Elsewhere they show that this is no text, or one of another encoding.
     """
     for mark, encoding in _MARKS:
-        if data.startswith(mark):
+        if data.startswith(mark) and _decodes(data, encoding):
             raise InputBytesError(f"{name} is {encoding}, not UTF-8", f"convert it: {_iconv(encoding)}")
     if not nul and (at := data.find(b"\0")) >= 0:
         order = _order_of_utf16(data)
@@ -168,6 +177,14 @@ def decode(data: bytes, name: str, nul: bool = False) -> str:
         # Of the two, Latin-1 has control characters where Windows has quotation marks and dashes.
         encoding = "windows-1252" if any(0x80 <= byte < 0xA0 for byte in data) else "latin1"
         raise InputBytesError(message, f"if it is {encoding}: {_iconv(encoding)}") from None
+
+
+def _decodes(data: bytes, encoding: str) -> bool:
+    """Whether this may be text of an encoding, beginning with its mark: the mark alone is none."""
+    try:
+        return bool(data.decode(encoding))
+    except UnicodeDecodeError:
+        return False
 
 
 def _iconv(encoding: str) -> str:

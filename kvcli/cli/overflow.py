@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,18 @@ def answer_leaves(ctx_size: int, max_tokens: int, retention: Retention | None) -
     return ctx_size - answer
 
 
-def cut_text(ids: list[int], text: tuple[int, int], policy: str, ctx_size: int, room: int) -> tuple[list[int], Cut]:
+def cut_text(
+    ids: list[int],
+    text: tuple[int, int],
+    policy: str,
+    ctx_size: int,
+    room: int,
+    could_hold: Callable[[int], bool],
+) -> tuple[list[int], Cut]:
     """`room` of the ids, and what is missing: the start or the middle of the user's text, the ids [start, end).
 
-    Raises ContextOverflow where more would have to go than that.
+    Raises ContextOverflow where more would have to go than that; `could_hold`: whether a context of so many tokens
+    fits into memory, so that it can be advised.
     """
     (start, end), gone = text, len(ids) - room
     left = end - start - gone
@@ -52,7 +61,7 @@ def cut_text(ids: list[int], text: tuple[int, int], policy: str, ctx_size: int, 
         raise ContextOverflow(
             f"the prompt has {len(ids):,} tokens, {gone:,} more than the {room:,} that fit beside an answer, and only"
             f" {end - start:,} of them are text that may be cut",
-            f"shorten the system message, or use --ctx-size {len(ids)} or more",
+            "shorten the system message" + (f", or use --ctx-size {len(ids)} or more" if could_hold(len(ids)) else ""),
         )
     first = start if policy == START else start + -(-left // 2)
     return ids[:first] + ids[first + gone :], Cut(policy, len(ids), ctx_size, first, first + gone)

@@ -26,6 +26,8 @@ TEXT = "Füße – “quoted”, 12 € \n" * 3
         (TEXT.encode("utf-16-be"), "f is not text: it has a NUL byte at offset 0", "iconv -f utf-16be -t"),
         ("Füße".encode("latin1"), "f is not UTF-8: byte 0xfc at offset 1", "if it is latin1: iconv -f latin1 -t"),
         ("“Füße”".encode("cp1252"), "f is not UTF-8: byte 0x93 at offset 0", "iconv -f windows-1252 -t"),
+        (codecs.BOM_UTF16_LE, "f is not UTF-8: byte 0xff at offset 0", "if it is latin1"),
+        (codecs.BOM_UTF16_LE + b"abc", "f is not UTF-8: byte 0xff at offset 0", "if it is latin1"),
         (b"one\0two\0", "f is not text: it has a NUL byte at offset 3", "only text can be read"),
         (b"GGUF\3\0\0\0\1\0\0\0", "f is not text: it has a NUL byte at offset 5", "only text can be read"),
         (b"\0", "f is not text: it has a NUL byte at offset 0", "only text can be read"),

@@ -25,13 +25,22 @@ def test_a_cut_takes_a_range_of_the_text_and_nothing_else(text: int, before: int
     policy = "truncate-middle" if middle else "truncate-start"
     if room <= before + behind:
         with pytest.raises(ContextOverflow, match=f"the prompt has {len(ids)} tokens, {len(ids) - room} more than"):
-            cut_text(ids, span, policy, room, room)
+            cut_text(ids, span, policy, room, room, lambda tokens: True)
         return
-    left, cut = cut_text(ids, span, policy, room, room)
+    left, cut = cut_text(ids, span, policy, room, room, lambda tokens: True)
     assert len(left) == room and left == ids[: cut.start] + ids[cut.end :]
     assert before <= cut.start < cut.end <= before + text
     head, tail = cut.start - before, before + text - cut.end
     assert head - tail in (0, 1) if middle else head == 0
+
+
+def test_a_larger_context_is_advised_only_where_it_fits():
+    for fits in (True, False):
+        with pytest.raises(ContextOverflow) as raised:
+            cut_text(
+                list(range(90)), (10, 15), "truncate-start", 60, 50, lambda tokens, fits=fits: fits and tokens == 90
+            )
+        assert raised.value.hint == "shorten the system message" + (", or use --ctx-size 90 or more" if fits else "")
 
 
 def test_room_for_the_answer():
@@ -93,7 +102,9 @@ def test_the_start_of_raw_text_is_behind_the_bos(kv):
 def test_a_system_message_is_never_cut(kv):
     outcome = kv("run", "short", "--system", TEXT, "--on-overflow", "truncate-start")
     assert outcome.code == 5 and kv.engine.calls == []
-    assert "only 5 of them are text that may be cut" in outcome.err
+    assert "only 5 of them are text that may be cut" in outcome.err and "or use --ctx-size" in outcome.err
+    kv.engine.memory_tokens = 60
+    assert "--ctx-size" not in kv("run", "short", "--system", TEXT, "--on-overflow", "truncate-start").err
 
 
 @pytest.mark.parametrize(

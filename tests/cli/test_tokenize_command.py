@@ -62,6 +62,14 @@ def test_json(kv, model):
     assert done.stdout.count(b"\n") == 1 and done.stderr == b""
 
 
+def test_bytes_have_one_form(kv, model):
+    """In the table and in JSON: a rare character is several tokens, each of bytes that are none."""
+    pieces = json.loads(run(kv, model, "--json", "--no-bos", "a🜁").stdout)["pieces"]
+    table = run(kv, model, "--no-bos", "a🜁").stdout.decode().splitlines()[:-1]
+    assert len(pieces) > 2 and [line.split("  ")[-1] for line in table] == ['"a"', *pieces[1:]]
+    assert bytes.fromhex("".join(pieces[1:]).replace("<0x", "").replace(">", "")).decode() == "🜁"
+
+
 def test_ids_alone(kv, model):
     ids = " ".join(map(str, ids_of("the pages")))
     assert run(kv, model, "--ids", "--no-bos", "the pages").stdout == f"{ids}\n".encode()

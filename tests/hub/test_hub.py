@@ -239,7 +239,7 @@ def test_paths(world: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_name_that_is_nearly_right(world: dict[str, str]) -> None:
     with pytest.raises(ModelError) as caught:
-        modelfiles.find_model("toi")
+        modelfiles.find_model("toyy")
     assert caught.value.hint == "did you mean toy? kv models ls lists the names that run"
     with pytest.raises(ModelError) as caught:
         modelfiles.find_model("shap")
@@ -296,7 +296,7 @@ def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
         check(f"models {command}", json.loads(kv_here("models", command, "toy", "--json")[1]))
     code, out, _ = kv_here("models", "ls")
     assert code == 0 and "shape" not in out
-    assert out.splitlines()[1].split() == ["toy*", "-", "-", "-", "293.0", "KiB", "yes", "yes", "mit"]
+    assert out.splitlines()[1].split() == ["toy*", "instruct", "-", "-", "-", "293.0", "KiB", "yes", "yes", "mit"]
     assert "shape" in kv_here("models", "ls", "--all")[1]
     assert kv_here("models", "verify") == (0, "toy: ok\n", "")
     path.write_bytes(CONTENT[::-1])

@@ -144,12 +144,16 @@ class FakeEngine:
         self.layout = SimpleNamespace(
             page_size=64, groups=[group], arenas=[group], contiguous_bytes=lambda tokens: tokens << 14
         )
-        self.terms = SimpleNamespace(options=CacheOptions())
+        self.memory_tokens = 1 << 20  # the longest context that fits
+        self.terms = self._terms(CacheOptions())
         self.changes: list[EvictOptions] = []
         self.stored: list[int] = []
         self.calls: list[tuple[list[int], SampleOptions]] = []
         self.before_token: Callable[[int], None] = lambda number: None
         self.before_prefill: Callable[[], None] = lambda: None
+
+    def _terms(self, options: CacheOptions) -> SimpleNamespace:
+        return SimpleNamespace(options=options, could_hold=lambda tokens: tokens <= self.memory_tokens)
 
     @property
     def plan(self) -> Plan:
@@ -181,7 +185,7 @@ class FakeEngine:
     def change(self, ctx_size: int, evict: EvictOptions, sequence: FakeSequence) -> None:
         """Rows stay where they are the same under both policies, as far as a fake can tell."""
         retention = eviction.retention(evict, ctx_size or self.ctx_size, self.layout.page_size)
-        self.terms = SimpleNamespace(options=CacheOptions(evict=evict))
+        self.terms = self._terms(CacheOptions(evict=evict))
         self.ctx_size, self.retention, self.changes = ctx_size or self.ctx_size, retention, [*self.changes, evict]
         sequence.rewind(retention.whole if retention else sequence.length)
 

@@ -106,7 +106,7 @@ def test_characters_split_across_tokens_are_held_back(text, request, real):
             shown += decoder.push(token)
             assert text.startswith(shown)
         assert shown == text and decoder.flush() == ""
-        partial = ["\\x" in tokenizer.piece(token) for token in ids]
+        partial = ["<0x" in tokenizer.piece(token) for token in ids]
         assert any(partial) or model == "gemma3"  # SmolLM2 has characters of each text in parts
 
 

@@ -55,7 +55,8 @@ def ls(
 ) -> None:
     """List the models known by name and those downloaded from the hub. A star marks the default one.
 
-    Whether a model runs: yes; hub = from the repository that kv estimate names; file = from a file of yours; no.
+    Instruct models chat; base models continue text, and kv chat refuses them. Whether a model runs: yes; hub = from the
+    repository that kv estimate names; file = from a file of yours; no.
     """
     from kvcli.runtime.hub import inventory
 
@@ -66,6 +67,7 @@ def ls(
     rows = [
         [
             entry.name + ("*" if entry.default else ""),
+            entry.kind or "-",
             entry.arch or "-",
             human_count(entry.parameters) if entry.parameters else "-",
             f"{entry.context_length:,}" if entry.context_length else "-",
@@ -76,8 +78,8 @@ def ls(
         ]
         for entry in found
     ]
-    headers = ["name", "arch", "params", "context", "size", "here", "runs", "license"]
-    render.print_table(headers, rows, ctx.obj, right={2, 3, 4})
+    headers = ["name", "kind", "arch", "params", "context", "size", "here", "runs", "license"]
+    render.print_table(headers, rows, ctx.obj, right={3, 4, 5})
 
 
 def _here(entry: Entry) -> str:

@@ -76,8 +76,10 @@ class PromptFlags:
         """Where the text is from, for people: the names of files."""
         return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
 
-    def question(self, instruction: str | None, system: SystemFlags, invocation: Invocation) -> Question:
-        """What is asked. Raises UsageError, InputBytesError."""
+    def question(
+        self, instruction: str | None, system: SystemFlags, invocation: Invocation, chat: bool = False
+    ) -> Question:
+        """What is asked. `chat`: who has no prompt may have meant kv chat. Raises UsageError, InputBytesError."""
         if self.prompt is not None and instruction is not None:
             raise UsageError("the prompt is given twice, as -p and as an argument")
         if self.special and not self.raw:
@@ -85,7 +87,7 @@ class PromptFlags:
         tell = render.telling(invocation)
         message = system.text(tell)
         text = instruction if self.prompt is None else self.prompt
-        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names)
+        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
         return Question(message, text, self.raw, self.special)
 
 
@@ -286,7 +288,7 @@ def _fitting(
     if len(ids) > engine.ctx_size and policy != ERROR:
         retention = None if engine.keeps_prompt else engine.retention
         room = answer_leaves(engine.ctx_size, max_tokens, retention)
-        ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room)
+        ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room, engine.terms.could_hold)
     if engine.keeps_prompt and len(ids) <= engine.ctx_size:
         engines.keep_prompt(engine, len(ids), invocation)
     return ids, cut
@@ -349,7 +351,7 @@ def run(
         copy = output.copy([*prompt.file, *filter(None, [system.system_file])])
         sink = output.sink(invocation, copy)
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
-        question = prompt.question(instruction, system, invocation)
+        question = prompt.question(instruction, system, invocation, chat=True)
         engine = engines.open_engine(load, cache_options, invocation, interrupts)
         question = question.of(engine, invocation)
         ids, cut = _fitting(engine, question, policy, -1 if sampling.unattended else sampling.max_tokens, invocation)

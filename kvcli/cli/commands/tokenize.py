@@ -67,7 +67,8 @@ def tokenize(
 ) -> None:
     """Show how a model splits text into tokens.
 
-    Files and stdin are read exactly as they are, including a byte-order mark and a newline at the end.
+    Files and stdin are read exactly as they are, including a byte-order mark and a newline at the end. A token that is
+    not made of whole characters is shown by its bytes, <0xF0> for each, as in the pieces of --json.
     """
     from kvcli.runtime.formats.gguf import GGUFFile
     from kvcli.runtime.text.tokenizer import Tokenizer
@@ -118,13 +119,9 @@ def _as_lines(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _shown(tokenizer: Tokenizer, token: int) -> str:
-    """Text in quotes; a control token's name and the bytes of an incomplete character without."""
-    data = tokenizer.token_bytes(token)
-    if not data:
-        return render.one_line(tokenizer.piece(token))
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in data)
+    """Its piece: text in quotes; a control token's name, and bytes that are no whole characters, without."""
+    text = tokenizer.piece(token)
+    if tokenizer.token_bytes(token) != text.encode():
+        return render.one_line(text)
     safe = (c if c.isprintable() and c not in '"\\' else jsonlib.dumps(c)[1:-1] for c in text)
     return '"' + "".join(safe) + '"'

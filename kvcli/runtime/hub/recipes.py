@@ -67,7 +67,7 @@ _GROUP_COUNTS = ("layers", "kv_heads", "dim_k", "dim_v", "window", "kv_lora_rank
 _NAME = r"[a-z0-9][a-z0-9.-]*"
 _REPO = r"[\w.-]+/[\w.-]+"
 KINDS = BASE, INSTRUCT = "base", "instruct"
-_LIKENESS = 0.65  # of names, from 0 to 1, that one may have been meant by the other
+_LIKENESS = 0.75  # of names, from 0 to 1, that one may have been meant by the other
 _MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn")
 
 

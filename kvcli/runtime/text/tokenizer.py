@@ -190,11 +190,16 @@ class Tokenizer:
         return self.decode_bytes(ids, continues).decode("utf-8", "replace")
 
     def piece(self, token_id: int) -> str:
-        """A token for display: its text, half a character as \\xNN bytes, a control token by its name."""
+        """A token for display: its text, <0xNN> for each byte where these are no whole characters; a control token's
+        name."""
         self._check(token_id)
         if token_id in self.vocabulary.control:
             return self.vocabulary.tokens[token_id]
-        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in data)
 
     def _check(self, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:

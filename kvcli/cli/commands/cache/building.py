@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from typing import Annotated
@@ -61,14 +62,14 @@ def build(
         with closing(engine.use_caches(kept, render.telling(invocation))):
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
-        raise OutputError(f"{file} was not made", "the line above says why")
+        raise OutputError(f"{file} was not made", _why(result.end.unwritten, json))
     with PromptCacheFile(file) as made:
         if made.contents.tokens[: len(ids)] != ids:
             raise CacheFileError(
                 f"{file} holds another prompt and is left as it is", "--force replaces it; or name another file"
             )
     if result.end.unwritten:
-        raise CacheFileError(f"{file} is left as it is", "the line above says why")
+        raise CacheFileError(f"{file} is left as it is", _why(result.end.unwritten, json))
     if json:
         size = file.stat().st_size
         render.print_json("cache build", {**report.result_object(result), "path": str(file), "size_bytes": size})
@@ -76,3 +77,8 @@ def build(
         render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)
         render.write_out(f"{out}\n")
     raise typer.Exit(interrupts.code)
+
+
+def _why(unwritten: Sequence[str], as_json: bool) -> str:
+    """Where it is told why there is no file: on stderr, and in JSON here, as that has no lines."""
+    return "; ".join(unwritten) if as_json else "the line above says why"
