@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -205,21 +205,22 @@ class NativeBackend:
 
     def _paged(self, kv: PagedKV, angles: Angles | None = None) -> int:
         """The address of the C view of a layer's pages, which lives as long as `kv`."""
-        key = (kv.basis.known, *(x.data_ptr() for x in angles or ()))
-        view = kv.descriptors.get(key)
-        if view is None:
+        known = kv.basis.known
+        key = (known,) if angles is None else (known, angles[0].data_ptr(), angles[1].data_ptr())
+        found: Any = kv.descriptors.get(key)
+        if found is None:
             r, basis = kv.record, kv.basis
             half = angles[0].shape[1] if angles else 0
             cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
-            view = kv.descriptors[key] = _Paged(
+            view = _Paged(
                 kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
                 kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
                 kv.front, kv.keep, kv.retained,
                 _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
                 _record(r), _record(kv.open.record if kv.open else r),
             )  # fmt: skip
-        assert isinstance(view, _Paged)
-        return ctypes.addressof(view)
+            found = kv.descriptors[key] = ctypes.addressof(view), view
+        return int(found[0])
 
     def _parts(self, parts: Sequence[Stretch], angles: Sequence[Angles | None] | None = None) -> array[int]:
         """The C view of the parts (kv_part); it has to live until the call that it is for has returned."""
