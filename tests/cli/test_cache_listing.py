@@ -227,3 +227,17 @@ def test_a_prompt_of_less_than_a_page_is_no_cache(
     assert (code, out) == (0, f"{file}: ok, 1 page\n")
     code, _, err = kv_here("cache", "verify", str(file), "--recompute", "1", *model)
     assert code == 2 and "cannot be computed again: it has one token" in err
+
+
+@pytest.mark.parametrize("words", ["ls", "verify", "prune -y --max-size 1M", "show x", "rm -y x"])
+def test_a_cache_folder_that_is_a_file_is_refused(kv_here: KvHere, tmp_path: Path, words: str) -> None:
+    (tmp_path / "file").write_text("x")
+    code, out, err = kv_here("cache", *words.split(), "--cache-dir", str(tmp_path / "file"))
+    assert (code, out) == (2, "") and f"{tmp_path / 'file'} is not a folder\n  --cache-dir or KV_CACHE_DIR" in err
+
+
+@pytest.mark.parametrize("words", ["show", "verify", "rm -y"])
+def test_a_prompt_file_that_is_not_there_is_a_usage_error(kv_here: KvHere, tmp_path: Path, words: str) -> None:
+    missing = str(tmp_path / "none.kv")
+    code, out, err = kv_here("cache", *words.split(), missing, "--cache-dir", str(tmp_path))
+    assert (code, out) == (2, "") and missing in err
