@@ -152,6 +152,7 @@ def sealed_by_the_reference(types: tuple[str, str], dims: tuple[int, int], tail:
     return filled(backend("reference"), types, dims, tail=tail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_native_sealing_agrees_with_the_reference(dims: tuple[int, int], isa: str):
@@ -213,6 +214,7 @@ PLACES = ((16, 0, 70), (16, 69, 1), (16, 31, 3), (16, 32, 1), (16, 47, 20), (64,
 HEADS = ((2, 2), (6, 2), (4, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_attention_over_sealed_pages(dims: tuple[int, int], name: str):
@@ -233,6 +235,7 @@ def test_attention_over_sealed_pages(dims: tuple[int, int], name: str):
             assert same_bits(alone, found[at : at + 1]), (where, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(t, t) for t in SEALED] + list(PAIRS), ids="/".join)
 def test_both_backends_read_the_same_bytes_alike_and_near_the_truth(types: tuple[str, str]):
     """Sealed by the reference, read by both; and against float64 attention over the rows before they were encoded."""

@@ -108,6 +108,7 @@ def check(cache: Evicting, steps: list[int], group: int, random: torch.Generator
     assert (cache.ask(q, start, softcap) - expected).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     types=st.sampled_from(TYPES),
@@ -135,6 +136,7 @@ def test_attention_is_that_of_a_naive_cache(
     check(cache, steps, heads[1], fill(cache, steps, seed), 20.0 if seed % 5 == 0 else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("reference", "avx512", "avx2", "base"))
 @pytest.mark.parametrize("types", (("f16", "f16"), ("int4", "int8"), ("fp8", "int4")), ids="/".join)
 def test_after_many_evictions_and_over_several_spans(name: str, types: tuple[str, str]):
@@ -167,6 +169,7 @@ def pages_held(cache: Cache) -> list[int]:
     return [cache.pool.used(arena) for arena in range(len(cache.layout.arenas))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", (("f16", "f16"), ("int8", "int8")), ids="/".join)
 @pytest.mark.parametrize(("keep", "window"), ((0, 16), (4, 33), (32, 64), (50, 17)))
 @pytest.mark.parametrize("step", (1, 16, 40))

@@ -69,6 +69,7 @@ def fresh(engine: Engine, ids: list[int]) -> torch.Tensor:
 # --- functions of the position
 
 
+@pytest.mark.slow
 def test_any_chunking_gives_the_same_states(engine: Engine):
     whole = fresh(engine, TEXT)
     assert whole.isfinite().all()
@@ -79,6 +80,7 @@ def test_any_chunking_gives_the_same_states(engine: Engine):
         seq.close()
 
 
+@pytest.mark.slow
 def test_forks_undo_and_replay_give_the_same_states(engine: Engine):
     others = [x + 1 for x in TEXT[:60]]
     whole = fresh(engine, TEXT)
@@ -135,6 +137,7 @@ def test_with_one_layer_it_is_as_if_the_middle_had_never_been(variant: str, back
 # --- generation
 
 
+@pytest.mark.slow
 def test_answers_go_on_and_max_tokens_is_obeyed(engine: Engine):
     seq = engine.new_sequence()
     for n in (30, 90):
@@ -147,6 +150,7 @@ def test_answers_go_on_and_max_tokens_is_obeyed(engine: Engine):
     seq.close()
 
 
+@pytest.mark.slow
 def test_a_turn_on_an_evicted_cache_is_a_replay(engine: Engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     answer = run(engine, first, TEXT[:60], replace(GREEDY, max_tokens=70))
@@ -217,6 +221,7 @@ def chat(engine: Engine, system: str | None = None) -> ChatSession:
     return ChatSession(engine, conversation, options, Sink(), Interrupts(lambda *_: None), Branches(), Told())
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.CaptureFixture[str]):
     live = chat(engine)
     for line in ("hello", "and then", "more", "even more", "/ctx"):

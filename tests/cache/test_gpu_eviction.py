@@ -117,6 +117,7 @@ def check(layer: Evicting, t: int, ring: bool, splits: int = 3, softcap: float =
     assert found is not None and error(found, expected) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "heads", "retention", "steps", "more", "ring"),
     [
@@ -141,6 +142,7 @@ def test_one_query(types, heads, retention, steps, more, ring):
     check(layer, 1, ring)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "keep", "rows", "more"),
     [
@@ -165,6 +167,7 @@ def test_before_and_at_the_first_eviction(types, keep, rows, more):
     assert layer.cache.kv.gaps(rows, 1)[0] == (10 if rows >= 119 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "heads", "retention", "steps", "t", "more"),
     [
@@ -185,6 +188,7 @@ def test_blocks_of_queries(types, heads, retention, steps, t, more):
     assert len(set(layer.cache.kv.gaps(sum(steps), t))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("types", "t", "ring"), [(F16, 1, True), (INT8, 1, True), (INT4, 5, False)])
 def test_positions_beyond_ten_million(types, t, ring):
     layer = Evicting(types, (64, 64), 1, 2, retention=Retention(20, 40, SIZE))

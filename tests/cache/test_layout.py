@@ -98,6 +98,7 @@ def test_the_first_page_that_a_query_sees(page_size: int):
             assert full.first_page(position) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", (16, 32))
 @pytest.mark.parametrize("window", (1, 2, 15, 16, 17, 18, 21, 64, 100))
 def test_pages_are_what_a_sequence_holds_at_its_peak(window: int, size: int):

@@ -135,4 +135,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 PagesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
-test_machine = PagesMachine.TestCase
+test_machine = pytest.mark.slow(PagesMachine.TestCase)

@@ -202,7 +202,7 @@ class SealedMachine(RuleBasedStateMachine):
 
 
 SealedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=25)
-test_machine = SealedMachine.TestCase
+test_machine = pytest.mark.slow(SealedMachine.TestCase)
 
 
 @pytest.mark.parametrize("ubatch", (1, 7, 40))
@@ -271,6 +271,7 @@ def logits(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> 
 CASES = [("llama", (t, t)) for t in SEALED] + [("gemma3", ("int8", "int4")), ("gemma3", ("f16", "int4"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "/".join(x))
 def test_any_chunking_gives_the_same_logits(variant: str, types: tuple[str, str]):
     """Chunks of 1 to 130, pages of 16 and 64; every row's logits, to the bit. With int4 keys all sizes up to three
@@ -290,6 +291,7 @@ def test_any_chunking_gives_the_same_logits(variant: str, types: tuple[str, str]
             seq.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("native", "reference"))
 @pytest.mark.parametrize("types", [("int4", "int4"), ("fp8", "int8")], ids="/".join)
 def test_cold_warm_fork_and_undo_give_the_same_logits(types: tuple[str, str], backend: str):

@@ -50,6 +50,7 @@ def tables(out: str) -> list[list[list[str]]]:
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in (b[0], *b[2:])] for b in blocks]
 
 
+@pytest.mark.slow
 def test_tables_and_json_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     make = command._object
 
@@ -158,6 +159,7 @@ def test_a_sequence_is_what_its_repetitions_left(monkeypatch: pytest.MonkeyPatch
     assert len({tuple(ids[33:]) for ids in prompts[6:9]}) == 3
 
 
+@pytest.mark.slow
 def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> None:
     path = small_model(tmp_path)
     options = CacheOptions(1002, "int4", "int4", 16, force_types=True)

@@ -34,6 +34,7 @@ def _run(kv: KvHere, *args: str) -> dict:
     return json.loads(out) | {"stderr": err}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "gemma3"])
 @pytest.mark.parametrize("types", ["f16", "int8", "int8/int4"])
 def test_the_size_of_a_file_is_what_estimate_says(variant: str, types: str, kv_here: KvHere, tmp_path: Path) -> None:
@@ -230,6 +231,7 @@ def test_several_answers_from_one_prefill(kv_here: KvHere, model: tuple[str, ...
     assert json.loads(kv_here(*common, "--json", TEXT)[1])["text"] == ends[0]["text"]
 
 
+@pytest.mark.slow
 def test_kills_while_runs_write(
     kv_command: list[str], kv_env: dict[str, str], kv_here: KvHere, model: tuple[str, ...], tmp_path: Path
 ) -> None:

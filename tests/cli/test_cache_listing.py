@@ -46,6 +46,7 @@ def listed(kv: KvHere) -> list[dict]:
     return json.loads(kv("cache", "ls", "--json")[1])["entries"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "hidden"), [(80, "model expires"), (160, ""), (40, "model used expires")])
 def test_a_list_fits_the_terminal(
     root: Path, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch, columns: int, hidden: str

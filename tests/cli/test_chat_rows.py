@@ -90,6 +90,7 @@ def unread(told: str) -> int:
     return 0 if found is None else int(found[2] or found[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evict", [FORGET_NOTHING, EvictOptions("sink")], ids=["all", "sink"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_undo_speaks_of_rows_that_are_gone_only(capsys, tmp_path: Path, evict: EvictOptions, resumed: bool):
@@ -124,6 +125,7 @@ def test_undo_tells_what_is_read_again(capsys, tmp_path: Path):
     chat.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("f16", "f16"), ("int8", "int4")], ids=["f16", "int8"])
 @pytest.mark.parametrize("command", ["/evict sink", "/evict window", "/ctx 320"])
 def test_a_full_chat_goes_on_as_if_it_had_always_been_so(capsys, tmp_path: Path, types, command: str):

@@ -102,6 +102,7 @@ def test_version_imports_next_to_nothing() -> None:
     assert not imported & slow, imported & slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--help",), ("-h",)])
 def test_help_is_plain_text_in_a_pipe(kv: Kv, arguments: tuple[str, ...]) -> None:
     result = kv(*arguments, env={"FORCE_COLOR": "1"})
@@ -110,6 +111,7 @@ def test_help_is_plain_text_in_a_pipe(kv: Kv, arguments: tuple[str, ...]) -> Non
         assert f"\n  {name} " in result.stdout, name
 
 
+@pytest.mark.slow
 def test_kv_alone_is_help_on_stderr(kv: Kv) -> None:
     result = kv()
     assert result.returncode == 2 and result.stdout == "" and "Generate text\n  run " in result.stderr
@@ -221,6 +223,7 @@ def test_every_error_has_its_exit_code() -> None:
 # --- signals and streams ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_clean_up_and_say_nothing(number: signal.Signals, code: int, faulty: list[str]) -> None:
     """A second one at once does not disturb what the first one began."""
@@ -303,6 +306,7 @@ def test_broken_pipe_is_141_in_a_shell(faulty: list[str]) -> None:
         assert "Traceback" not in result.stderr and "Exception" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [("fail", "print"), ("--version",), ("--help",), ("fail", "show")])
 def test_full_disk(arguments: tuple[str, ...], faulty: list[str]) -> None:
@@ -321,6 +325,7 @@ def test_full_disk_under_an_error_as_json(arguments: tuple[str, ...], faulty: li
     assert result.stderr == "kv: error: could not write the output: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
     "arguments, code, out",
@@ -346,6 +351,7 @@ def test_a_full_disk_elsewhere_is_not_the_outputs_fault(faulty: list[str], kv_he
     assert kv_here("fail", "file")[2].startswith("kv: error: FileNotFoundError: [Errno 2] No such file: 'name'")
 
 
+@pytest.mark.slow
 def test_closed_streams(faulty: list[str]) -> None:
     command = '"$@" >&-'
     result = subprocess.run(

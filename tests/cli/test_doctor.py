@@ -34,6 +34,7 @@ CARDS = [
 FACTS = {"NVIDIA H100 80GB HBM3": ("580.1", (9, 0)), "Tesla T4": ("580.1", (7, 5))}
 
 
+@pytest.mark.slow
 def test_it_measures_this_machine(kv: Kv, kv_env: dict[str, str], tmp_path: Path) -> None:
     """From a folder with a torch.py of its own, which is not the torch that is measured."""
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")

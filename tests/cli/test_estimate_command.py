@@ -190,6 +190,7 @@ def test_types_are_those_of_kv_run(kv_here: KvHere) -> None:
     assert code == 0 and all(f"{name} means {own} here" in err for name, own in (("q8_0", "int8"), ("q4_0", "int4")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(gpus()), reason="a GPU is here")
 def test_a_missing_gpu_is_what_it_is_to_other_commands(small: Path, kv_here: KvHere) -> None:
     told = kv_here("estimate", str(small), "--device", "cuda")

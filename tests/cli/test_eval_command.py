@@ -62,6 +62,7 @@ def test_questions_are_drawn_from_the_seed():
         recall.question(TOKENIZERS["bytes"], 50, 50, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int8")], ids="/".join)
 def test_an_answer_is_scored_as_greedy_decoding_would_give_it(types: tuple[str, str]):
     engine = open_tiny("llama", "auto", CacheOptions(page_size=16))
@@ -84,6 +85,7 @@ def test_an_answer_is_scored_as_greedy_decoding_would_give_it(types: tuple[str, 
     pool.check([])
 
 
+@pytest.mark.slow
 def test_table_and_json_agree(ask: Recall):
     flags = ("--ctx", "300,400", "--depths", "0,50,100", "--trials", "2", "-ct", "f16,int4", "-s", "4")
     code, out, err = ask(*flags)

@@ -107,6 +107,7 @@ def test_defaults_of_the_flags(kv, monkeypatch):
     assert (load.model, cache.type_k, cache.type_v) == ("other", "f16", "f16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

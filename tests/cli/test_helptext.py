@@ -39,6 +39,7 @@ def page(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> Any:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(path) or "kv")
 def test_pages_are_wrapped_and_never_cut(path: tuple[str, ...], page: Any) -> None:
     command = COMMANDS[path]

@@ -71,6 +71,7 @@ def test_every_command_refuses_what_is_not_text(words: tuple[str, ...], kv_here:
         assert (code, out) == (65, "") and f"{path} {told}" in err
 
 
+@pytest.mark.slow
 def test_loops_keep_their_lines(kv_command: list[str], kv_env: dict[str, str], tmp_path: Path) -> None:
     """A file that a loop reads is left to it; of a pipe, which does not tell, it is said how much was read."""
     (tmp_path / "questions").write_text("one\ntwo\nthree\n")

@@ -120,6 +120,7 @@ def _adapter(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_adapter_is_no_model(kv_here: KvHere, tmp_path: Path) -> None:
     path = str(_adapter(tmp_path / "lora.gguf"))
     code, out, err = kv_here("inspect", path)

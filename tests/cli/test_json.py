@@ -163,6 +163,7 @@ def _calls(folder: Path) -> list[tuple[str, tuple[str, ...], int]]:
     ]
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_described(kv_here: KvHere, folders: Path) -> None:
     for kind, args, expected in _calls(folders):
         code, out, err = kv_here(*args)

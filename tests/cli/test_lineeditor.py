@@ -203,6 +203,7 @@ def test_a_signal_that_came_before_the_prompt_ends_it():
         assert LineEditor(InMemoryHistory(), ended=lambda: 130).read() == "one", "a Ctrl-C ends an answer only"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize("how", ["signal", "hangup"])
 def test_a_terminal_that_goes_away_ends_the_process_silently(how, term):

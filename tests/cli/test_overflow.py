@@ -158,6 +158,7 @@ def run(kv_here: KvHere, *args: str) -> tuple[int, dict, str]:
     return code, json.loads(out), err
 
 
+@pytest.mark.slow
 def test_a_run_beyond_the_context(kv_here: KvHere):
     code, value, err = run(kv_here, "abc", "-c", "64", "--evict", "sink", "-n", "120", "-ct", "int8", "--stats")
     assert (code, value["finish_reason"], value["usage"]["completion_tokens"]) == (0, "length", 120)

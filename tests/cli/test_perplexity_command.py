@@ -60,6 +60,7 @@ def test_chunks_do_not_overlap_and_begin_with_bos_where_the_model_adds_it():
             nothing.check()
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_a_computation_by_hand():
     engine = open_tiny("llama", "native", CacheOptions(page_size=16))
     ids = engine.tokenizer.encode(TEXT)
@@ -110,6 +111,7 @@ def test_slices_and_steps_change_nothing(monkeypatch: pytest.MonkeyPatch):
         assert torch.allclose(scores.kld, again[types][0].kld, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f32"), ("int8", "int8"), ("int4", "f16"), ("fp8", "fp8")])
 def test_bytes_are_those_that_the_pool_holds_at_the_peak(types: tuple[str, str]):
     engine = open_tiny("llama", "native", CacheOptions(page_size=16))
@@ -237,6 +239,7 @@ def test_nonsense_is_one_clear_line(ppl: Ppl, args: tuple[str, ...], message: st
     assert (code, out) == (2, "") and message in err
 
 
+@pytest.mark.slow
 def test_a_foreign_name_is_told_and_stdin_is_read(kv, tmp_path: Path):
     result = kv("ppl", "-m", str(tiny.make("llama").path), "-c", "64", "-ct", "q8_0", input=TEXT)
     assert result.returncode == 0, result.stderr

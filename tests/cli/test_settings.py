@@ -112,6 +112,7 @@ def test_what_is_set_lower_down_and_says_the_same_counts_for_nothing(config: Pat
     assert asked(kv, "-ctv", "f16")[1].type_k == "int8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
@@ -229,6 +230,7 @@ def shown(kv_here: KvHere, *args: str) -> dict[str, tuple[Any, str, str | None]]
     return {each["name"]: (each["value"], each["origin"], each["source"]) for each in json.loads(out)["settings"]}
 
 
+@pytest.mark.slow
 def test_show_says_where_each_value_is_from(config: Path, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text('model = "gemma3-270m"\nthreads = 2\n[bench]\nrepetitions = 3\n')
     monkeypatch.setenv("KV_THREADS", "3")
@@ -255,6 +257,7 @@ def test_show_says_where_each_value_is_from(config: Path, kv_here: KvHere, monke
     assert "eval.recall.trial in" in kv_here("config", "show")[2]
 
 
+@pytest.mark.slow
 def test_set_and_unset(config: Path, kv_here: KvHere) -> None:
     config.write_text("# mine\ntemperature = 0.7 # warm\n\n[bench]\n# more\nrepetitions = 3\n")
     for args in (
@@ -328,6 +331,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "must"), [(name, *rest) for name, rest in REFUSED.items()])
 def test_what_the_option_refuses_is_not_set(name: str, value: str, must: str, config: Path, kv_here: KvHere) -> None:
     config.write_text("seed = 1\n")
@@ -369,6 +373,7 @@ def test_names_of_options_that_are_no_settings(config: Path, kv_here: KvHere) ->
         )
 
 
+@pytest.mark.slow
 def test_several_processes_set_values_at_once(kv_command: list[str], kv_env: dict[str, str], tmp_path: Path) -> None:
     """None loses what another one has written."""
     names = ["seed", "threads", "top-k", "window"]

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)])
 def test_clean(arguments: tuple[str, ...]) -> None:
     result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "backend", "codec", "evict"), CASES)
 @settings(max_examples=3)
 @given(some=st.lists(lives, min_size=2, max_size=8), parallel=st.integers(2, 8), cached=st.booleans())
@@ -121,6 +122,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     return open_it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "pages"), [("f16", 14), ("int8", 14), ("int4", 12)])
 @pytest.mark.parametrize("cached", [False, True])
 def test_where_pages_run_out_the_youngest_waits_and_goes_on_the_same(

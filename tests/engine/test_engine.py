@@ -31,6 +31,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return found
 
 
+@pytest.mark.slow
 def test_any_chunk_size_gives_the_same_logits(engine: Engine):
     for prompt, chunks in ((PROMPT[:67], CHUNKS[:2]), (PROMPT, CHUNKS[2:])):
         whole = fresh(engine, prompt)
@@ -39,6 +40,7 @@ def test_any_chunk_size_gives_the_same_logits(engine: Engine):
             assert same_bits(fresh(engine, prompt, chunk), whole), chunk
 
 
+@pytest.mark.slow
 def test_decode_is_prefill(engine: Engine):
     seq = engine.new_sequence()
     hidden = engine.forward(seq, PROMPT[:120])
@@ -49,6 +51,7 @@ def test_decode_is_prefill(engine: Engine):
     other.close()
 
 
+@pytest.mark.slow
 def test_a_turn_on_the_cache_is_a_fresh_run(engine: Engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     answer = run(engine, first, PROMPT[:100])

@@ -36,6 +36,7 @@ def states(engine: Engine, seq: Sequence, ids: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "types"), [("llama", ("f16", "f16")), ("llama", ("int8", "int4")), ("gemma3", ("f16", "f16"))]
 )

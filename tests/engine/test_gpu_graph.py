@@ -129,6 +129,7 @@ def alike(ours: Model, theirs: Model, text: Iterator[int], prompts: Iterable[tup
             assert divergence(theirs.token(token), found) < limit, ours.seq.length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", ["int4", "fp8"])
 @pytest.mark.parametrize("retention", [None, Retention(20, 32, PAGE)])
 def test_layers_are_sealed_at_once_as_each_alone(types, retention):
@@ -154,6 +155,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
         assert torch.equal(page, other) and not (page == 0xA5).all(1).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "types", "quantized"),
     [
@@ -172,6 +174,7 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
     assert ours.seq.length == (49 if sealed else 33) and ours.seq.tokens == theirs.seq.tokens
 
 
+@pytest.mark.slow
 def test_a_model_whose_every_layer_slides(monkeypatch):
     """A llama with one window: pages that fell out of it are gone while tokens go on, and its rows are sealed."""
     monkeypatch.setattr(layout, "SMALL_WINDOW", 8)
@@ -192,6 +195,7 @@ def test_rows_that_pad_the_vocabulary_have_no_logits():
     assert found.shape == (VOCAB - 3,) and divergence(whole.token(token)[:-3], found) < LIMITS["f16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "types"), [("llama", "f16"), ("gemma3", "int4")])
 def test_prompts_without_a_graph(arch, types):
     ours, theirs = Model(arch, types, True), Model(arch, types, True, reference=True)
@@ -200,6 +204,7 @@ def test_prompts_without_a_graph(arch, types):
     assert divergence(theirs.feed(text[first:]), ours.feed(text[first:], ours.decoder)) < LIMITS[types]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "types", "keep", "prompts", "graphs"),
     [
@@ -248,6 +253,7 @@ PENALISED = SampleOptions(temperature=0.0, repeat_penalty=1.5)
 DRY = SampleOptions(temperature=0.0, dry_multiplier=5.0, dry_allowed_length=1)  # which the host must apply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [GREEDY, DRAWN, PENALISED, DRY])
 def test_tokens_are_those_of_the_host(options):
     model, theirs, prompt = Model("llama", "f16"), Model("llama", "f16", reference=True), ids(14, 5)
@@ -280,6 +286,7 @@ def test_the_end_of_the_context():
     assert len(tokens) == 3 and model.seq.tokens == prompt + tokens[:2]
 
 
+@pytest.mark.slow
 def test_answers_go_on_beyond_the_context():
     """Where old rows are evicted; the tokens are those of the host."""
     retention, prompt = Retention(4, 32, PAGE), ids(CONTEXT - 1, 6)

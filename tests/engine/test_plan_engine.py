@@ -53,6 +53,7 @@ def ids(count: int) -> list[int]:
 # --- the largest context ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "slack", "page_size", "ubatch"),
     [(704, 0, 64, 512), (704, 900, 64, 100), (640, 0, 16, 512), (128, 0, 128, 7)],
@@ -85,6 +86,7 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
         open_small(small, limit, ctx_size=tokens, **cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tail", "sinks"), [(1, 1), (0, 1), (0, 3), (1, 0), (1, 5), (1, 50)])
 def test_tail_and_sinks_are_planned_and_allocated(small: Path, kv_here: KvHere, tail: int, sinks: int) -> None:
     """What `kv estimate` says of these flags, the plan of the engine, and the pool after a run to the end."""
@@ -108,6 +110,7 @@ EVICTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_", "policy", "window", "keep"), EVICTED)
 def test_what_is_evicted_is_planned_as_it_is_allocated(
     small: Path, kv_here: KvHere, type_: str, policy: str, window: int | None, keep: int | None

@@ -282,6 +282,7 @@ def test_every_truncation_is_refused(small: Path):
             parse(blob[:size])
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.data())
 def test_fuzzed_files_raise_nothing_but_model_errors(small: Path, data: st.DataObject):

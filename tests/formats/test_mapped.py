@@ -133,6 +133,7 @@ os.truncate({str(path)!r}, 0)
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGBUS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("native", "reference"))
 def test_an_engine_computes_nothing_from_a_truncated_file(backend: str, tmp_path: Path) -> None:
     need_library()

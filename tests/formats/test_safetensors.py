@@ -174,6 +174,7 @@ def test_damaged_bytes(data: st.DataObject) -> None:
     assert all(t.offset + t.nbytes <= len(blob) for t in header.tensors.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=2000)
 @given(
     st.dictionaries(

@@ -58,6 +58,7 @@ def test_names_of_parts() -> None:
         assert part_of(name) is None, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", range(PARTS))
 def test_the_parts_are_the_whole(named: int, split: list[Path]) -> None:
     whole, file = GGUFFile.open(tiny.make("llama").path), GGUFFile.open(split[named])
@@ -92,6 +93,7 @@ def test_text_hashes_are_those_of_the_model_and_need_no_weights(
     assert text_hashes(file) == hashes, "now on record"
 
 
+@pytest.mark.slow
 def test_commands_take_any_part(split: list[Path], kv_here: KvHere) -> None:
     texts = set()
     for path in (tiny.make("llama").path, split[0], split[2]):

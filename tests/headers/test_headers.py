@@ -82,6 +82,7 @@ def test_local_file(big: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("source", [REPO, f"hf:{REPO}", f"{REPO}:Q4_K_M", f"{REPO}:toy-Q4_K_M.gguf"])
 def test_remote_file_is_the_local_one(source: str, named: bool, big: Path, site: RangeSite) -> None:

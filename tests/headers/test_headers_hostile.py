@@ -126,6 +126,7 @@ def test_hostile_gguf(case: str, size: int, site: RangeSite) -> None:
     assert site.sent < (65 << 20) + 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [HUGE, 100_000_001, 99_000_000])
 def test_hostile_safetensors(length: int, site: RangeSite, monkeypatch: pytest.MonkeyPatch) -> None:
     add_repository(site, "org/toy", {"config.json": b"{}"})

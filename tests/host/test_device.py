@@ -142,6 +142,7 @@ def test_a_number_beyond_the_last(here: Machine) -> None:
     assert refused.value.hint == "devices: cpu, cuda:0, cuda:1"
 
 
+@pytest.mark.slow
 def test_on_the_command_line(here: Machine, kv_here: KvHere) -> None:
     flags = ("-m", str(tiny.make("llama").path), "-n", "2", "--no-stdin", "--raw", "--temp", "0", "hi")
     code, out, err = kv_here("run", "--device", "gpu", *flags)

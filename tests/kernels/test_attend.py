@@ -51,6 +51,7 @@ class Layer:
         return found.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [ISAS[-1], "gpu"])
 @pytest.mark.parametrize(
     ("types", "retention", "more"),

@@ -102,6 +102,7 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().nan_to_num(torch.inf).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_attention_is_right_and_queries_do_not_depend_on_each_other(dims: tuple[int, int], name: str):

@@ -47,6 +47,7 @@ def check(cache: GpuCache, heads: int, start: int, t: int = 1, window: int = 0, 
     assert found is not None and error(found, expected) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "dims", "size"),
     [
@@ -74,6 +75,7 @@ def test_codecs_and_dims(types, dims, size):
     check(cache, 4, written(cache, 2 * size + 37))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int4"), ("fp8", "int8")])
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 64, 65, 100])
 def test_lengths(types, rows):
@@ -81,6 +83,7 @@ def test_lengths(types, rows):
     check(cache, 2, written(cache, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("int4", "int8")])
 def test_splits(types, splits):
@@ -94,6 +97,7 @@ def test_groups_of_heads(heads):
     check(cache, heads, written(cache, 70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 5, 16, 20, 64])
 @pytest.mark.parametrize(("types", "tail"), [(("f16", "f16"), 1), (("int4", "int4"), 1), (("fp8_e5m2", "int6"), 0)])
 def test_windows(types, tail, window):
@@ -101,6 +105,7 @@ def test_windows(types, tail, window):
     check(cache, 2, written(cache, 90), window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sinks", "tail"), [(0, 1), (1, 1), (2, 1), (1, 0), (2, 0), (5, 1), (9, 0)])
 @pytest.mark.parametrize("rows", [20, 70])
 def test_sinks_and_tails(sinks, tail, rows):
@@ -114,6 +119,7 @@ def test_softcap(types):
     check(cache, 2, written(cache, 50), softcap=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "rows", "t", "heads", "window", "more"),
     [
@@ -139,6 +145,7 @@ def test_same_bits_again():
     assert first is not None and second is not None and torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("int8", "int8"), ("f16", "f16")])
 @pytest.mark.parametrize(("dims", "heads"), [((64, 64), 2), ((64, 96), 2), ((72, 72), 4)])
 @pytest.mark.parametrize("keep", [False, True])

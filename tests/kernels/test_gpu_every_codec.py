@@ -22,6 +22,7 @@ def _one_thread():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_the_kernels_have(name: str) -> None:
     """They seal into the bytes of the reference; on a GPU, where sums are made in another order, nearly. They read what

@@ -88,6 +88,7 @@ class Vector:
         return self.plain if matrix.format.kind == PLAIN else planes(self.codes)[n_planes - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", TYPES)
 def test_expanding_is_exact(type_):
     cols = columns(type_)[0]
@@ -134,6 +135,7 @@ def test_what_cannot_be_held():
 UNMASKED = [(t, columns(t)[1]) for t in ("Q4_0", "Q8_0", "Q5_K", "Q6_K", "F16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_", "cols"), [*((t, columns(t)[0]) for t in TYPES), *UNMASKED])
 def test_store(type_, cols):
     rows, x = 67, Vector(cols)
@@ -150,6 +152,7 @@ def test_store(type_, cols):
         assert unharmed(out, squares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", TYPES)
 def test_adding_to_the_residual(type_):
     cols, rows = columns(type_)[0], 64
@@ -169,6 +172,7 @@ def test_adding_to_the_residual(type_):
         assert unharmed(residual, squares, *into.arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_", "gelu"), [(t, i % 2 == 1) for i, t in enumerate(TYPES)])
 def test_gates(type_, gelu):
     cols, rows = columns(type_)[0], 64

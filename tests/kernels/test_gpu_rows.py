@@ -82,6 +82,7 @@ def check_centre(layer: Layer, q: torch.Tensor, made: Queries, group: int) -> No
     assert error(found, expected) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "dims", "more", "chunks"),
     [
@@ -125,6 +126,7 @@ def test_a_layer_step_by_step(types, dims, more, chunks):
         start += t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "dims", "more"),
     [

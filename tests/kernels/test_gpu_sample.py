@@ -60,6 +60,7 @@ def combinations() -> Iterator[Case]:
         yield options, logits_like(kind, 3, vocab, number)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_sampler() -> None:
     cases = list(combinations())
     cases += [(SampleOptions(seed=3), logits_like("plain", 24, 2049, 3))]  # the built-in values
@@ -82,6 +83,7 @@ PENALISED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "known"), PENALISED)
 def test_penalised_tokens_are_those_of_the_sampler(options: SampleOptions, known: int) -> None:
     """Each that is chosen counts for the next ones, until it is too long ago. The favourites stay about the same."""
@@ -98,6 +100,7 @@ def test_penalised_tokens_are_those_of_the_sampler(options: SampleOptions, known
     assert any(changed)
 
 
+@pytest.mark.slow
 def test_what_is_not_a_number_is_reported() -> None:
     rows = logits_like("plain", 6, 300, 4)
     rows[0, 299], rows[1, 5], rows[2, 17] = math.nan, -math.nan, math.inf

@@ -49,6 +49,7 @@ def test_both_backends_know_the_same_formats():
     assert set(NATIVE_FORMATS) == set(FORMATS) and len(FORMATS) == 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("type", FORMATS)
 def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: str):
@@ -151,6 +152,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_threads_can_be_added_and_taken_away():
     """In a process of its own: workers stay until the end."""
     native()

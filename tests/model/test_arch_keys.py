@@ -63,6 +63,7 @@ def _halved_frequencies(model: Any) -> None:
     model.model.rotary_emb.inv_freq /= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, keys, change, options",
     [

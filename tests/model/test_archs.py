@@ -59,6 +59,7 @@ def test_the_readme_names_every_architecture():
     assert all(f"`{name}`" in text for name in RUNNABLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("", "reference"))
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_logits_are_those_of_transformers(variant: str, name: str):

@@ -63,6 +63,7 @@ def score_errors(ops: Backend, far: int, seed: int) -> tuple[float, float, float
     return error(ours), error(stored(exact)), error(stored(exact - fixed) + fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("reference", ISAS[-1]))
 def test_the_score_error_of_int4_keys_does_not_grow_with_the_position(name: str):
     ops = backend(name)

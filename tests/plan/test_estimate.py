@@ -107,6 +107,7 @@ def cases(draw: st.DrawFn) -> tuple[KVLayout, int, int]:
     return layout, chunk, tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(cases())
 def test_predicted_bytes_are_allocated(case: tuple[KVLayout, int, int]) -> None:

@@ -98,6 +98,7 @@ def test_what_a_gpu_cannot_compute(dims: tuple[int, int], types: dict[str, str],
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
+@pytest.mark.slow
 def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(
     monkeypatch: pytest.MonkeyPatch, kv_here: KvHere
 ) -> None:

@@ -82,6 +82,7 @@ def payload(root: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "int8")])
 def test_sixty_turns_that_evict_leave_about_twice_the_live_cache(tmp_path: Path, variant: str, k: str) -> None:
     engine = evicting(variant, k)
@@ -104,6 +105,7 @@ def test_sixty_turns_that_evict_leave_about_twice_the_live_cache(tmp_path: Path,
     other.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "f16"), ("llama", "int8")])
 def test_a_killed_chat_goes_on_after_any_turn(tmp_path: Path, variant: str, k: str) -> None:
     """With the message that was lost, and with another one instead."""
@@ -160,6 +162,7 @@ def test_what_was_taken_back_stays_where_nothing_is_evicted(tmp_path: Path) -> N
         assert found.usage.disk_tokens == (len(taken) - 4 if stays else 16), "what is kept is the same"
 
 
+@pytest.mark.slow
 def test_other_branches_keep_their_rows(tmp_path: Path) -> None:
     engine = evicting("llama", "int4")
     chat = Chat(engine, tmp_path)
@@ -221,6 +224,7 @@ def test_a_long_message_is_kept_for_others(tmp_path: Path) -> None:
     assert ask(engine, [*document, 4, 5], store_in(tmp_path)).usage.disk_tokens == 120
 
 
+@pytest.mark.slow
 def test_a_chat_without_a_name_replaces_its_own_files(tmp_path: Path) -> None:
     engine = evicting("llama", "f16")
     for number in (1, 2):

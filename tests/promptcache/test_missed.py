@@ -35,6 +35,7 @@ def keep(root: Path, options: CacheOptions, prompt: list[int] = PROMPT, variant:
     ask(open_tiny(variant, "native", options), prompt, store_in(root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 from cachecases import SIZE, check_rows, chunks, tiny_layout, write
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -124,7 +125,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 PrefixMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
-test_machine = PrefixMachine.TestCase
+test_machine = pytest.mark.slow(PrefixMachine.TestCase)
 
 
 def test_a_partly_shared_page_is_copied_on_write() -> None:

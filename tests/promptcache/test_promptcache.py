@@ -67,6 +67,7 @@ def test_common_length() -> None:
     assert [common_length([1, 2, 3], other) for other in ([], [1, 2], [1, 3, 3], [1, 2, 3, 4])] == [0, 2, 1, 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     layers=LAYERS, k=TYPES, v=TYPES, tail=st.integers(0, 1), sinks=st.integers(1, 2), seed=st.integers(0, 1 << 30),

@@ -215,6 +215,7 @@ def _verified(root: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_500_kills_leave_whole_files_or_none(tmp_path: Path) -> None:
     paths = f"{Path(promptkills.__file__).parent}:{Path(kvcli.__file__).parents[1]}"
     command = [sys.executable, promptkills.__file__, paths, str(tmp_path), "500"]

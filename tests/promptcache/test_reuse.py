@@ -26,6 +26,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "gemma3"])
 @pytest.mark.parametrize("types", [("f16", "f16", 1), ("f32", "bf16", 1), ("int8", "int4", 1), ("fp8", "fp8", 1),
                                    ("int6", "int6", 0)])  # fmt: skip
@@ -77,6 +78,7 @@ def test_sixteen_bit_caches_reuse_to_the_token(tmp_path: Path, disk: bool) -> No
     assert found.usage.disk_tokens == (150 if disk else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("f16", "f16"), ("int8", "int4")])
 @pytest.mark.parametrize("variant", ["llama", "gemma3"])
 def test_the_tree_gives_what_a_cold_run_computes(variant: str, types: tuple[str, str]) -> None:

@@ -32,6 +32,7 @@ def _tokens(path: Path) -> list[int]:
         return file.contents.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "int4")])
 def test_a_file_is_made_used_extended_and_kept(tmp_path: Path, variant: str, k: str) -> None:
     engine, path = engine_of(variant, k), tmp_path / "x.safetensors"

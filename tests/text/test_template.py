@@ -94,6 +94,7 @@ hostile = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=40)
 @given(contents=st.lists(hostile, min_size=1, max_size=4))
