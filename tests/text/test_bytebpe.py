@@ -125,7 +125,7 @@ def test_an_unknown_pretokenizer_is_refused_unless_forced(pre):
     metadata = tinyvocab.byte_level(pre)[0]
     with pytest.raises(ModelError) as caught:
         Tokenizer.from_gguf(metadata)
-    assert "tokenizer.ggml.pre" in caught.value.message and "--force-pretokenizer" in caught.value.hint
+    assert "tokenizer.ggml.pre" in caught.value.message and "`force_pretokenizer`" in caught.value.hint
     assert not pre or repr(pre) in caught.value.message
     assert Tokenizer.from_gguf(metadata, force=True).encode("It's 42") == tiny("gpt-2").encode("It's 42")
 
