@@ -235,7 +235,7 @@ def test_module_is_torch_free(kv_command: list[str], tmp_path: Path) -> None:
     import sys
 
     code = kv_command[2].rpartition("from kvcli.cli.main")[0] + (
-        "import kvcli.runtime.headers.modelheaders, kvcli.runtime.headers.remote; "
+        "import sys, kvcli.runtime.headers.modelheaders, kvcli.runtime.headers.remote; "
         "assert not {'torch', 'huggingface_hub', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
