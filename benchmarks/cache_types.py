@@ -73,7 +73,8 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def summary(page: str) -> str:
-    """Of the tables in the text of docs/cache-types.md: a row for each type and a few columns for each model."""
+    """Of the tables in the text of docs/cache-types.md: a few columns for each model, a row for each type that all were
+    measured with."""
     titles: list[str] = []
     rows: dict[str, list[str]] = {}
     for line in _block("cache-types").search(page)[1].splitlines():  # type: ignore[index]
@@ -87,7 +88,8 @@ def summary(page: str) -> str:
             rows.setdefault(name, []).extend((bits, divergence.partition(" ")[0], same))
     columns = [f"{title}: bits | KL divergence | same" for title in titles]
     head = f"| cache type | {' | '.join(columns)} |\n|---{'|---:' * 3 * len(titles)}|\n"
-    return head + "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows.items())
+    whole = ((name, cells) for name, cells in rows.items() if len(cells) == 3 * len(titles))
+    return head + "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in whole)
 
 
 def _block(name: str) -> re.Pattern[str]:
