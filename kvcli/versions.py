@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvcli import __version__
 
-TYPE_CHECKING = False  # as in cli.py
+TYPE_CHECKING = False  # as in cli/main.py
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-/* The CPU backend: float32 arithmetic over packed weights and paged K/V. Called through ctypes (native.py).
+/* The CPU backend: float32 arithmetic over packed weights and paged K/V. Called through ctypes (backend.py).
  *
  * Rule of the house: every output element is computed by one fixed sequence of operations that depends on its own
  * row and position only, never on how many rows a call has or on the number of threads. Prefill, decode and any
@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-/* ---- shapes shared with native.py (keep the two in step) ------------------------------------------------ */
+/* ---- shapes shared with backend.py (keep the two in step) ------------------------------------------------ */
 
 typedef struct { /* rows of one packed weight matrix */
     const uint8_t *blocks;
