@@ -5,8 +5,9 @@
 | `matmul(x, weights, add_to=None)` | x [T, cols], stacked packed matrices -> [T, sum of rows] |
 | `rows(weight, ids, scale)` | ids int64 [T] -> [T, cols] |
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
+| `normed(x, weight, eps)` | the same of [T, D], as `matmul` reads it |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
-| `glu(x, act)` | [T, 2F] -> [T, F] |
+| `gated(x, weights, act)` | x [T, cols], gates over what they gate -> activated [T, F], as `matmul` reads it |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
@@ -22,7 +23,9 @@ several of its steps at once.
 
 Each has a form for several parts, `store_each` and `attention_each` (see attend.py).
 
-All float32. The plain-torch functions in reference/ are the specification.
+`glu(x, act)`, [T, 2F] -> [T, F], is what `gated` does behind its product.
+
+All float32, but a GPU hands rows from one product to the next as float16 (gpu/wide.py). The plain-torch functions in reference/ are the specification.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.matmul import QuantTensor, place
+from kvcli.kernels.reference.pointwise import gated
 
 # GGML type ids; the formats that cpu.c decodes.
 FORMATS = {
@@ -192,6 +193,9 @@ class NativeBackend:
         out = torch.empty_like(x)
         self._lib.kv_rms_norm(x.data_ptr(), d, weight.data_ptr(), eps, x.numel() // d, d, out.data_ptr(), d)
         return out
+
+    normed = rms_norm
+    gated = gated
 
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         t, heads, dim = x.shape

@@ -1,8 +1,7 @@
 """The facade on a GPU, for any number of rows: prefill, and decoding without a graph.
 
-Matrices are expanded to float16 a slice at a time and multiplied by the vendor's library with float32 sums; each row of
-the activations is scaled by its largest element, so nothing overflows. The cache is read by the same kernels as in
-decoding. Small pointwise parts are plain torch.
+Matrices are expanded to float16, the largest ones a slice at a time, and multiplied by the vendor's library with float32
+sums; what stands between two products is one kernel (wide.py). The cache is read by the same kernels as in decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu import expand
+from kvcli.kernels.gpu import expand, wide
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
@@ -53,21 +52,30 @@ class GpuBackend:
         return tuple(repack(run, self.device, paired) for run in runs)
 
     def matmul(
-        self, x: torch.Tensor, weights: Sequence[DeviceMatrix], add_to: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | wide.HalfRows,
+        weights: Sequence[DeviceMatrix],
+        add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        scaled = (x / largest).half()
-        out = torch.empty(x.shape[0], sum(w.rows for w in weights), device=self.device)
+        rows = _half_rows(x)
+        return wide.finish(self._products(rows.values, weights), rows.scales, add_to)
+
+    def gated(self, x: torch.Tensor, weights: Sequence[DeviceMatrix], act: str) -> wide.HalfRows:
+        """See `kernels.gated`; as the next product reads it."""
+        rows = _half_rows(x)
+        gates = wide.finish(self._products(rows.values, weights), rows.scales, None)
+        return wide.gate(gates, act, weights[0].paired)
+
+    def _products(self, values: torch.Tensor, weights: Sequence[DeviceMatrix]) -> torch.Tensor:
+        """float16 [T, cols] times all weights, as they lie -> float32 [T, sum of rows]."""
+        out = torch.empty(values.shape[0], sum(w.rows for w in weights), device=self.device)
         done = 0
         for w in weights:
-            part = out[:, done : done + w.rows]
             for first, piece in expand.slices(w):
-                part[:, first : first + piece.shape[0]] = _product(scaled, piece)
-            if w.paired:
-                part.copy_(part.unflatten(1, (-1, 2, GROUP)).transpose(1, 2).flatten(1))
+                at = done + first
+                _product(values, piece, out[:, at : at + piece.shape[0]])
             done += w.rows
-        out *= largest
-        return out if add_to is None else add_to.add_(out)
+        return out
 
     def rows(self, weight: DeviceMatrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return expand.rows(
@@ -75,8 +83,8 @@ class GpuBackend:
         )
 
     rms_norm = staticmethod(pointwise.rms_norm)
+    normed = staticmethod(wide.norm)
     rope_ = staticmethod(pointwise.rope_)
-    glu = staticmethod(pointwise.glu)
 
     def rotate_(self, x: torch.Tensor) -> None:
         dim = x.shape[-1]
@@ -122,8 +130,16 @@ class GpuBackend:
         return out
 
 
-def _product(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float16 x [T, cols] . weights [n, cols] -> float32 [T, n], summed in float32."""
+def _half_rows(x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
+    """What `matmul` is given, as products read it."""
+    if isinstance(x, wide.HalfRows):
+        return x
+    return wide.HalfRows(x) if x.dtype == torch.float16 else wide.halve(x.contiguous())
+
+
+def _product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """float16 x [T, cols] . weights [n, cols] -> out float32 [T, n], summed in float32."""
     if x.is_cuda:
-        return torch.mm(x, weights.T, out_dtype=torch.float32)
-    return x.float() @ weights.float().T  # Triton's interpreter
+        torch.mm(x, weights.T, out_dtype=torch.float32, out=out)
+    else:  # Triton's interpreter
+        out.copy_(x.float() @ weights.float().T)

@@ -16,7 +16,8 @@ from kvcli.kernels.gpu.launching import launch
 
 GROUPS = 64  # groups of 32 elements a program expands
 ONE_SCALE, SCALE_AND_MIN, PAIRS = tl.constexpr(D), tl.constexpr(D_M), tl.constexpr(PAIR)
-SLICE_BYTES = 32 << 20  # of float16 weights expanded at a time: they stay in the L2 cache
+SLICE_BYTES = 256 << 20  # of float16 weights expanded at a time: matrices of most models whole
+SLICE_ROWS = 256  # slices are of so many rows or a multiple, as the vendor's library has its tiles
 
 
 @triton.jit(do_not_specialize=["first", "total"])
@@ -95,7 +96,15 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
 
 def slices(matrix: DeviceMatrix) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, float16 [n, cols]) over all rows; each slice overwrites the one before."""
-    step = min(matrix.rows, max(1, SLICE_BYTES // (2 * matrix.cols)))
+    if matrix.codes.dtype == torch.float16:
+        yield 0, matrix.codes
+        return
+    step = min(matrix.rows, slice_rows(matrix.cols))
     buffer = torch.empty(step, matrix.cols, dtype=torch.float16, device=matrix.codes.device)
     for first in range(0, matrix.rows, step):
         yield first, rows(matrix, buffer[: matrix.rows - first], first)
+
+
+def slice_rows(cols: int) -> int:
+    """Rows of a matrix of so many columns that are expanded at a time."""
+    return max(1, SLICE_BYTES // (2 * cols) // SLICE_ROWS) * SLICE_ROWS

@@ -11,7 +11,7 @@ import torch
 from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
-from kvcli.kernels.reference.pointwise import glu, rms_norm, rope_
+from kvcli.kernels.reference.pointwise import gated, glu, rms_norm, rope_
 from kvcli.kernels.reference.rotation import rotate_
 from kvcli.kernels.reference.store import seal, store
 
@@ -28,7 +28,7 @@ class ReferenceBackend:
     device = torch.device("cpu")
     place = staticmethod(place)
     rows = staticmethod(rows)
-    rms_norm = staticmethod(rms_norm)
+    rms_norm = normed = staticmethod(rms_norm)
     rope_ = staticmethod(rope_)
     glu = staticmethod(glu)
     rotate_ = staticmethod(rotate_)
@@ -45,6 +45,7 @@ class ReferenceBackend:
         """See `matmul.matmul`."""
         return matmul(x, weights, add_to, self._each)
 
+    gated = gated
     store_each = store_each
     attention_each = attention_each
     attend = attend

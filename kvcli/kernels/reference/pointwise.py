@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 
 from kvcli.kernels.reference.sums import exp, total
@@ -32,3 +35,15 @@ def glu(x: torch.Tensor, act: str) -> torch.Tensor:
     if act == "gelu":
         inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
     return gate / (exp(-inner) + 1.0) * up
+
+
+class Products(Protocol):
+    """The operations of the facade that `gated` is written in."""
+
+    def matmul(self, x: torch.Tensor, weights: Sequence[Any], add_to: torch.Tensor | None = None) -> torch.Tensor: ...
+    def glu(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
+
+
+def gated(ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str) -> torch.Tensor:
+    """The first products of a gated feed-forward part, activated: x [T, cols], gates over what they gate -> [T, F]."""
+    return ops.glu(ops.matmul(x, weights), act)

@@ -14,6 +14,7 @@ from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.model.rope import RopeTables
 
 Matrices = tuple[Any, ...]  # stacked; what the backend's `place` made of QuantTensors
+Operand = Any  # rows as the backend's `matmul` reads them
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,20 @@ class Decoder:
         ops, eps, w = self.ops, self.config.norm_eps, self.weights
         x = ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
         for each in w.sublayers:
-            inner = self._inner(each.inner, ops.rms_norm(x, each.norm, eps), step)
+            inner = self._inner(each.inner, ops.normed(x, each.norm, eps), step)
             if each.post_norm is None:
                 ops.matmul(inner, each.out, add_to=x)
             else:
                 x += ops.rms_norm(ops.matmul(inner, each.out), each.post_norm, eps)
         return ops.rms_norm(x, w.norm, eps)
 
-    def _inner(self, inner: Attention | FeedForward, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def _inner(self, inner: Attention | FeedForward, x: torch.Tensor, step: Step) -> Operand:
         """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or gated [T, d_ff].
 
         Products are of all rows at once; each part then looks at its own pages.
         """
         if isinstance(inner, FeedForward):
-            return self.ops.glu(self.ops.matmul(x, inner.gate_up), self.config.block.activation)
+            return self.ops.gated(x, inner.gate_up, self.config.block.activation)
         qkv = self.ops.matmul(x, inner.qkv)
         return self.ops.attend(qkv, [Stretch(*rows, p.kv(inner.layer), p.start) for rows, p in step.rows], inner.how)
 

@@ -1,0 +1,129 @@
+"""Rows on their way from one product to the next: float16, with one kernel between two products.
+
+A product of many rows reads float16 and is summed in float32. Rows behind a norm fit into float16 as they are. Others,
+which may be of any size, are divided by their largest element; the product is multiplied by it again, as it is stored or
+added to the residual stream.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.formats import GROUP
+from kvcli.kernels.gpu.launching import launch
+from kvcli.kernels.gpu.tiles import LARGEST_HALF
+
+ACTS = {"silu": 0, "gelu": 1}
+COLUMNS = 1024  # of a row that a program scales
+
+
+class HalfRows(NamedTuple):
+    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+def _warps(width: int) -> int:
+    """Of a program that holds a row of so many elements in registers."""
+    return max(1, min(16, width // 512))
+
+
+@triton.jit
+def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    v = tl.load(x + row * N + i, mask=i < N, other=0.0)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / N + eps) * tl.load(weight + i, mask=i < N, other=0.0)
+    tl.store(out + row * N + i, tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), mask=i < N)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`pointwise.rms_norm` of x float32 [T, n] -> float16 [T, n]."""
+    out, pad = torch.empty_like(x, dtype=torch.float16), triton.next_power_of_2(x.shape[1])
+    launch(_norm, (x.shape[0],))(x, weight, out, eps, x.shape[1], pad, num_warps=_warps(pad))
+    return out
+
+
+@triton.jit
+def _scale_down(v, row, values, scales, N: tl.constexpr, PAD: tl.constexpr):
+    """Write a row, divided by its largest element, and that."""
+    i = tl.arange(0, PAD)
+    largest = tl.maximum(tl.max(tl.abs(v), 0), 1e-30)
+    tl.store(values + row * N + i, (v / largest).to(tl.float16), mask=i < N)
+    tl.store(scales + row, largest)
+
+
+@triton.jit
+def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    _scale_down(tl.load(x + row * N + i, mask=i < N, other=0.0), row, values, scales, N, PAD)
+
+
+@triton.jit
+def _gate(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, GELU: tl.constexpr, RUN: tl.constexpr):
+    """x: rows of 2 N, runs of RUN gates, each with what they gate behind it."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    at = x + row * (2 * N) + i // RUN * (2 * RUN) + i % RUN
+    gate = tl.load(at, mask=i < N, other=0.0)
+    inner = gate  # of the sigmoid; see `pointwise.glu`
+    if GELU:
+        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    v = gate / (1.0 + tl.exp(-inner)) * tl.load(at + RUN, mask=i < N, other=0.0)
+    _scale_down(v, row, values, scales, N, PAD)
+
+
+def _empty(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(rows, width, dtype=torch.float16, device=device), torch.empty(rows, device=device)
+
+
+def halve(x: torch.Tensor) -> HalfRows:
+    """Float32 rows [T, n] of any size."""
+    values, scales = _empty(*x.shape, x.device)
+    pad = triton.next_power_of_2(x.shape[1])
+    launch(_halve, (x.shape[0],))(x, values, scales, x.shape[1], pad, num_warps=_warps(pad))
+    return HalfRows(values, scales)
+
+
+def gate(x: torch.Tensor, act: str, paired: bool) -> HalfRows:
+    """`pointwise.glu` of x float32 [T, 2 n]. `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
+    width = x.shape[1] // 2
+    values, scales = _empty(x.shape[0], width, x.device)
+    pad = triton.next_power_of_2(width)
+    launch(_gate, (x.shape[0],))(
+        x, values, scales, width, pad, ACTS[act], GROUP if paired else width, num_warps=_warps(pad)
+    )
+    return HalfRows(values, scales)
+
+
+@triton.jit
+def _finish(product, scales, to, n, COLUMNS: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    v = tl.load(product + row * n + i, mask=i < n, other=0.0)
+    if SCALED:
+        v *= tl.load(scales + row)
+    if ADD:
+        v += tl.load(to + row * n + i, mask=i < n, other=0.0)
+    tl.store(to + row * n + i, v, mask=i < n)
+
+
+def finish(product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor | None) -> torch.Tensor:
+    """A product float32 [T, n] times the scales [T] of its rows, added to `add_to` where there is one."""
+    if scales is None and add_to is None:
+        return product
+    t, n = product.shape
+    to = product if add_to is None else add_to
+    launch(_finish, (t, triton.cdiv(n, COLUMNS)))(
+        product, product if scales is None else scales, to, n, COLUMNS, add_to is not None, scales is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return to

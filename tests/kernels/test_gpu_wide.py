@@ -1,0 +1,89 @@
+"""Rows between the products of a prefill step: the GPU backend against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.gpucases import DEVICE
+
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.kernels.gpu.formats import GROUP
+from kvcli.kernels.gpu.wide import HalfRows, finish, gate, halve, norm
+from kvcli.kernels.reference import pointwise
+from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.matmul import QuantTensor
+
+OPS = ReferenceBackend()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def floats(rows: HalfRows) -> torch.Tensor:
+    values = rows.values.float().cpu()
+    return values if rows.scales is None else values * rows.scales.cpu()[:, None]
+
+
+def plain(*shape: int, seed: int) -> QuantTensor:
+    """A matrix of float32 weights."""
+    w = random(*shape, seed=seed) * shape[1] ** -0.5
+    return QuantTensor("F32", w.view(torch.uint8), shape[1])
+
+
+@pytest.mark.parametrize("width", [32, 100, 1536])
+def test_norm(width):
+    x, weight = 300 * random(5, width), random(width, seed=1)
+    found = norm(x.to(DEVICE), weight.to(DEVICE), 1e-6).cpu()
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), pointwise.rms_norm(x, weight, 1e-6), rtol=6e-4, atol=1e-6)
+
+
+def test_norm_of_large_weights_stays_finite():
+    x = torch.zeros(2, 64)
+    x[:, 3] = 1.0
+    found = norm(x.to(DEVICE), torch.full((64,), 1e6, device=DEVICE), 1e-6).cpu()
+    assert found[0, 3] == 65504 and found.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e7])
+def test_halves_of_any_size(size):
+    x = size * random(3, 70)
+    x[1] = 0
+    torch.testing.assert_close(floats(halve(x.to(DEVICE))), x, rtol=6e-4, atol=6e-8 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_gate(act, paired):
+    width = 3 * GROUP
+    x = 4 * random(5, 2 * width)
+    expected = pointwise.glu(x, act)
+    if paired:
+        x = x.unflatten(1, (2, -1, GROUP)).transpose(1, 2).flatten(1).contiguous()
+    found = floats(gate(x.to(DEVICE), act, paired))
+    torch.testing.assert_close(found, expected, rtol=6e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_finish(scaled, added):
+    product, scales, to = random(3, 1100), random(3, seed=1).abs(), random(3, 1100, seed=2)
+    expected = product * (scales[:, None] if scaled else 1) + (to if added else 0)
+    into = to.to(DEVICE) if added else None
+    found = finish(product.to(DEVICE), scales.to(DEVICE) if scaled else None, into)
+    torch.testing.assert_close(found.cpu(), expected)
+    assert not added or found is into
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_a_feed_forward_part_is_that_of_the_reference(act):
+    ops = GpuBackend(torch.device(DEVICE))
+    gates, gated, down = plain(96, 64, seed=1), plain(96, 64, seed=2), plain(64, 96, seed=3)
+    x, weight = 50 * random(7, 64), random(64, seed=4)
+    place = ops.place((gates, gated), paired=True), ops.place((down,))
+    y = x.clone().to(DEVICE)
+    inner = ops.gated(ops.normed(y, weight.to(DEVICE), 1e-6), place[0], act)
+    assert ops.matmul(inner, place[1], add_to=y) is y
+    expected = OPS.matmul(OPS.gated(OPS.normed(x, weight, 1e-6), (gates, gated), act), (down,), add_to=x.clone())
+    torch.testing.assert_close(y.cpu(), expected, rtol=2e-3, atol=2e-3)
