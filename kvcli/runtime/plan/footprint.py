@@ -23,7 +23,7 @@ _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
 _QUERY_BLOCK = 16  # queries that share a decoded page
-_SLICE_BYTES = 32 << 20  # GPU: float16 weights expanded at a time for a product with many rows
+_SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
 PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
@@ -129,19 +129,20 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
     width = partials = 0
     for layer in set(config.layers):
         q, kv, out = _projections(config, layer)
-        normed_heads = 2 * q if config.block.qk_norm else 0
-        # Each product has its input once more, scaled, as float32 and then as float16.
-        attention = 2 * d + queries * q + kv + normed_heads + out + 3 * max(d, out) // 2
-        mlp = 2 * d + 4 * f + 3 * d // 2  # gates and what they gate, twice while their rows are put in order
+        # Rows that products read are float16, with the float32 ones beside them where those are not a norm's.
+        attention = 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d)
+        mlp = 3 * d // 2 + max(2 * f + f // 2, f // 2 + d)
         width = max(width, attention, mlp)
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
             partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
-    matrix_rows = max(config.vocab_size, 2 * f)
-    slice_rows = min(matrix_rows, _SLICE_BYTES // (2 * max(1, d)))
-    products = rows * 4 * min(slice_rows, 2 * f)
-    expanded = 2 * slice_rows * d
-    return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + products + _LIBRARY_BYTES
+    d, f = max(1, d), max(1, f)
+    expanded = max(2 * cols * min(n, _slice_rows(cols)) for n, cols in ((config.vocab_size, d), (2 * f, d), (d, f)))
+    return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + _LIBRARY_BYTES
+
+
+def _slice_rows(cols: int) -> int:
+    return max(1, _SLICE_BYTES // (2 * cols) // _SLICE_ROWS) * _SLICE_ROWS
 
 
 def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
