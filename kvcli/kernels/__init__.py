@@ -25,7 +25,8 @@ Each has a form for several parts, `store_each` and `attention_each` (see attend
 
 `glu(x, act)`, [T, 2F] -> [T, F], is what `gated` does behind its product.
 
-All float32, but a GPU hands rows from one product to the next as float16 (gpu/wide.py). The plain-torch functions in reference/ are the specification.
+All float32, but a GPU hands rows from one product to the next as float16 (gpu/wide.py). The plain-torch functions in
+reference/ are the specification.
 """
 
 from __future__ import annotations

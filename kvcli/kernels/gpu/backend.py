@@ -1,7 +1,8 @@
 """The facade on a GPU, for any number of rows: prefill, and decoding without a graph.
 
-Matrices are expanded to float16, the largest ones a slice at a time, and multiplied by the vendor's library with float32
-sums; what stands between two products is one kernel (wide.py). The cache is read by the same kernels as in decoding.
+Matrices are expanded to float16, the largest ones a slice at a time, and multiplied by the vendor's library with
+float32 sums; what stands between two products is one kernel (wide.py). The cache is read by the same kernels as in
+decoding.
 """
 
 from __future__ import annotations

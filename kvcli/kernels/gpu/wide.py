@@ -1,8 +1,8 @@
 """Rows on their way from one product to the next: float16, with one kernel between two products.
 
 A product of many rows reads float16 and is summed in float32. Rows behind a norm fit into float16 as they are. Others,
-which may be of any size, are divided by their largest element; the product is multiplied by it again, as it is stored or
-added to the residual stream.
+which may be of any size, are divided by their largest element; the product is multiplied by it again, as it is stored
+or added to the residual stream.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
