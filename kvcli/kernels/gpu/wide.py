@@ -87,7 +87,7 @@ def _empty(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, t
 
 def halve(x: torch.Tensor) -> HalfRows:
     """Float32 rows [T, n] of any size."""
-    values, scales = _empty(*x.shape, x.device)
+    values, scales = _empty(x.shape[0], x.shape[1], x.device)
     pad = triton.next_power_of_2(x.shape[1])
     launch(_halve, (x.shape[0],))(x, values, scales, x.shape[1], pad, num_warps=_warps(pad))
     return HalfRows(values, scales)
