@@ -30,14 +30,14 @@ kvcli.runtime.model.architecture
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats kvcli.runtime.text
 kvcli.environment
-kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
+kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
 kvcli.errors
 kvcli kvcli.runtime
 """
 FLOOR = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 
-# The kernels know nothing of ours but the cache types and the errors: they could be lifted out.
-KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.codecs", "kvcli.errors")
+# The kernels know nothing of ours but the formats of weights, the cache types and the errors: they could be lifted out.
+KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kvcli.errors")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """

@@ -153,20 +153,20 @@ def test_a_type_that_kv_does_not_compute_with(kv_here: KvHere, tmp_path: Path) -
     writer = gguf.GGUFWriter(tmp_path / "iq.gguf", "llama")
     for key, value in (
         ("block_count", 1),
-        ("embedding_length", 64),
+        ("embedding_length", 256),
         ("feed_forward_length", 64),
         ("context_length", 8),
     ):
         writer.add_uint32(f"llama.{key}", value)
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 36), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ4_NL)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     code, out, _ = kv_here("inspect", str(tmp_path / "iq.gguf"))
-    assert code == 0 and "runs       no: tensor token_embd.weight is stored as IQ4_NL" in out
+    assert code == 0 and "runs       no: tensor token_embd.weight is stored as Q8_K" in out
     assert "context    8 tokens trained on" in out, "what the keys say is shown all the same"
     assert json.loads(kv_here("inspect", str(tmp_path / "iq.gguf"), "--json")[1])["runs"] is False
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from ggufbytes import SCORES, WORDS, array, build, entry, key, parse, text, write_small
 
+from kvcli.blockformats import FORMATS
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.formats.ggufheader import GGML_TYPES, parse_header
+from kvcli.runtime.formats.ggufheader import parse_header
 from kvcli.runtime.formats.ggufvalues import LIST_LIMIT, NeedMoreBytes
 
 
@@ -23,11 +24,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_block_table_is_that_of_the_gguf_package():
-    ours = {name: (block.id, block.elements, block.bytes) for name, block in GGML_TYPES.items()}
+    ours = {name: (block.id, block.elements, block.bytes) for name, block in FORMATS.items()}
     theirs = {kind.name: (int(kind), *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
     assert {name: ours[name] for name in theirs if name in ours} == {n: theirs[n] for n in theirs if n in ours}
     assert len(set(theirs) & set(ours)) >= 30
-    assert len({block.id for block in GGML_TYPES.values()}) == len(GGML_TYPES)
+    assert len({block.id for block in FORMATS.values()}) == len(FORMATS)
 
 
 def test_metadata_values_and_types(small: Path):

@@ -11,9 +11,10 @@ from ggufbytes import array, build, entry, key, parse, text, write_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcli.blockformats import FORMATS
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.formats.ggufheader import GGML_TYPES, parse_header
+from kvcli.runtime.formats.ggufheader import parse_header
 from kvcli.runtime.formats.ggufvalues import LIST_LIMIT, NeedMoreBytes
 
 
@@ -214,7 +215,7 @@ def test_unknown_tensor_type(type_id: int):
 
 
 def test_rows_that_are_no_whole_blocks():
-    message = refusal(build(tensors=(entry(dims=(48, 2), type_id=GGML_TYPES["Q4_1"].id),), data=64))
+    message = refusal(build(tensors=(entry(dims=(48, 2), type_id=FORMATS["Q4_1"].id),), data=64))
     assert "rows of 48 elements, Q4_1 needs a multiple of 32" in message
 
 

@@ -18,8 +18,8 @@ from estimatecases import small_file
 from ggufbytes import build, entry, key, text
 from toyworld import CONTENT, REPO, Start, finish, stored
 
+from kvcli.blockformats import FORMATS
 from kvcli.errors import DownloadError, ModelError
-from kvcli.runtime.formats.ggufheader import GGML_TYPES
 from kvcli.runtime.hub import fetching, hubcache, inventory, modelfiles, store
 
 NAME = "toy-Q4_K_M.gguf"
@@ -185,7 +185,7 @@ def test_faults_of_the_hub(
 def test_what_cannot_be_run_is_refused_before_it_is_downloaded(
     site: servers.Site, world: dict[str, str], kv_here: KvHere
 ) -> None:
-    tensor = entry("token_embd.weight", (256, 4), GGML_TYPES["IQ4_XS"].id)
+    tensor = entry("token_embd.weight", (256, 4), FORMATS["IQ4_XS"].id)
     content = build((key("general.architecture", 8, text("falcon")),), (tensor,), data=1000)
     servers.add_repository(site, REPO, {"toy-IQ4_XS.gguf": content})
     run = ("run", "hi", "--no-stdin", "-m", REPO)

@@ -9,13 +9,13 @@ import torch
 from gpucases import DEVICE, error, expect_activations, planes
 from kernelcases import one_thread, packed
 
+from kvcli.blockformats import FORMATS
 from kvcli.errors import ModelError
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.gpu import expand, formats, products
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, advance, matvec
-from kvcli.kernels.reference import ggml
 
 TYPES = (*formats.FORMATS, *formats.STORED_AS)
 EPS = 1e-5
@@ -61,7 +61,7 @@ def floats(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def columns(type_: str) -> tuple[int, ...]:
     """A number that kernels mask, and one that they need not."""
-    return (768, 512) if ggml.DECODERS[type_].elements == 256 else (288, 512)
+    return (768, 512) if FORMATS[type_].elements == 256 else (288, 512)
 
 
 def few_programs(matrix: DeviceMatrix, role: int) -> products.Tiles:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 import torch
 from conftest import PACKAGE_ROOT
-from kernelcases import FORMATS, ISAS, backend, native, need_native, one_thread, packed, same_bits
+from kernelcases import ISAS, backend, native, need_native, one_thread, packed, same_bits
 
 from kvcli import kernels
+from kvcli.blockformats import FORMATS, WEIGHT_FORMATS
 from kvcli.errors import UsageError
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.cpu import backend as native_backend
-from kvcli.kernels.cpu.backend import FORMATS as NATIVE_FORMATS
-from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.backend import NativeBackend, library
 from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.backend import ReferenceBackend
 
@@ -31,8 +32,8 @@ def _one_thread():
 
 def columns(type: str) -> tuple[int, ...]:
     """Row lengths with every kind of remainder that the format allows."""
-    elements = ggml.DECODERS[type].elements
-    return {1: (20, 33, 48, 160, 256), 32: (32, 96, 160, 544), 256: (256, 768)}[elements]
+    elements = FORMATS[type].elements
+    return {1: (20, 33, 48, 160, 256), 32: (32, 96, 160, 544)}.get(elements, (elements, 3 * elements))
 
 
 def product(x: torch.Tensor, w: QuantTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,13 +46,16 @@ def close(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, toler
     return found.dtype == torch.float32 and bool(((found - expected).abs() <= tolerance * size).all())
 
 
-def test_both_backends_know_the_same_formats():
-    assert set(NATIVE_FORMATS) == set(FORMATS) and len(FORMATS) == 13
+@pytest.mark.parametrize("type", FORMATS)
+def test_the_compiled_kernels_have_every_format_of_weights(type: str):
+    need_native()
+    form = FORMATS[type]
+    assert library().kv_block(form.id) == (form.elements << 16 | form.bytes if form.weights else 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("type", FORMATS)
+@pytest.mark.parametrize("type", WEIGHT_FORMATS)
 def test_matmul_is_right_and_rows_do_not_depend_on_each_other(type: str, name: str):
     ops = backend(name)
     for cols in columns(type):
@@ -86,7 +90,7 @@ def test_rows_of_long_products_do_not_depend_on_each_other(name: str):
 def test_stacked_matrices_of_all_formats(m: int, name: str):
     ops = backend(name)
     weights = tuple(
-        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(FORMATS, (1, 2, 3, 5, 16, 37, 8) * 2, strict=False))
+        packed(t, rows, 256, i) for i, (t, rows) in enumerate(zip(WEIGHT_FORMATS, cycle((1, 2, 3, 5, 16, 37, 8))))
     )
     x = torch.randn(m, 256, generator=torch.manual_seed(m))
     found = ops.matmul(x, weights)
@@ -111,7 +115,7 @@ def test_matmul_adds_in_place_and_takes_views(name: str):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("type", FORMATS)
+@pytest.mark.parametrize("type", WEIGHT_FORMATS)
 def test_rows_are_the_specified_values_to_the_bit(type: str, name: str):
     ops = backend(name)
     ids = torch.tensor([4, 0, 36, 4, 17])
@@ -125,7 +129,7 @@ def test_rows_are_the_specified_values_to_the_bit(type: str, name: str):
         ops.rows(w, torch.tensor([0, 37]))
 
 
-@pytest.mark.parametrize("type", FORMATS)
+@pytest.mark.parametrize("type", WEIGHT_FORMATS)
 def test_threads_change_no_bit(type: str):
     w, x = packed(type, 613, 256), torch.randn(33, 256, generator=torch.manual_seed(1))
     results = []

@@ -10,9 +10,9 @@ import torch
 from conftest import KvHere
 from synthetics import module
 
+from kvcli.blockformats import FORMATS
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.gpu import formats
-from kvcli.kernels.reference import ggml
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.formats.ggufheader import TensorInfo
 from kvcli.runtime.host.memory import CPU, CUDA
@@ -35,8 +35,8 @@ def test_the_same_formats_are_known() -> None:
 @pytest.mark.parametrize("shape", [(32, 256), (96, 1536)])
 def test_predicted_bytes_are_those_of_the_arrays(type_: str, shape: tuple[int, int]) -> None:
     rows, cols = shape
-    decoder = ggml.DECODERS[type_]
-    blocks = torch.randint(0, 256, (rows, cols // decoder.elements * decoder.bytes), dtype=torch.uint8)
+    form = FORMATS[type_]
+    blocks = torch.randint(0, 256, (rows, cols // form.elements * form.bytes), dtype=torch.uint8)
     matrix = formats.repack((QuantTensor(type_, blocks, cols),), torch.device("cpu"))
     assert repacked.device_bytes(type_, shape, blocks.numel()) == matrix.nbytes
 

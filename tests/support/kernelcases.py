@@ -11,21 +11,23 @@ import numpy as np
 import pytest
 import torch
 
+from kvcli.blockformats import FORMATS
 from kvcli.codecs import CODECS, Codec, Section
 from kvcli.errors import KVError
 from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout
 from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.backend import ReferenceBackend
-from kvcli.kernels.reference.ggml import DECODERS
 from kvcli.runtime.host.cores import physical_cores
 
-FORMATS = tuple(DECODERS)
-
-# Where the half-precision scales stand in a block.
+# Where the half-precision scales stand in a block, if not at its start.
 _SCALES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": (), "NVFP4": (),
+}  # fmt: skip
+PLAIN = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I8": torch.int8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
 
@@ -71,29 +73,35 @@ def backend(name: str) -> Backend:
 def packed(type: str, rows: int, cols: int, seed: int = 0, wild: bool = False) -> QuantTensor:
     """A random matrix of that format. `wild`: any finite bits; else values that sums over a row make sense of."""
     rng = np.random.default_rng([seed, rows, cols, len(type)])
-    decoder = DECODERS[type]
-    n_blocks = cols // decoder.elements
-    assert n_blocks * decoder.elements == cols
-    if type in ("F32", "F16", "BF16"):
-        return QuantTensor(type, _plain(type, rng, rows, cols, wild), cols)
-    raw = rng.integers(0, 256, (rows, n_blocks, decoder.bytes), dtype=np.uint8)
-    for at in _SCALES[type]:
-        if wild:
-            bits = rng.integers(0, 1 << 16, (rows, n_blocks)).astype(np.uint16)
-            bits[bits & 0x7C00 == 0x7C00] ^= 0x4000  # no infinities, no NaN
-        else:
-            bits = rng.uniform(-0.02, 0.02, (rows, n_blocks)).astype(np.float16).view(np.uint16)
-        raw[..., at], raw[..., at + 1] = bits & 255, bits >> 8
+    form = FORMATS[type]
+    n_blocks = cols // form.elements
+    assert n_blocks * form.elements == cols
+    if type in PLAIN:
+        return QuantTensor(type, _plain(PLAIN[type], rng, rows, cols, wild), cols)
+    raw = rng.integers(0, 256, (rows, n_blocks, form.bytes), dtype=np.uint8)
+    if wild:
+        bits = rng.integers(0, 1 << 16, (2, rows, n_blocks)).astype(np.uint16)
+        bits[bits & 0x7C00 == 0x7C00] ^= 0x4000  # no infinities, no NaN
+    else:
+        bits = rng.uniform(-0.02, 0.02, (2, rows, n_blocks)).astype(np.float16).view(np.uint16)
+    for at, half in zip(_SCALES.get(type, (0,)), bits, strict=False):
+        raw[..., at], raw[..., at + 1] = half & 255, half >> 8
+    if type == "IQ1_M":  # four bits in each of four words
+        raw[..., 49::2] = raw[..., 49::2] & 15 | bits[0][..., None] >> np.array([0, 4, 8, 12]) << 4 & 240
+    elif type == "MXFP4":
+        raw[..., 0] = rng.integers(0, 251, (rows, n_blocks)) if wild else rng.integers(119, 123, (rows, n_blocks))
+    elif type == "NVFP4" and not wild:
+        raw[..., :4] &= 31
     return QuantTensor(type, torch.from_numpy(raw.reshape(rows, -1)), cols)
 
 
-def _plain(type: str, rng: np.random.Generator, rows: int, cols: int, wild: bool) -> torch.Tensor:
-    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
+def _plain(dtype: torch.dtype, rng: np.random.Generator, rows: int, cols: int, wild: bool) -> torch.Tensor:
     if not wild:
-        return torch.from_numpy(rng.standard_normal((rows, cols))).to(dtype).view(torch.uint8)
+        factor = 1 if dtype.is_floating_point else 50
+        return torch.from_numpy(factor * rng.standard_normal((rows, cols))).to(dtype).view(torch.uint8)
     words = rng.integers(0, 256, (rows, cols * dtype.itemsize), dtype=np.uint8)
     values = torch.from_numpy(words).view(dtype)
-    return torch.where(values.isfinite(), values, torch.zeros_like(values)).view(torch.uint8)
+    return torch.where(values.float().isfinite(), values, torch.zeros_like(values)).view(torch.uint8)
 
 
 def record(

@@ -17,19 +17,16 @@ from typing import Any, Literal
 
 import torch
 
+from kvcli.blockformats import FORMATS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
+from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.matmul import QuantTensor, place
 from kvcli.kernels.reference.pointwise import gated
 
-# GGML type ids; the formats that cpu.c decodes.
-FORMATS = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
-    "Q5_K": 13, "Q6_K": 14, "BF16": 30,
-}  # fmt: skip
 ACTS = {"silu": 0, "gelu": 1}
 ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
 
@@ -99,6 +96,9 @@ def library() -> ctypes.CDLL:
         raise KVError("the CPU kernels were compiled from older sources than kv's", "reinstall kv (pip install)")
     lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
     lib.kv_has_codec.argtypes, lib.kv_has_codec.restype = [c_void_p], c_int
+    lib.kv_block.argtypes, lib.kv_block.restype = [c_int64], c_int64
+    lib.kv_grids.argtypes, lib.kv_grids.restype = [c_void_p], None
+    lib.kv_grids((c_void_p * len(grids()))(*(grid.ctypes.data for grid in grids().values())))
     for name, arguments in _SIGNATURES.items():
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
     return lib
@@ -122,7 +122,7 @@ def asked_isa() -> str:
 
 def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
     return (_Weight * len(weights))(
-        *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type]) for w in weights)
+        *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type].id) for w in weights)
     )
 
 

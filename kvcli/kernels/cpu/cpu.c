@@ -52,8 +52,19 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
     int64_t row, rows, start;
 } kv_part;
 
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
-       Q6_K = 14, BF16 = 30 };
+/* Block formats: name, name in functions, id, elements and bytes of a block; see blockformats.py. */
+#define BLOCK_FORMATS(F) \
+    F(F32, f32, 0, 1, 4) F(F16, f16, 1, 1, 2) F(BF16, bf16, 30, 1, 2) F(F64, f64, 28, 1, 8) \
+    F(I8, i8, 24, 1, 1) F(I16, i16, 25, 1, 2) F(I32, i32, 26, 1, 4) F(I64, i64, 27, 1, 8) \
+    F(Q4_0, q4_0, 2, 32, 18) F(Q4_1, q4_1, 3, 32, 20) F(Q5_0, q5_0, 6, 32, 22) F(Q5_1, q5_1, 7, 32, 24) \
+    F(Q8_0, q8_0, 8, 32, 34) F(Q2_K, q2_k, 10, 256, 84) F(Q3_K, q3_k, 11, 256, 110) F(Q4_K, q4_k, 12, 256, 144) \
+    F(Q5_K, q5_k, 13, 256, 176) F(Q6_K, q6_k, 14, 256, 210) \
+    F(IQ1_S, iq1_s, 19, 256, 50) F(IQ1_M, iq1_m, 29, 256, 56) F(IQ2_XXS, iq2_xxs, 16, 256, 66) \
+    F(IQ2_XS, iq2_xs, 17, 256, 74) F(IQ2_S, iq2_s, 22, 256, 82) F(IQ3_XXS, iq3_xxs, 18, 256, 98) \
+    F(IQ3_S, iq3_s, 21, 256, 110) F(IQ4_NL, iq4_nl, 20, 32, 18) F(IQ4_XS, iq4_xs, 23, 256, 136) \
+    F(MXFP4, mxfp4, 39, 32, 17) F(NVFP4, nvfp4, 40, 64, 36) F(Q1_0, q1_0, 41, 128, 18) \
+    F(TQ1_0, tq1_0, 34, 256, 54) F(TQ2_0, tq2_0, 35, 256, 66)
+
 #define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
@@ -102,6 +113,40 @@ static inline uint16_t read16(const uint8_t *p) {
     uint16_t v;
     memcpy(&v, p, 2);
     return v;
+}
+
+static inline uint32_t read32(const void *p) {
+    uint32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+
+static inline uint64_t read64(const void *p) {
+    uint64_t v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+/* ---- tables of block formats; kernels/grids.py ------------------------------------------------------------------- */
+
+enum { IQ2_XXS_GRID, IQ2_XS_GRID, IQ2_S_GRID, IQ3_XXS_GRID, IQ3_S_GRID, IQ1_S_GRID, N_GRIDS };
+static const int8_t *grids[N_GRIDS];
+static const int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t DOUBLED_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+/* Four times seven bits -> four bytes, each with an even number of bits: the eighth is what it lacks to that. */
+static inline uint32_t even_signs(uint32_t w) {
+    uint32_t s = (w & 0x7f) | (w & 0x3f80) << 1 | (w & 0x1fc000) << 2 | (w & 0xfe00000) << 3;
+    uint32_t parity = s ^ s >> 4;
+    parity ^= parity >> 2;
+    return s | ((parity ^ parity >> 1) & 0x01010101) << 7;
+}
+
+/* Half of an unsigned e4m3 float; 0x7f is 0, and its uppermost bit says nothing. */
+static inline float e4m3_halved(uint8_t s) {
+    float m = (float)(s & 7);
+    if (s == 0x7f) return 0;
+    return (s & 0x78 ? (1 + m / 8) * bits_f32((uint32_t)(120 + (s >> 3 & 15)) << 23) : m * 0x1p-9f) * 0.5f;
 }
 
 /* Where a page stands in the lists. */
@@ -176,6 +221,19 @@ static const kernels *active = &kernels_base;
 #define KV_SOURCES ""
 #endif
 const char *kv_sources(void) { return KV_SOURCES; }
+
+/* Elements * 65536 + bytes of a block of that format; 0 = it cannot be computed with here. */
+int64_t kv_block(int64_t format) {
+#define SIZE(upper, name, id, elements, size) case id: return (elements) << 16 | (size);
+    switch (format) {
+        BLOCK_FORMATS(SIZE)
+    }
+#undef SIZE
+    return 0;
+}
+
+/* The grids, in the order of the enum; they stay the caller's. */
+void kv_grids(const int8_t *const *given) { memcpy(grids, given, sizeof grids); }
 
 /* Choose the instruction set ("" = the best here) and start the workers. Returns its name, NULL if unknown here. */
 const char *kv_init(int threads, const char *isa) {

@@ -71,205 +71,7 @@ INLINE float NAME(half)(uint16_t h) {
 }
 #define HALF(p) NAME(half)(read16(p))
 
-/* ---- block formats: 32 weights to float32, in the order of operations of ggml.py ------------------------- */
-
-#define VECTORS (32 / VL) /* vectors in a part of 32 weights */
-
-/* VL bytes as 32-bit integers. */
-INLINE vi NAME(u8)(const uint8_t *p) {
-#if VL == 16 && defined(__AVX512F__)
-    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif VL == 8 && defined(__AVX2__)
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#else
-    vi v;
-    for (int i = 0; i < VL; i++) v[i] = p[i];
-    return v;
-#endif
-}
-
-INLINE vi NAME(s8)(const uint8_t *p) {
-#if VL == 16 && defined(__AVX512F__)
-    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif VL == 8 && defined(__AVX2__)
-    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#else
-    return NAME(u8)(p) << 24 >> 24;
-#endif
-}
-
-/* Sixteen bytes as 32 four-bit numbers (low halves first): scale * (number - offset), or scale * number + offset. */
-#if VL == 16 && defined(__AVX512F__)
-INLINE void NAME(nibbles)(const uint8_t *q, vf table, vf *out) { /* table: the value of each number */
-    vi index = NAME(u8)(q);
-    out[0] = (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
-    out[1] = (vf)_mm512_permutexvar_ps((__m512i)(index >> 4), (__m512)table);
-}
-#define NIBBLES(q, out, expression) do { \
-        vf n = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; \
-        NAME(nibbles)(q, expression, out); \
-    } while (0)
-#else
-#define NIBBLES(q, out, expression) do { \
-        for (int j = 0; j < 32 / VL; j++) { \
-            vi bytes = NAME(u8)((q) + j * VL % 16); \
-            vf n = FLOATS(bytes >> (j * VL / 16 * 4) & 15); \
-            out[j] = expression; \
-        } \
-    } while (0)
-#endif
-
-INLINE void NAME(part_f32)(const uint8_t *b, int part, vf *out) {
-    (void)part;
-    for (int j = 0; j < VECTORS; j++) out[j] = LOAD(b + 4 * j * VL);
-}
-
-/* VL half or bfloat16 numbers. */
-INLINE vf NAME(load_f16)(const uint8_t *p) {
-#if VL == 16 && defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif VL == 8 && defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#else
-    vf v;
-    for (int i = 0; i < VL; i++) v[i] = HALF(p + 2 * i);
-    return v;
-#endif
-}
-
-INLINE vf NAME(load_bf16)(const uint8_t *p) {
-#if VL == 16 && defined(__AVX512F__)
-    return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
-#elif VL == 8 && defined(__AVX2__)
-    return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
-#else
-    vf v;
-    for (int i = 0; i < VL; i++) v[i] = bits_f32((uint32_t)read16(p + 2 * i) << 16);
-    return v;
-#endif
-}
-
-INLINE void NAME(part_f16)(const uint8_t *b, int part, vf *out) {
-    (void)part;
-    for (int j = 0; j < VECTORS; j++) out[j] = NAME(load_f16)(b + 2 * j * VL);
-}
-
-INLINE void NAME(part_bf16)(const uint8_t *b, int part, vf *out) {
-    (void)part;
-    for (int j = 0; j < VECTORS; j++) out[j] = NAME(load_bf16)(b + 2 * j * VL);
-}
-
-INLINE void NAME(part_q4_0)(const uint8_t *b, int part, vf *out) {
-    vf d = SPLAT(HALF(b));
-    (void)part;
-    NIBBLES(b + 2, out, (n - 8.0f) * d);
-}
-
-INLINE void NAME(part_q4_1)(const uint8_t *b, int part, vf *out) {
-    (void)part;
-#if VL == 16 && defined(__AVX512F__)
-    int32_t pair;
-    memcpy(&pair, b, 4);
-    __m512 dm = _mm512_cvtph_ps(_mm256_set1_epi32(pair)); /* d, m, d, m, ... */
-    vf d = (vf)_mm512_moveldup_ps(dm), m = (vf)_mm512_movehdup_ps(dm);
-#else
-    vf d = SPLAT(HALF(b)), m = SPLAT(HALF(b + 2));
-#endif
-    NIBBLES(b + 4, out, n * d + m);
-}
-
-/* 0 or 16 from bit `from + lane` of a 32-bit field. */
-INLINE vf NAME(fifth)(const uint8_t *field, int from) {
-    int32_t bits;
-    vi lane;
-    memcpy(&bits, field, 4);
-    for (int i = 0; i < VL; i++) lane[i] = from + i;
-    return FLOATS((((vi){0} + bits) >> lane & 1) << 4);
-}
-
-INLINE void NAME(part_q5_0)(const uint8_t *b, int part, vf *out) {
-    vf d = SPLAT(HALF(b));
-    (void)part;
-    NIBBLES(b + 6, out, n);
-    for (int j = 0; j < VECTORS; j++) out[j] = (out[j] + NAME(fifth)(b + 2, j * VL) - 16.0f) * d;
-}
-
-INLINE void NAME(part_q5_1)(const uint8_t *b, int part, vf *out) {
-    vf d = SPLAT(HALF(b)), m = SPLAT(HALF(b + 2));
-    (void)part;
-    NIBBLES(b + 8, out, n);
-    for (int j = 0; j < VECTORS; j++) out[j] = (out[j] + NAME(fifth)(b + 4, j * VL)) * d + m;
-}
-
-INLINE void NAME(part_q8_0)(const uint8_t *b, int part, vf *out) {
-    vf d = SPLAT(HALF(b));
-    (void)part;
-    for (int j = 0; j < VECTORS; j++) out[j] = FLOATS(NAME(s8)(b + 2 + j * VL)) * d;
-}
-
-/* Groups of 16 in a part of 32: side 0 is the first half of the vectors, side 1 the second. */
-#define EACH_SIDE(side, j) for (int side = 0; side < 2; side++) for (int j = side * VECTORS / 2; j < (side + 1) * VECTORS / 2; j++)
-
-INLINE void NAME(part_q2_k)(const uint8_t *b, int part, vf *out) {
-    float d = HALF(b + 80), dmin = HALF(b + 82);
-    const uint8_t *q = b + 16 + 32 * (part / 4);
-    EACH_SIDE(side, j) {
-        int scales = b[2 * part + side];
-        vf scale = SPLAT(d * (float)(scales & 15)), min = SPLAT(dmin * (float)(scales >> 4));
-        out[j] = scale * FLOATS(NAME(u8)(q + j * VL) >> (part % 4 * 2) & 3) - min;
-    }
-}
-
-INLINE void NAME(part_q3_k)(const uint8_t *b, int part, vf *out) {
-    const uint8_t *s = b + 96, *q = b + 32 + 32 * (part / 4);
-    float d = HALF(b + 108);
-    EACH_SIDE(side, j) {
-        int g = 2 * part + side, low = g < 8 ? s[g] & 15 : s[g - 8] >> 4, high = s[8 + g % 4] >> (2 * (g / 4)) & 3;
-        vf scale = SPLAT(d * (float)((low | high << 4) - 32));
-        vi bit = NAME(u8)(b + j * VL) >> part & 1;
-        out[j] = scale * FLOATS((NAME(u8)(q + j * VL) >> (part % 4 * 2) & 3) + (bit << 2) - 4);
-    }
-}
-
-/* 6-bit scale and min number j of the 12 packed bytes of Q4_K and Q5_K. */
-INLINE void NAME(scale_min)(const uint8_t *s, int j, float *scale, float *min) {
-    if (j < 4) {
-        *scale = (float)(s[j] & 63), *min = (float)(s[j + 4] & 63);
-    } else {
-        *scale = (float)((s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
-        *min = (float)((s[j + 4] >> 4) | (s[j] >> 6) << 4);
-    }
-}
-
-INLINE void NAME(part_q4_k)(const uint8_t *b, int part, vf *out) {
-    float sc, mn;
-    NAME(scale_min)(b + 4, part, &sc, &mn);
-    vf scale = SPLAT(HALF(b) * sc), min = SPLAT(HALF(b + 2) * mn);
-    const uint8_t *q = b + 16 + 32 * (part / 2);
-    for (int j = 0; j < VECTORS; j++) out[j] = scale * FLOATS(NAME(u8)(q + j * VL) >> (part % 2 * 4) & 15) - min;
-}
-
-INLINE void NAME(part_q5_k)(const uint8_t *b, int part, vf *out) {
-    float sc, mn;
-    NAME(scale_min)(b + 4, part, &sc, &mn);
-    vf scale = SPLAT(HALF(b) * sc), min = SPLAT(HALF(b + 2) * mn);
-    const uint8_t *q = b + 48 + 32 * (part / 2);
-    for (int j = 0; j < VECTORS; j++) {
-        vi bit = (NAME(u8)(b + 16 + j * VL) >> part & 1) << 4;
-        out[j] = scale * FLOATS((NAME(u8)(q + j * VL) >> (part % 2 * 4) & 15) | bit) - min;
-    }
-}
-
-INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
-    float d = HALF(b + 208);
-    int half = part / 4, quarter = part % 4;
-    const uint8_t *l = b + 64 * half + 32 * (quarter % 2), *h = b + 128 + 32 * half;
-    EACH_SIDE(side, j) {
-        vf scale = SPLAT(d * (float)(int8_t)b[192 + 2 * part + side]);
-        vi low = NAME(u8)(l + j * VL) >> (quarter / 2 * 4) & 15, high = NAME(u8)(h + j * VL) >> (2 * quarter) & 3;
-        out[j] = scale * FLOATS((low | high << 4) - 32);
-    }
-}
+#include "cpu_blocks.h"
 
 /* ---- matrix product: out = x . W^T -------------------------------------------------------------------------- */
 
@@ -372,19 +174,9 @@ INLINE void NAME(part_q6_k)(const uint8_t *b, int part, vf *out) {
 typedef void (*NAME(decode_fn))(const uint8_t *, float *, int64_t);
 typedef void (*NAME(dot_fn))(const uint8_t *, int64_t, const float *, int64_t, vf *);
 
-FORMAT(f32, 1, 4)
-FORMAT(f16, 1, 2)
-FORMAT(bf16, 1, 2)
-FORMAT(q4_0, 32, 18)
-FORMAT(q4_1, 32, 20)
-FORMAT(q5_0, 32, 22)
-FORMAT(q5_1, 32, 24)
-FORMAT(q8_0, 32, 34)
-FORMAT(q2_k, 256, 84)
-FORMAT(q3_k, 256, 110)
-FORMAT(q4_k, 256, 144)
-FORMAT(q5_k, 256, 176)
-FORMAT(q6_k, 256, 210)
+#define FORMAT_OF(name, lower, id, elements, size) FORMAT(lower, elements, size)
+BLOCK_FORMATS(FORMAT_OF)
+#undef FORMAT_OF
 #undef FORMAT
 
 typedef struct {
@@ -393,13 +185,10 @@ typedef struct {
 } NAME(format_ops);
 
 static const NAME(format_ops) *NAME(ops)(int64_t format) {
-#define FORMAT(id, name) [id] = {NAME(decode_##name), NAME(dot4_##name), NAME(dot1_##name), NAME(few8_##name), NAME(few4_##name)}
-    static const NAME(format_ops) table[] = {
-        FORMAT(F32, f32),   FORMAT(F16, f16),   FORMAT(BF16, bf16), FORMAT(Q4_0, q4_0), FORMAT(Q4_1, q4_1),
-        FORMAT(Q5_0, q5_0), FORMAT(Q5_1, q5_1), FORMAT(Q8_0, q8_0), FORMAT(Q2_K, q2_k), FORMAT(Q3_K, q3_k),
-        FORMAT(Q4_K, q4_k), FORMAT(Q5_K, q5_k), FORMAT(Q6_K, q6_k),
-    };
-#undef FORMAT
+#define OPS(upper, name, id, elements, size) \
+    [id] = {NAME(decode_##name), NAME(dot4_##name), NAME(dot1_##name), NAME(few8_##name), NAME(few4_##name)},
+    static const NAME(format_ops) table[] = {BLOCK_FORMATS(OPS)};
+#undef OPS
     return table + format;
 }
 

@@ -20,8 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvcli import blockformats
 from kvcli.errors import ModelError
-from kvcli.kernels.reference import ggml
+from kvcli.kernels.reference import fields
 from kvcli.kernels.reference.matmul import QuantTensor
 
 GROUP = 32  # elements
@@ -147,11 +148,10 @@ Arrays = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 def _convert(type_: str, blocks: Tensor) -> Arrays:
     """uint8 [n, row bytes] of GGML blocks -> codes, high, scales, supers of those rows."""
-    decoder = ggml.DECODERS[type_]
     if type_ in ("F16", "BF16", "F32"):
         dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[type_]
         return blocks.contiguous().view(dtype), None, None, None
-    b = blocks.unflatten(-1, (-1, decoder.bytes))
+    b = blocks.unflatten(-1, (-1, blockformats.FORMATS[type_].bytes))
     codes, scales, supers = _PARTS[type_](b)
     fmt = FORMATS[STORED_AS.get(type_, type_)]
     words = _words(codes.flatten(1)) if fmt.bits < 8 else _flat(codes, torch.int32)
@@ -188,43 +188,43 @@ def _high_bits(high: Tensor, bits: int) -> Tensor:
 
 def _six_bits(b: Tensor) -> Tensor:
     """The scale and minimum bytes of Q4_K and Q5_K: int16 [n, groups]."""
-    scales, minima = ggml.six_bit_scales(b[..., 4:16])
+    scales, minima = fields.six_bit_scales(b[..., 4:16])
     return _flat(torch.cat((scales, minima), -1).to(torch.uint8).flatten(-2), torch.int16)
 
 
 def _q4_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    codes = ggml.nibbles(b[..., 16:144].unflatten(-1, (4, 32))).flatten(-2)
+    codes = fields.nibbles(b[..., 16:144].unflatten(-1, (4, 32))).flatten(-2)
     return codes, _six_bits(b), _flat(b[..., 0:4], torch.int32)
 
 
 def _q5_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low = ggml.nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-2)
-    high = ggml.planes(b[..., 16:48], 1).flatten(-2)
+    low = fields.nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-2)
+    high = fields.planes(b[..., 16:48], 1).flatten(-2)
     return low | high << 4, _six_bits(b), _flat(b[..., 0:4], torch.int32)
 
 
 def _q6_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low = ggml.nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-2)
-    high = ggml.planes(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
+    low = fields.nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-2)
+    high = fields.planes(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
     return low | high << 4, _flat(b[..., 192:208], torch.int16), _flat(b[..., 208:210], torch.float16)
 
 
 def _q3_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As Q6_K: codes - 4 and scales - 32 both fit."""
-    low = ggml.planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
-    codes = (low | ggml.planes(b[..., 0:32], 1).flatten(-2) << 2) + 28
-    scales = ggml.nibbles(b[..., 96:104]) | ggml.planes(b[..., 104:108], 2).flatten(-2) << 4
+    low = fields.planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
+    codes = (low | fields.planes(b[..., 0:32], 1).flatten(-2) << 2) + 28
+    scales = fields.nibbles(b[..., 96:104]) | fields.planes(b[..., 104:108], 2).flatten(-2) << 4
     return codes, _flat(scales - 32, torch.int16), _flat(b[..., 108:110], torch.float16)
 
 
 _PARTS = {
-    "Q4_0": lambda b: (ggml.nibbles(b[..., 2:18]), _flat(b[..., 0:2], torch.float16), None),
-    "Q4_1": lambda b: (ggml.nibbles(b[..., 4:20]), _flat(b[..., 0:4], torch.int32), None),
+    "Q4_0": lambda b: (fields.nibbles(b[..., 2:18]), _flat(b[..., 0:2], torch.float16), None),
+    "Q4_1": lambda b: (fields.nibbles(b[..., 4:20]), _flat(b[..., 0:4], torch.int32), None),
     "Q5_0": lambda b: (
-        ggml.nibbles(b[..., 6:22]) | ggml.fifth_bits(b[..., 2:6]), _flat(b[..., 0:2], torch.float16), None
+        fields.nibbles(b[..., 6:22]) | fields.fifth_bits(b[..., 2:6]), _flat(b[..., 0:2], torch.float16), None
     ),
     "Q5_1": lambda b: (
-        ggml.nibbles(b[..., 8:24]) | ggml.fifth_bits(b[..., 4:8]), _flat(b[..., 0:4], torch.int32), None
+        fields.nibbles(b[..., 8:24]) | fields.fifth_bits(b[..., 4:8]), _flat(b[..., 0:4], torch.int32), None
     ),
     "Q8_0": lambda b: (b[..., 2:34], _flat(b[..., 0:2], torch.float16), None),
     "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,

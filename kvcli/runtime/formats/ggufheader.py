@@ -10,57 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvcli.blockformats import FORMATS
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.ggufvalues import Buffer, Cursor, quote
 
-
-class BlockType(NamedTuple):
-    """One GGML storage format: `elements` values are stored in `bytes` bytes."""
-
-    id: int
-    elements: int
-    bytes: int
-
-
-GGML_TYPES: dict[str, BlockType] = {
-    "F32": BlockType(0, 1, 4),
-    "F16": BlockType(1, 1, 2),
-    "Q4_0": BlockType(2, 32, 18),
-    "Q4_1": BlockType(3, 32, 20),
-    "Q5_0": BlockType(6, 32, 22),
-    "Q5_1": BlockType(7, 32, 24),
-    "Q8_0": BlockType(8, 32, 34),
-    "Q8_1": BlockType(9, 32, 40),
-    "Q2_K": BlockType(10, 256, 84),
-    "Q3_K": BlockType(11, 256, 110),
-    "Q4_K": BlockType(12, 256, 144),
-    "Q5_K": BlockType(13, 256, 176),
-    "Q6_K": BlockType(14, 256, 210),
-    "Q8_K": BlockType(15, 256, 292),
-    "IQ2_XXS": BlockType(16, 256, 66),
-    "IQ2_XS": BlockType(17, 256, 74),
-    "IQ3_XXS": BlockType(18, 256, 98),
-    "IQ1_S": BlockType(19, 256, 50),
-    "IQ4_NL": BlockType(20, 32, 18),
-    "IQ3_S": BlockType(21, 256, 110),
-    "IQ2_S": BlockType(22, 256, 82),
-    "IQ4_XS": BlockType(23, 256, 136),
-    "I8": BlockType(24, 1, 1),
-    "I16": BlockType(25, 1, 2),
-    "I32": BlockType(26, 1, 4),
-    "I64": BlockType(27, 1, 8),
-    "F64": BlockType(28, 1, 8),
-    "IQ1_M": BlockType(29, 256, 56),
-    "BF16": BlockType(30, 1, 2),
-    "TQ1_0": BlockType(34, 256, 54),
-    "TQ2_0": BlockType(35, 256, 66),
-    "MXFP4": BlockType(39, 32, 17),
-    "NVFP4": BlockType(40, 64, 36),
-    "Q1_0": BlockType(41, 128, 18),
-}
-_TYPE_NAMES = {block.id: name for name, block in GGML_TYPES.items()}
+_TYPE_NAMES = {block.id: name for name, block in FORMATS.items()}
 # What llama.cpp once wrote and no longer reads: numbers of types, their names, and what to use in their place.
 _REMOVED_TYPES = {
     **dict.fromkeys((4, 5), ("Q4_2 or Q4_3", "Q4_0 or Q4_K_M")),
@@ -87,7 +43,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    type: str  # a key of GGML_TYPES
+    type: str  # a key of FORMATS
     offset: int
     nbytes: int
     part: int = 0
@@ -182,7 +138,7 @@ def _read_tensor(cursor: Cursor, index: int) -> TensorInfo:
         hint = "the file is damaged, or written for a newer version of kv"
         raise cursor.error(f"tensor {quote(name)} has the unknown type {type_id}", hint)
     type_name = _TYPE_NAMES[type_id]
-    block = GGML_TYPES[type_name]
+    block = FORMATS[type_name]
     elements = 1
     for dim in dims:  # Python integers: the product cannot wrap round
         elements *= dim

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from kvcli.blockformats import FORMATS
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.formats.ggufheader import GGML_TYPES
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.text.template import ChatTemplate, template_note
@@ -117,7 +117,7 @@ def _quants(file: GGUFFile) -> tuple[QuantShare, ...]:
     shares = []
     for kind in {tensor.type for tensor in file.tensors.values()}:
         members = [tensor for tensor in file.tensors.values() if tensor.type == kind]
-        block = GGML_TYPES[kind]
+        block = FORMATS[kind]
         weights = sum(prod(tensor.shape) for tensor in members)
         nbytes = sum(tensor.nbytes for tensor in members)
         shares.append(QuantShare(kind, len(members), weights, nbytes, 8 * block.bytes / block.elements))

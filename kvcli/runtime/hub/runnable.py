@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvcli.blockformats import WEIGHT_FORMATS
 from kvcli.errors import ModelError
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.model.architecture import check_is_model
 from kvcli.runtime.model.archs import from_gguf
-
-# Storage types that the kernels compute with: the keys of their DECODERS.
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 class Tensor(Protocol):
@@ -33,6 +31,6 @@ def judge(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[M
     except ModelError as error:
         return None, error.message
     for name, tensor in tensors.items():
-        if tensor.type not in TYPES:
+        if tensor.type not in WEIGHT_FORMATS:
             return config, f"tensor {name} is stored as {tensor.type}, which kv cannot compute with"
     return config, ""

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from kvcli.blockformats import WEIGHT_FORMATS
 from kvcli.errors import ModelError
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.reference import ggml
@@ -61,10 +62,10 @@ class Weights:
             raise ModelError(f"the file has no tensor {name}", "it is incomplete or of another architecture")
         if info.shape != shape and not (padded and info.shape[1:] == shape[1:] and info.shape[0] > shape[0]):
             raise ModelError(f"tensor {name} has the shape {list(info.shape)}, {list(shape)} is needed")
-        if info.type not in ggml.DECODERS:
+        if info.type not in WEIGHT_FORMATS:
             raise ModelError(
                 f"tensor {name} is stored as {info.type}, which kv cannot compute with",
-                f"use a file quantized as one of {', '.join(ggml.DECODERS)}",
+                f"use a file quantized as one of {', '.join(WEIGHT_FORMATS)}",
             )
         return info
 
