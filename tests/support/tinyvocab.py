@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,47 @@ def _trained(digits: bool) -> Oracle:
 def byte_level(pre: str | None = "gpt-2") -> tuple[dict[str, Any], Oracle]:
     """Metadata of a byte-level BPE with three control tokens, and its oracle ("smollm" splits digits)."""
     oracle = _trained(pre == "smollm")
-    model = json.loads(oracle.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     metadata: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in CONTROL else 1 for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        **of_library(oracle, "gpt2", dict.fromkeys(CONTROL, 3)),
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": False,
     }
     return metadata | ({"tokenizer.ggml.pre": pre} if pre is not None else {}), oracle
+
+
+def of_library(oracle: Oracle, kind: str, kinds: dict[str, int]) -> dict[str, Any]:
+    """The vocabulary and the merges of a BPE of the library; `kinds` of tokens that are not normal ones."""
+    model = json.loads(oracle.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+    }
+
+
+def sentencepiece_file(metadata: dict[str, Any]) -> bytes:
+    """A tokenizer.model with the vocabulary of a file: BPE, text as it is, no space in front."""
+
+    def number(value: int) -> bytes:
+        return bytes([value & 0x7F | 0x80]) + number(value >> 7) if value > 0x7F else bytes([value])
+
+    def field(which: int, value: int | bytes) -> bytes:
+        if isinstance(value, int):
+            return number(which << 3) + number(value)
+        return number(which << 3 | 2) + number(len(value)) + value
+
+    keys = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    pieces = (
+        field(1, text.replace(" ", "▁").encode()) + b"\x15" + struct.pack("<f", score) + field(3, int(kind))
+        for text, score, kind in zip(*keys, strict=True)
+    )
+    ids = zip((40, 41, 42, 43), ("unknown", "bos", "eos", "padding"), strict=True)
+    special = b"".join(field(which, metadata[f"tokenizer.ggml.{name}_token_id"]) for which, name in ids)
+    trainer, normalizer = field(3, 2) + field(35, 1) + special, field(1, b"identity") + field(3, 0) + field(4, 0)
+    return b"".join(field(1, piece) for piece in pieces) + field(2, trainer) + field(3, normalizer)
 
 
 def sentencepiece(space_prefix: bool = False, user_defined: tuple[str, ...] = ()) -> dict[str, Any]:

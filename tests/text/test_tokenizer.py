@@ -262,7 +262,12 @@ def test_a_lone_surrogate_is_not_text():
     "changes, what",
     [
         ({"model": None}, "tokenizer.ggml.model is missing"),
-        ({"model": "bert"}, "'bert' is not supported"),
+        ({"model": "bert"}, "'bert' (WordPiece, of encoders) is not supported"),
+        ({"model": "rwkv"}, "'rwkv' (a trie, of RWKV) is not supported"),
+        ({"model": "plamo2"}, "'plamo2' (of PLaMo 2) is not supported"),
+        ({"model": "newest"}, "'newest' is not supported"),
+        ({"model": "gemma4", "merges": ["ab"]}, "holds what is not two tokens"),
+        ({"model": "t5", "scores": [0.0], "tokens": ["a"], "eos_token_id": None}, "no unknown token"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": [1, 2]}, "not an array of strings"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),

@@ -1,4 +1,4 @@
-"""Text <-> token ids for the tokenizers found in GGUF files, and streaming UTF-8 decoding. No torch.
+"""Text <-> token ids for the tokenizers of models, and streaming UTF-8 decoding. No torch.
 
 Special tokens: control tokens (<|im_end|>, BOS...; see vocabulary.py) are recognized in trusted text only, so that
 nothing a user types becomes one; user-defined tokens (Gemma's runs of newlines, HTML tags) are ordinary text with an id
@@ -24,6 +24,10 @@ from kvcli.runtime.text.vocabulary import USER_DEFINED, Vocabulary, flag, number
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 
+# Kinds of tokenizers that no model has that kv runs.
+_REFUSED = {"bert": " (WordPiece, of encoders)", "rwkv": " (a trie, of RWKV)", "plamo2": " (of PLaMo 2)"}
+
+
 class _Model(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
@@ -38,12 +42,14 @@ class Tokenizer:
         piece_bytes: Callable[[str], bytes],
         add_bos: bool,
         add_space_prefix: bool,
+        normalize: Callable[[str], str] | None = None,
     ) -> None:
         self.vocabulary, self._model, self._piece_bytes = vocabulary, model, piece_bytes
         self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         self.eog_ids, self.vocab_size = vocabulary.eog_ids, len(vocabulary.tokens)
         self.add_bos = add_bos  # the model wants a BOS before its text
         self.add_space_prefix = add_space_prefix  # a space before text at the start or after a control token
+        self._normalize = normalize  # of text between control tokens
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -54,41 +60,60 @@ class Tokenizer:
         that is missing or unknown; with `force` GPT-2's rule is used then.
         """
         kind = metadata.get("tokenizer.ggml.model")
-        if kind == "gpt2":
-            return cls._byte_level(metadata, force)
-        if kind == "llama":
+        if kind in ("gpt2", "gemma4"):
+            return cls._merging(metadata, force)
+        if kind in ("llama", "t5"):
             return cls._sentencepiece(metadata)
-        if kind is None:
+        if kind in (None, "none", "no_vocab"):
             raise ModelError("the file has no tokenizer (tokenizer.ggml.model is missing)")
-        hint = "kv reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
-        raise ModelError(f"the tokenizer type {str(kind)[:60]!r} is not supported", hint)
+        what = f"the tokenizer type {str(kind)[:60]!r}{_REFUSED.get(str(kind), '')} is not supported"
+        hint = (
+            "kv reads 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE), 't5' (SentencePiece unigram) and 'gemma4'"
+        )
+        raise ModelError(what, hint)
 
     @classmethod
-    def _byte_level(cls, metadata: Mapping[str, Any], force: bool) -> Tokenizer:
-        # bytebpe imports `tokenizers` (0.05 s), which SentencePiece models do without.
-        from kvcli.runtime.text import bytebpe
+    def _merging(cls, metadata: Mapping[str, Any], force: bool) -> Tokenizer:
+        """BPE with a list of merges."""
+        from kvcli.runtime.text import sentencepiece
         from kvcli.runtime.text.pretokenizers import find_pretokenizer
 
-        rule = find_pretokenizer(metadata.get("tokenizer.ggml.pre"), force)
+        name, split = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.kv.split", "")
+        kind = metadata["tokenizer.ggml.model"]
+        rule = find_pretokenizer(kind if kind == "gemma4" else name, force or bool(split))
         vocabulary = Vocabulary.from_gguf(metadata)
-        if "tokenizer.ggml.merges" not in metadata:
+        merges = metadata.get("tokenizer.ggml.merges")
+        if merges is None:
             raise ModelError("the tokenizer has no merges (tokenizer.ggml.merges is missing)")
-        model = bytebpe.ByteLevelBPE(vocabulary, metadata["tokenizer.ggml.merges"], rule)
-        add_bos = flag(metadata, "add_bos_token", rule.add_bos)
-        return cls(vocabulary, model, bytebpe.piece_bytes, _has_bos(add_bos, vocabulary), False)
+        add_bos = _has_bos(flag(metadata, "add_bos_token", rule.add_bos), vocabulary)
+        if not rule.spelled:
+            space = flag(metadata, "add_space_prefix", False)
+            model: _Model = sentencepiece.MergedBPE(vocabulary, merges)
+            return cls(vocabulary, model, sentencepiece.piece_bytes, add_bos, space)
+        from kvcli.runtime.text import bytebpe  # imports `tokenizers` (0.05 s), which the others do without
+
+        model = bytebpe.ByteLevelBPE(vocabulary, merges, rule, split)
+        return cls(vocabulary, model, bytebpe.piece_bytes, add_bos, False)
 
     @classmethod
     def _sentencepiece(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Pieces with scores."""
         from kvcli.runtime.text import sentencepiece
+        from kvcli.runtime.text.normalizing import normalizer_of
 
         vocabulary = Vocabulary.from_gguf(metadata)
         scores = numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens), np.float32)
         if scores is None:
             raise ModelError("the tokenizer has no scores (tokenizer.ggml.scores is missing)")
-        model = sentencepiece.SentencePieceBPE(vocabulary, scores)
-        add_bos = flag(metadata, "add_bos_token", True)
+        if metadata["tokenizer.ggml.model"] == "t5":
+            from kvcli.runtime.text.unigram import Unigram
+
+            model: _Model = Unigram(vocabulary, scores)
+        else:
+            model = sentencepiece.SentencePieceBPE(vocabulary, scores)
+        add_bos = _has_bos(flag(metadata, "add_bos_token", metadata["tokenizer.ggml.model"] == "llama"), vocabulary)
         space = flag(metadata, "add_space_prefix", True)
-        return cls(vocabulary, model, sentencepiece.piece_bytes, _has_bos(add_bos, vocabulary), space)
+        return cls(vocabulary, model, sentencepiece.piece_bytes, add_bos, space, normalizer_of(metadata))
 
     def encode(self, text: str, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`, after one BOS if `add_bos`, the model wants one and the text does not begin with it.
@@ -134,6 +159,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             what = f"U+{ord(text[error.start]):04X} at character {error.start} is half a character"
             raise InputBytesError(f"the text is not valid Unicode: {what}", "convert it to UTF-8") from None
+        if self._normalize and not (text := self._normalize(text)):
+            return
         for part in self._user_defined.split(" " + text if self.add_space_prefix else text):
             if isinstance(part, int):
                 ids.append(part)

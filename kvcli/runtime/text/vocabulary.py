@@ -13,6 +13,9 @@ from kvcli.errors import ModelError
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
+SPACE = "\u2581"  # stands for a space inside pieces of SentencePiece
+BYTE_TEXTS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # its tokens of single bytes
+
 # Texts of tokens after which a turn or a document is over. They end an answer whatever the file says of their kind:
 # converters type them as they find them, and a model that was tuned with another end of turn still writes this one.
 END_TEXTS = frozenset(
@@ -80,6 +83,10 @@ MARK_TEXTS = frozenset(
 _HTML_NEIGHBOUR = {"</s>": "</u>"}
 
 
+# Ids of BOS, EOS and the unknown token where a file does not say, by the kind of its tokenizer: SentencePiece's.
+_ASSUMED: dict[str, tuple[int | None, int | None, int | None]] = {"llama": (1, 2, 0), "t5": (None, 1, 2)}
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokens by id.
@@ -104,16 +111,19 @@ class Vocabulary:
         """Raises ModelError for a missing or malformed vocabulary."""
         tokens = _strings(metadata, "tokenizer.ggml.tokens")
         kinds = _kinds(metadata, len(tokens))
-        sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+        assumed = _ASSUMED.get(str(metadata.get("tokenizer.ggml.model")), (None, None, None))
         bos, eos, unk = (
-            _special_id(metadata, name, len(tokens), default if sentencepiece else None)
-            for name, default in (("bos", 1), ("eos", 2), ("unknown", 0))
+            _special_id(metadata, name, len(tokens), default)
+            for name, default in zip(("bos", "eos", "unknown"), assumed, strict=True)
         )
         ends = {_special_id(metadata, name, len(tokens), None) for name in ("eot", "eom")} | {eos}
         named = (ends | {bos, unk}) - {None}
         known = _known(tokens)
         control = {*np.flatnonzero((kinds == CONTROL) | (kinds == UNKNOWN)).tolist(), *named, *known}
         user_defined = [i for i in np.flatnonzero(kinds == USER_DEFINED).tolist() if i not in control]
+        if metadata.get("tokenizer.ggml.model") in _ASSUMED:  # those of SentencePiece are texts like others
+            for i in user_defined:
+                tokens[i] = tokens[i].replace(SPACE, " ")
         ends |= {i for i in control if tokens[i] in END_TEXTS}
         return cls(
             tokens,
@@ -124,7 +134,7 @@ class Vocabulary:
             frozenset(control),
             tuple(user_defined),
             frozenset(i for i in ends if i is not None),
-            frozenset(i for i in control if tokens[i] not in _PHI3_LEAVES) if _is_phi3(metadata) else frozenset(),
+            _swallowing(metadata, tokens, control),
         )
 
     def ids_by_text(self) -> dict[str, int]:
@@ -156,6 +166,12 @@ def _is_phi3(metadata: Mapping[str, Any]) -> bool:
         return False
     name = str(metadata.get("general.name", "")).lower().replace(" ", "-").replace("_", "-")
     return metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
+
+
+def _swallowing(metadata: Mapping[str, Any], tokens: list[str], control: set[int]) -> frozenset[int]:
+    if (named := metadata.get("tokenizer.kv.swallowing")) is not None:
+        return frozenset(named) & control
+    return frozenset(i for i in control if tokens[i] not in _PHI3_LEAVES) if _is_phi3(metadata) else frozenset()
 
 
 def numbers(metadata: Mapping[str, Any], key: str, count: int, dtype: type) -> np.ndarray | None:
