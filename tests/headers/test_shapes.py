@@ -9,8 +9,7 @@ import pytest
 from kvcli.errors import ModelError, UsageError
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.headers.anygguf import config_from_gguf_any
-from kvcli.runtime.headers.hfconfig import config_from_hf
+from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.hub.recipes import load_recipes
 

@@ -15,6 +15,7 @@ from typing import Any
 from kvcli.errors import ModelError
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
+from kvcli.runtime.headers.hfkeys import metadata_of
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
 from kvcli.runtime.model.architecture import check_is_model, tokens_with_rows
 from kvcli.runtime.model.archs import from_gguf
@@ -162,7 +163,8 @@ class _Reader:
         rank = self.count("attention.kv_lora_rank", "", 0)
         if not rank:
             return None
-        return LayerConfig(LATENT, 1, rank + self.count("rope.dimension_count", "rope_dim"), 0)
+        index = self.count("attention.indexer.key_length", "", 0)  # a further key that chooses what is looked at
+        return LayerConfig(LATENT, 1, rank + self.count("rope.dimension_count", "rope_dim") + index, 0)
 
     def _sliding(self) -> list[int]:
         """The window of each layer, 0 = all tokens."""
@@ -233,3 +235,11 @@ def share_last(layers: list[LayerConfig], first: int) -> list[LayerConfig]:
             raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
         result[i] = replace(layers[i], shares_kv_with=owners[-1])
     return result
+
+
+def config_from_hf(data: Mapping[str, Any], given: Given | None = None) -> ModelConfig:
+    """The config of a parsed config.json, `given` standing in for missing keys and over the others.
+
+    Raises ModelError that names the key of it, UsageError for flags that contradict the model.
+    """
+    return config_from_gguf_any(metadata_of(data, given), {}, given)

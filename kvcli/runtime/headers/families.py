@@ -13,9 +13,8 @@ _PLANNED = (
     Architecture(("gemma3n",), ("gemma3n", "gemma3n_text"), _NORMED, Windows(every=5)),
     Architecture(("gpt-oss",), ("gpt_oss",), windows=Windows(every=2)),
     Architecture(("cohere2",), ("cohere2",), windows=Windows(every=4)),
-    Architecture(("llama4",), windows=Windows(every=4, size=8192)),
+    Architecture(("llama4",), ("llama4_text",), windows=Windows(every=4, size=8192)),
     Architecture(("exaone4",), ("exaone4",), windows=Windows(every=4)),
-    Architecture(("olmo2",), ("olmo3",), windows=Windows(every=4)),
     Architecture(("smallthinker",), windows=Windows(every=4)),
     Architecture(("qwen3moe", "qwen3vl", "qwen3vlmoe"), ("qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"), _NORMED),
     Architecture(("qwen3next", "qwen35", "qwen35moe"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _NORMED),
@@ -26,11 +25,23 @@ _OF_GGUF = {name: each for each in _KNOWN for name in each.gguf}
 _OF_HF = {name: each for each in _KNOWN for name in each.hf}
 
 
+# Where one description serves several names, or none is needed to plan.
+_GGUF_NAMES = {
+    "qwen3_moe": "qwen3moe", "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_moe": "qwen2moe",
+    "qwen2_vl": "qwen2vl", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "llama4_text": "llama4", "gemma4_text": "gemma4",
+    "olmo3": "olmo2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "kimi_linear": "kimi-linear",
+    "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid", "granitemoe": "granitemoe", "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe": "lfm2moe", "mixtral": "llama",
+    "ministral3": "mistral3", "nemotron-nas": "deci", "phimoe": "phimoe", "seed_oss": "seed_oss",
+}  # fmt: skip
+
+
 def of_gguf(arch: str) -> Architecture:
     """What is known of an architecture by its name in GGUF files (and recipes)."""
     return _OF_GGUF.get(arch, _UNKNOWN)
 
 
-def of_hf(model_type: str) -> Architecture:
-    """What is known of an architecture by its `model_type` in config.json."""
-    return _OF_HF.get(model_type, _UNKNOWN)
+def gguf_name(model_type: str) -> str:
+    """The name in GGUF files of what config.json calls so; the same where none is known."""
+    return _GGUF_NAMES.get(model_type) or next(iter(_OF_HF.get(model_type, _UNKNOWN).gguf), model_type)

@@ -1,164 +1,292 @@
-"""`config_from_hf`: the shape of a model from its config.json, for planning. No torch, no transformers."""
+"""`HFConfig`: the config.json of a model, read with checks, under one name for each size. No torch, no transformers.
+
+Makers spell sizes in several ways, nest the language model of a model that also sees or hears, and leave out what the
+class of transformers assumes; `hfdefaults.json` (written by tests/support/hfdefaults.py) has these assumptions. A key
+that may change the shape and is not read is refused by its name.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
-from kvcli.runtime.headers import families
-from kvcli.runtime.headers.anygguf import share_last
-from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
+from kvcli.runtime.headers.shapes import Given, flag_of
 
-_STATE_BYTES = 4
-_SLIDING_KINDS = ("sliding_attention", "chunked_attention", "local_attention")
-_RECURRENT_KINDS = ("linear_attention", "mamba", "conv", "recurrent")
+MAX_LAYERS = 4096
+LETTERS = "FSCRK"  # kinds of layers: full, sliding, chunked, recurrent, short convolution
+
+# One name for each size, and its other spellings.
+_SPELLINGS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"),
+    "head_dim": ("kv_channels", "attention_head_dim"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim", "block_ff_dim"),
+    "vocab_size": ("padded_vocab_size",),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length"),
+    "sliding_window": ("attention_window_size",),
+    "sliding_window_pattern": ("_sliding_window_pattern", "global_attn_every_n_layers"),
+    "layer_types": ("layers_block_type",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": (
+        "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts",
+    ),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
+    "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+    "first_k_dense_replace": ("num_dense_layers",),
+    "mamba_d_state": ("ssm_state_size", "state_size"),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
+    "mamba_expand": ("expand",),
+    "rms_norm_eps": ("norm_eps",),
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon"),
+    "hidden_act": ("hidden_activation", "activation_function"),
+    "linear_conv_kernel_dim": ("short_conv_kernel_size",),
+}  # fmt: skip
+_NAME_OF = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings}
+# Tables whose sizes stand beside the others under their own names.
+_TABLES = ("attn_config", "ffn_config")
+# Where models that also see or hear have their language model.
+_NESTS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "text_model")
+_NOT_LANGUAGE = ("vision", "audio", "image", "speech", "talker", "draft")
+
+# What a class of transformers assumes where the file says nothing, as far as the shape and the arithmetic go.
+WITH_DEFAULTS = {
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window", "use_sliding_window"),
+    *("max_window_layers", "attention_chunk_size", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
+    *("qk_nope_head_dim", "index_head_dim", "num_kv_shared_layers", "num_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"),
+    *("mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_expand", "mamba_num_heads", "mamba_head_dim"),
+    *("mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "conv_L_cache"),
+    *("attn_layer_period", "attn_layer_offset", "multi_query", "new_decoder_architecture", "attention_k_eq_v"),
+    *("rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "logits_scaling", "logit_scale", "no_rope_layer_interval", "lru_width", "conv1d_width"),
+    *("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "use_qk_norm", "n_group", "topk_group"),
+    *("interleave_moe_layer_step", "decoder_sparse_step", "hidden_size_per_layer_input", "laurel_rank"),
+    *("original_max_position_embeddings", "altup_num_inputs", "altup_active_idx", "intermediate_size_mlp"),
+}  # fmt: skip
+
+# The language model's `model_type` where a text_config does not say it.
+NESTED_TYPES = {
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
+    "mistral3": "mistral", "mllama": "mllama_text_model", "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text", "glm4v": "glm4v_text", "glm4v_moe": "glm4v_moe_text", "llava": "llama",
+    "llava_next": "llama", "paligemma": "gemma", "idefics3": "llama", "smolvlm": "llama",
+}  # fmt: skip
+
+# Words of keys that may change the shape, and keys with such words that do not, or that others imply.
+_SHAPE_WORDS = re.compile(
+    r"layer|head|window|sliding|chunk|(^|_)kv_|rank|state|ssm|mamba|(^|_)conv|recurr|linear_|cache|attn|attention|block|"
+    r"index|lru|share|compress|hybrid|local|global|loop"
+)
+_HARMLESS = re.compile(
+    r"dropout|_init|initializer|bias|layer_?norm|layerdrop|_pdrop|norm_|use_cache|output_attentions|output_hidden_states|"
+    r"chunk_size_feed_forward|laurel|per_layer_config|indexer_rope|cross_attention|_act$|implementation|kernel|residual|time_step|multiplier|softmax|_proj|"
+    r"alpha_factor|beta_factor|moe_|mlp_|expert|_theta|rope|cache_dtype|shared_expert|layer_input|label|token|"
+    r"softcap|scale|temperature|num_logits_to_keep|deepstack|drafter|mtp|nextn|^parallel_attn$|attention_gate|"
+    r"qk_head_dim|architecture|bidirectional|altup|use_qk_norm|^alibi$|pruned_heads|index_topk|index_n_heads|quantiz|"
+    r"is_decoder|tie_|safe_serialization|attn_output_gate|attn_type|attention_softmax_in_fp32|key_query|attn_impl|"
+    r"mamba_(d_head|n_heads|headdim|chunk_size|dt_rank)|use_mamba|attention_type$|output_gate|image|vision|audio|"
+    r"head_dim_scale|lm_head|first_last|multi_query_attention|gated_attention|attn_temperature|decoder_sparse|"
+    r"vocab|ngram|causal|attention_mask|rescale|nope|layer_scale|skip_|interleave|^chunk_size$|^block_size$|^block_(multiple|ffn|auto)"
+)
 
 
-def config_from_hf(data: Mapping[str, Any], given: Given | None = None) -> ModelConfig:
-    """The config of a parsed config.json, `given` standing in for what is missing and over the rest.
-
-    Raises ModelError that names the missing or odd key, UsageError for flags that contradict the model.
-    """
-    given = given or Given()
-    inner = data.get("text_config")  # of a model that also sees or hears
-    reader = _Reader(inner if isinstance(inner, Mapping) else data, given)
-    return override(reader.config(), given)
+def name_of(key: str) -> str:
+    """The one name of a size."""
+    return _NAME_OF.get(key, key)
 
 
-class _Reader:
+def spread(pattern: str, n_layers: int) -> str:
+    """`first|repeated|last` for so many layers: 'F|SSF|F' is FSSFSSF for seven."""
+    first, repeated, last = pattern.split("|")
+    middle = (repeated * n_layers)[: max(0, n_layers - len(first) - len(last))]
+    return (first + middle + last)[:n_layers] if n_layers else ""
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    """Rows by `model_type`; None for a type whose shape kv cannot tell."""
+    return json.loads(Path(__file__).with_name("hfdefaults.json").read_text(encoding="utf-8"))["types"]
+
+
+def language_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model; its `model_type` is always there."""
+    for name in _NESTS:
+        if isinstance(inner := data.get(name), Mapping):
+            return _typed(language_model(inner), data)
+    if not _has_layers(data):
+        nested = {
+            name: each
+            for name, each in data.items()
+            if isinstance(each, Mapping) and _has_layers(each) and not any(word in name for word in _NOT_LANGUAGE)
+        }
+        if len(nested) == 1:
+            return _typed(language_model(next(iter(nested.values()))), data)
+    return data
+
+
+def _has_layers(data: Mapping[str, Any]) -> bool:
+    return any(data.get(key) is not None for key in ("num_hidden_layers", *_SPELLINGS["num_hidden_layers"]))
+
+
+def _typed(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(inner.get("model_type"), str):
+        return inner
+    kind = outer.get("model_type")
+    return {**inner, "model_type": NESTED_TYPES.get(str(kind), kind)}
+
+
+class HFConfig:
+    """The sizes of one language model; `given` stands in for those that are missing."""
+
     def __init__(self, data: Mapping[str, Any], given: Given) -> None:
-        self.data, self.given = data, given
-        self.model_type = str(data.get("model_type", "unknown"))
-        self.family = families.of_hf(self.model_type)
-        self.n_layers = self.count("num_hidden_layers", "n_layer", "num_layers", flag="layers", limit=4096)
-        self.heads = self.count("num_attention_heads", "n_head", flag="heads")
-        self.hidden = self.count("hidden_size", "n_embd", "d_model", flag="hidden")
+        self.given, self.data = given, language_model(data)
+        kind = self.data.get("model_type")
+        self.model_type = kind if isinstance(kind, str) and kind else "unknown"
+        self._spelling: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+        self._read = set(_TABLES)
+        said = set()  # null is a word, too
+        for key, value in [*self.data.items(), *self._tables()]:
+            said.add(name := name_of(key))
+            if value is not None and name not in self._values:
+                self._values[name], self._spelling[name] = value, key
+        defaults = _table().get(self.model_type, {})
+        if defaults is None:
+            raise ModelError(
+                f"kv cannot tell the shape of a model of the type {self.model_type} from its config.json",
+                "the shape can be given by flags",
+            )
+        self.kinds = str(defaults.get("kinds", ""))
+        self._assumed = {name: value for name, value in defaults.items() if name not in said and name != "kinds"}
+        self.n_layers = self._count_layers()
 
-    def count(self, *keys: str, flag: str = "", default: int | None = None, limit: int = 1 << 31) -> int:
-        """The first of `keys` that is there and not null, else what a flag says, else the default."""
-        for key in keys:
-            value = self.data.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-                raise ModelError(f"{key} in config.json has the value {str(value)[:40]}, out of range")
-            return value
-        found = getattr(self.given, flag) if flag else None
-        found = default if found is None else found
-        if found is None:
+    def spread_kinds(self) -> str:
+        """The kinds of the layers as the class has them where the file says nothing."""
+        return spread(self.kinds, self.n_layers)
+
+    def _tables(self) -> list[tuple[str, Any]]:
+        tables = [self.data.get(name) for name in _TABLES]
+        return [item for table in tables if isinstance(table, Mapping) for item in table.items()]
+
+    def _count_layers(self) -> int:
+        named = self._values.get("layer_types") or self._values.get("hybrid_override_pattern")
+        if "num_hidden_layers" not in self._values and isinstance(named, (list, str)) and 0 < len(named) <= MAX_LAYERS:
+            return len(named)
+        if not (n_layers := self.count("num_hidden_layers", "layers", limit=MAX_LAYERS)):
+            raise ModelError(f"{self.called('num_hidden_layers')} in config.json has the value 0, out of range")
+        return n_layers
+
+    def has(self, name: str) -> bool:
+        """Whether the file itself says something about it."""
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is, what the class assumes, or the default; from now on the key counts as read."""
+        self._read.add(name)
+        return self._values.get(name, self._assumed.get(name, default))
+
+    def count(self, name: str, flag: str = "", default: int | None = None, limit: int = 1 << 31) -> int:
+        """A whole number from 0 to `limit`. Raises ModelError, for a missing one with the flag that supplies it."""
+        return self._checked(name, self._found(name, flag, default), limit)
+
+    def each(self, name: str, flag: str = "", default: int | None = None, limit: int = 1 << 31) -> list[int]:
+        """A number for each layer, whether the file has one for all or a list."""
+        value = self._found(name, flag, default)
+        if not isinstance(value, list):
+            return [self._checked(name, value, limit)] * self.n_layers
+        if len(value) != self.n_layers:
+            raise ModelError(f"{self.called(name)} in config.json must name {self.n_layers} layers, not {len(value)}")
+        return [self._checked(name, each, limit) for each in value]
+
+    def _found(self, name: str, flag: str, default: int | None) -> Any:
+        value = self.get(name)
+        if value is None and flag:
+            value = getattr(self.given, flag)
+        if value is None:
+            value = default
+        if value is None:
             hint = f"{flag_of(flag)} supplies it" if flag else "the file is incomplete"
-            raise ModelError(f"config.json lacks the key {keys[0]}", hint)
+            raise ModelError(f"config.json lacks the key {name}", hint)
+        return value
+
+    def _checked(self, name: str, value: Any, limit: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
+            raise ModelError(f"{self.called(name)} in config.json has the value {str(value)[:40]}, out of range")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """A finite number, or None where there is none. Raises ModelError."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+            raise ModelError(f"{self.called(name)} in config.json has the value {str(value)[:40]}, out of range")
+        return float(value)
+
+    def values(self, name: str) -> list[Any] | None:
+        """A list, or None where there is none. Raises ModelError for anything else."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ModelError(f"{self.called(name)} in config.json is no list")
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A table, empty where there is none. Raises ModelError for anything else."""
+        return self._as_table(name, self.get(name) or {})
+
+    def tables(self, name: str) -> list[Mapping[str, Any]]:
+        """A list of tables, one a layer; empty where there is none. Raises ModelError."""
+        found = [self._as_table(name, each) for each in self.values(name) or ()]
+        if found and len(found) != self.n_layers:
+            raise ModelError(f"{self.called(name)} in config.json must name {self.n_layers} layers, not {len(found)}")
         return found
 
-    def config(self) -> ModelConfig:
-        layers = self._layers()
-        experts = self.count("num_local_experts", "num_experts", "n_routed_experts", default=0)
-        used = self.count("num_experts_per_tok", "experts_per_token", default=0)
-        width = self.count("intermediate_size", "n_inner", "ffn_hidden_size", flag="ffn", default=4 * self.hidden)
-        if experts:
-            width = max(width, used * self.count("moe_intermediate_size", default=width))
-        return planning_config(
-            self.model_type,
-            self.model_type,
-            layers,
-            self.family.block,
-            vocab_size=self.count("vocab_size", flag="vocab"),
-            d_model=self.hidden,
-            d_ff=width,
-            n_heads=self.heads,
-            context_length=self.count("max_position_embeddings", "n_positions", "max_seq_len", default=0),
-            n_experts=experts,
-            n_experts_used=used,
-        )
+    def _as_table(self, name: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{self.called(name)} in config.json has {str(value)[:40]!r} where a table is expected")
+        return value
 
-    def _layers(self) -> list[LayerConfig]:
-        full = self._rows()
-        window = self._window()
-        kinds = self._kinds(window)
-        layers = []
-        for kind in kinds:
-            if kind == RECURRENT:
-                layers.append(LayerConfig(RECURRENT, 0, 0, 0, state_bytes=self._state_bytes()))
-            elif kind == SLIDING and full.kind == FULL:
-                layers.append(LayerConfig(SLIDING, full.kv_heads, full.dim_k, full.dim_v, window))
-            else:
-                layers.append(full)
-        shared = self.count("num_kv_shared_layers", default=0)
-        return share_last(layers, self.n_layers - shared) if 0 < shared < self.n_layers else layers
+    def within(self, table: Mapping[str, Any], name: str, default: int | None = None, limit: int = 1 << 31) -> int:
+        """A whole number of such a table. Raises ModelError."""
+        value = table.get(name)
+        if value is None and default is not None:
+            return default
+        return self._checked(name, value, limit)
 
-    def _rows(self) -> LayerConfig:
-        rank = self.count("kv_lora_rank", default=0)
-        if rank:
-            return LayerConfig(LATENT, 1, rank + self.count("qk_rope_head_dim", flag="rope_dim"), 0)
-        kv_heads = self._kv_heads()
-        if not kv_heads or self.heads % kv_heads:
-            raise ModelError(f"{self.heads} query heads are not a multiple of {kv_heads} KV heads")
-        dim = self.count("head_dim", flag="dim_k", default=self.hidden // self.heads)
-        return LayerConfig(FULL, kv_heads, dim, self.count("v_head_dim", default=dim))
+    def called(self, name: str) -> str:
+        """The name as the file spells it."""
+        return self._spelling.get(name, name)
 
-    def _kv_heads(self) -> int:
-        if self.model_type in ("falcon", "RefinedWebModel") and not self.data.get("new_decoder_architecture"):
-            return 1 if self.data.get("multi_query", True) else self.heads
-        if self.data.get("multi_query") is True and "num_key_value_heads" not in self.data:
-            return self.count("num_kv_heads", default=1)
-        return self.count("num_key_value_heads", "num_kv_heads", "n_head_kv", flag="kv_heads", default=self.heads)
+    def seen(self, *names: str) -> None:
+        """These keys count as read: others imply them."""
+        self._read.update(names)
 
-    def _window(self) -> int:
-        if self.data.get("use_sliding_window") is False:
-            return 0
-        return self.count("sliding_window", "attention_chunk_size", default=0)
-
-    def _kinds(self, window: int) -> list[str]:
-        """FULL, SLIDING or RECURRENT for each layer."""
-        named = self.data.get("layer_types") or self.data.get("layers_block_type")
-        if isinstance(named, list):
-            if len(named) != self.n_layers:
-                raise ModelError(f"layer_types in config.json must name {self.n_layers} layers, not {len(named)}")
-            return [self._kind(name, window) for name in named]
-        every = self.count("full_attention_interval", "attn_layer_period", default=0)
-        if every:
-            offset = self.count("attn_layer_offset", default=every - 1)
-            return [FULL if i % every == offset % every else RECURRENT for i in range(self.n_layers)]
-        if not window:
-            return [FULL] * self.n_layers
-        every = self.count(
-            "sliding_window_pattern",
-            "_sliding_window_pattern",
-            default=self.family.windows.every,
-        )
-        # Qwen2 slides from this layer on only; its other layers see everything.
-        first = self.count("max_window_layers", default=0) if self.data.get("use_sliding_window") else 0
-        slides = [i >= first and (every == 0 or (i + 1) % every != 0) for i in range(self.n_layers)]
-        return [SLIDING if each else FULL for each in slides]
-
-    def _kind(self, name: Any, window: int) -> str:
-        if name in _SLIDING_KINDS:
-            if not window:
+    def refuse_unread(self) -> None:
+        """Raises ModelError for a key that may change the shape and that nobody read."""
+        for name, value in self._values.items():
+            key = self._spelling[name]
+            if name in self._read or value in (False, 0, "", "none") or value == [] or value == {}:
+                continue
+            if _SHAPE_WORDS.search(key) and not _HARMLESS.search(key) and not key.startswith("_"):
                 raise ModelError(
-                    "config.json has sliding layers but lacks the key sliding_window",
-                    "--swa-window supplies it",
+                    f"kv does not know what {key} = {_shown(value)} in config.json does to the shape of the model",
+                    "the shape can be given by flags",
                 )
-            return SLIDING
-        if name in _RECURRENT_KINDS:
-            return RECURRENT
-        if name in ("full_attention", "attention"):
-            return FULL
-        raise ModelError(f"layer_types in config.json names a layer {str(name)[:40]!r}, which kv cannot plan for")
 
-    def _state_bytes(self) -> int:
-        """Bytes of one recurrent layer per sequence, in float32."""
-        if "linear_num_value_heads" in self.data:
-            keys = self.count("linear_num_key_heads") * self.count("linear_key_head_dim")
-            values = self.count("linear_num_value_heads") * self.count("linear_value_head_dim")
-            mixed = (self.count("linear_conv_kernel_dim") - 1) * (2 * keys + values)
-            return _STATE_BYTES * (mixed + values * self.count("linear_key_head_dim"))
-        if "mamba_d_state" in self.data or "state_size" in self.data:
-            state = self.count("mamba_d_state", "state_size")
-            inner = self.count("mamba_expand", "expand", default=2) * self.hidden
-            mixed = inner + 2 * self.count("mamba_n_groups", "n_groups", default=0) * state
-            return _STATE_BYTES * ((self.count("mamba_d_conv", "conv_kernel") - 1) * mixed + inner * state)
-        if "conv_L_cache" in self.data:
-            return _STATE_BYTES * (self.count("conv_L_cache") - 1) * self.hidden
-        raise ModelError("config.json has recurrent layers whose constant state kv cannot work out")
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,7 +8,7 @@ from math import prod
 
 from kvcli.errors import ModelError
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.headers.anygguf import config_from_gguf_any
+from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.hub import store
@@ -106,8 +106,6 @@ def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bo
         problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
         config = config_from_gguf_any(header.metadata, shapes, given)
     elif header.config:
-        from kvcli.runtime.headers.hfconfig import config_from_hf
-
         config = config_from_hf(header.config, given)
     else:
         raise ModelError(f"{header.source} has no config.json beside its weights", "the shape can be given by flags")

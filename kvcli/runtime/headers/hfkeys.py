@@ -1,0 +1,302 @@
+"""`metadata_of`: the keys of a config.json as those that a GGUF file of the same model has. No torch.
+
+One reader of shapes and one description of each architecture then serve both kinds of files. The keys are those that
+llama.cpp's converter writes; which layers slide is always written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvcli.errors import ModelError
+from kvcli.runtime.headers import families
+from kvcli.runtime.headers.hfconfig import HFConfig
+from kvcli.runtime.headers.hflayers import STATE_ONLY, has_both, kinds_of, no_rope_layers, window_of, without
+from kvcli.runtime.headers.hfrope import rope_keys
+from kvcli.runtime.headers.shapes import Given
+
+# Numbers that GGUF files keep under another name, as they are.
+_RENAMED = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+}
+_GATING = {"softmax": 1, "sigmoid": 2}  # expert_gating_func
+_SIGMOID = ("glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "bailing_moe_v2")  # where no key says it
+
+
+def metadata_of(data: Mapping[str, Any], given: Given | None = None) -> dict[str, Any]:
+    """The keys of a parsed config.json, `given` standing in for sizes that are missing.
+
+    Raises ModelError that names a key which is missing, odd, or not understood although it may change the shape.
+    """
+    config = HFConfig(data, given or Given())
+    arch = families.gguf_name(config.model_type)
+    keys = {**_sizes(config), **_layers(config), **_experts(config), **_numbers(config), **rope_keys(config)}
+    config.refuse_unread()
+    name = data.get("_name_or_path")
+    named = {"general.name": name} if isinstance(name, str) and name else {}
+    return {"general.architecture": arch, **named, **{f"{arch}.{key}": value for key, value in keys.items()}}
+
+
+def _sizes(config: HFConfig) -> dict[str, Any]:
+    hidden = config.count("hidden_size", "hidden")
+    return {
+        "block_count": config.n_layers,
+        "embedding_length": hidden,
+        "context_length": config.count("max_position_embeddings", default=0),
+        "vocab_size": config.count("vocab_size", "vocab"),
+        "feed_forward_length": _common(_widths(config, hidden)),
+    }
+
+
+def _widths(config: HFConfig, hidden: int) -> list[int]:
+    """The width of each layer's dense feed-forward part."""
+    if blocks := config.tables("block_configs"):
+        return [0 if without(each.get("ffn")) else _searched_width(config, each["ffn"], hidden) for each in blocks]
+    if config.model_type == "nemotron_h":
+        width = config.count("intermediate_size", "ffn")
+        return [width if kind == "-" else 0 for kind in kinds_of(config)]
+    if config.model_type == "llama4_text":
+        config.get("intermediate_size")
+        return config.each("intermediate_size_mlp", "ffn", config.count("intermediate_size", default=0))
+    return config.each("intermediate_size", "ffn", 4 * hidden)
+
+
+def _searched_width(config: HFConfig, ffn: Mapping[str, Any], hidden: int) -> int:
+    """The width of a layer that a search has given its own (nemotron-nas)."""
+    times = ffn.get("ffn_mult")
+    if isinstance(times, (int, float)) and 0 < times < 1 << 10:
+        return -(-int(2 * times * hidden / 3) // 256) * 256
+    return config.within(ffn, "intermediate_size")
+
+
+def _layers(config: HFConfig) -> dict[str, Any]:
+    """What each layer keeps."""
+    kinds, window = kinds_of(config), window_of(config)
+    keys: dict[str, Any] = _recurrent(config, kinds) if not set(kinds).isdisjoint("RK") or has_both(config) else {}
+    if config.model_type not in STATE_ONLY:
+        keys |= _latent(config) if config.count("kv_lora_rank", default=0) else _rows(config, kinds)
+    else:
+        keys["attention.head_count"] = 1
+    if not set(kinds) <= set("FSC"):
+        heads = keys.get("attention.head_count_kv", 0)
+        each = heads if isinstance(heads, list) else [heads] * config.n_layers
+        keys["attention.head_count_kv"] = [n if kind in "FSC" else 0 for n, kind in zip(each, kinds, strict=True)]
+    if not set(kinds).isdisjoint("SC"):
+        keys["attention.sliding_window"] = window
+        keys["attention.sliding_window_pattern"] = [kind in "SC" for kind in kinds]
+    if shared := config.count("num_kv_shared_layers", default=0):
+        keys["attention.shared_kv_layers"] = shared
+    return keys
+
+
+def _rows(config: HFConfig, kinds: str) -> dict[str, Any]:
+    """Heads and their sizes, which may differ between layers."""
+    heads = config.each("num_attention_heads_per_layer", default=config.count("num_attention_heads", "heads"))
+    dim = config.count("head_dim", "dim_k", config.count("hidden_size", "hidden") // max(1, max(heads)))
+    dim_v = config.count("v_head_dim", default=dim)
+    layers = [_Rows(*each, dim, dim_v) for each in zip(heads, _kv_heads(config, heads), strict=True)]
+    for layer, (rows, kind) in enumerate(zip(layers, kinds, strict=True)):
+        layers[layer] = _own(config, layer, kind, rows)
+        n, n_kv = layers[layer].heads, layers[layer].kv_heads
+        if kind in "FSC" and (not n or not n_kv or n % n_kv):
+            raise ModelError(f"{n} query heads are not a multiple of {n_kv} KV heads")
+    keys = {
+        "attention.head_count": _common([rows.heads for rows in layers]),
+        "attention.head_count_kv": _common([rows.kv_heads for rows in layers]),
+    }
+    full, slides = (_dims(layers, kinds, each) for each in ("F", "SC"))
+    dims = full or slides or (dim, dim_v)
+    keys |= {"attention.key_length": dims[0], "attention.value_length": dims[1]}
+    if slides and slides != dims:
+        keys |= {"attention.key_length_swa": slides[0], "attention.value_length_swa": slides[1]}
+    return keys
+
+
+class _Rows(NamedTuple):
+    """What one layer keeps of a token."""
+
+    heads: int
+    kv_heads: int
+    dim_k: int
+    dim_v: int
+
+
+def _own(config: HFConfig, layer: int, kind: str, rows: _Rows) -> _Rows:
+    """The rows of a layer with what the file says of its kind, or of it alone."""
+    if kind == "S":
+        rows = _Rows(
+            config.count("swa_num_attention_heads", default=rows.heads),
+            config.count("swa_num_key_value_heads", default=rows.kv_heads),
+            dim := config.count("swa_head_dim", default=rows.dim_k),
+            config.count("swa_v_head_dim", default=dim if config.has("swa_head_dim") else rows.dim_v),
+        )
+    if config.model_type.startswith("gemma4"):
+        config.seen("num_global_key_value_heads", "global_head_dim")
+        if kind == "F":
+            wide = config.count("global_head_dim", default=512)
+            kv_heads = config.count("num_global_key_value_heads", default=rows.kv_heads)
+            rows = _Rows(rows.heads, kv_heads if config.get("attention_k_eq_v") else rows.kv_heads, wide, wide)
+    table = config.table("per_layer_config")
+    own = table.get(str(layer), table.get(f"{layer:02d}"))
+    if not isinstance(own, Mapping):
+        return rows
+    return _Rows(
+        config.within(own, "num_attention_heads", rows.heads),
+        config.within(own, "num_key_value_heads", rows.kv_heads),
+        dim := config.within(own, "head_dim", rows.dim_k),
+        config.within(own, "v_head_dim", dim if "head_dim" in own else rows.dim_v),
+    )
+
+
+def _dims(layers: Sequence[_Rows], kinds: str, which: str) -> tuple[int, int] | None:
+    """The sizes of keys and values of these layers, None if there are none. GGUF files have one size for each kind."""
+    found = {(rows.dim_k, rows.dim_v) for rows, kind in zip(layers, kinds, strict=True) if kind in which}
+    if len(found) > 1:
+        raise ModelError("head_dim in config.json differs between layers of one kind, which kv cannot plan for")
+    return found.pop() if found else None
+
+
+def _kv_heads(config: HFConfig, heads: list[int]) -> list[int]:
+    """KV heads of each layer; without the key as many as query heads."""
+    config.seen("num_key_value_heads")
+    one = [1] * config.n_layers
+    if blocks := config.tables("block_configs"):
+        parts = [None if without(each.get("attention")) else each["attention"] for each in blocks]
+        groups = [0 if part is None else config.within(part, "n_heads_in_group") for part in parts]
+        return [head // group if group else 0 for head, group in zip(heads, groups, strict=True)]
+    if config.get("multi_query_attention") is False:  # chatglm
+        return heads
+    if config.model_type in ("falcon", "RefinedWebModel") and not config.get("new_decoder_architecture"):
+        return one if config.get("multi_query", True) else heads
+    if config.get("multi_query") is True and not config.has("num_key_value_heads"):
+        return one
+    if config.get("num_key_value_heads") is None and config.given.kv_heads is None:
+        return heads
+    return config.each("num_key_value_heads", "kv_heads")
+
+
+def _latent(config: HFConfig) -> dict[str, Any]:
+    """Latent attention (MLA): keys and values compressed, and the part of the key that carries RoPE."""
+    rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", "rope_dim")
+    plain = config.count("qk_nope_head_dim", default=0)
+    keys = {
+        "attention.head_count": config.count("num_attention_heads", "heads"),
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rope,
+        "attention.key_length": rank + rope,
+        "attention.value_length": rank,
+        "attention.key_length_mla": plain + rope,
+        "attention.value_length_mla": config.count("v_head_dim", default=plain),
+    }
+    for name in ("head_dim", "num_key_value_heads"):  # of the attention that is not compressed
+        config.get(name)
+    if config.get("q_lora_rank"):
+        keys["attention.q_lora_rank"] = config.count("q_lora_rank")
+    if set(config.values("indexer_types") or ("full",)) != {"full"}:
+        raise ModelError("indexer_types in config.json: kv cannot plan for indexers that layers share")
+    if config.get("index_head_dim"):
+        keys["attention.indexer.key_length"] = config.count("index_head_dim")
+    return keys
+
+
+def _recurrent(config: HFConfig, kinds: str) -> dict[str, Any]:
+    """What the constant state of a recurrent layer depends on."""
+    hidden = config.count("hidden_size", "hidden")
+    if "K" in kinds:
+        return {"shortconv.l_cache": config.count("conv_L_cache")}
+    if config.has("linear_attn_config"):  # Kimi's delta attention
+        table = config.table("linear_attn_config")
+        sizes = (config.within(table, name) for name in ("num_heads", "head_dim", "short_conv_kernel_size"))
+        return _delta(config, *sizes)
+    if config.get("linear_head_dim"):
+        sizes = (config.count(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim"))
+        return _delta(config, *sizes)
+    if config.get("linear_num_value_heads"):  # gated delta networks
+        values = config.count("linear_num_value_heads") * config.count("linear_value_head_dim")
+        groups, state = config.count("linear_num_key_heads"), config.count("linear_key_head_dim")
+        return _state(values, state, config.count("linear_conv_kernel_dim"), groups)
+    if config.get("conv1d_width"):
+        return _state(config.count("lru_width", default=hidden), 1, config.count("conv1d_width"), 0)
+    if config.get("mamba_d_state"):
+        inner = config.count("mamba_expand", default=2) * hidden
+        if config.get("mamba_d_ssm"):
+            inner = config.count("mamba_d_ssm")
+        elif config.get("mamba_num_heads") and config.get("mamba_head_dim"):
+            inner = config.count("mamba_num_heads") * config.count("mamba_head_dim")
+        groups = config.count("mamba_n_groups", default=0)
+        return _state(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), groups)
+    if config.model_type in ("minimax", "minimax_text_01"):  # lightning attention: a matrix for each head
+        heads = config.count("num_attention_heads", "heads")
+        dim = config.count("head_dim", "dim_k", hidden // heads)
+        return _state(heads * dim, dim, 1, 0)
+    raise ModelError(
+        "config.json has recurrent layers whose constant state kv cannot work out", "the shape can be given by flags"
+    )
+
+
+def _delta(config: HFConfig, heads: int, dim: int, kernel: int) -> dict[str, Any]:
+    if heads != config.count("num_attention_heads", "heads"):
+        raise ModelError(f"config.json has {heads} heads of linear attention, which kv cannot plan for beside others")
+    return {"kda.head_dim": dim, "ssm.conv_kernel": kernel}
+
+
+def _state(inner: int, state: int, kernel: int, groups: int) -> dict[str, int]:
+    sizes = {"ssm.inner_size": inner, "ssm.state_size": state, "ssm.conv_kernel": kernel}
+    return {**sizes, "ssm.group_count": groups} if groups else sizes
+
+
+def _experts(config: HFConfig) -> dict[str, Any]:
+    experts = config.count("num_experts", default=0)
+    if experts <= 1:
+        return {}
+    keys: dict[str, Any] = {
+        "expert_count": experts,
+        "expert_used_count": config.count("num_experts_per_tok", default=1),
+    }
+    width = max(config.each("moe_intermediate_size", default=0), default=0)
+    if width:
+        keys["expert_feed_forward_length"] = width
+    shared = max(config.each("n_shared_experts", default=0), default=0)
+    if shared:
+        keys["expert_shared_count"] = shared
+    if config.get("shared_expert_intermediate_size"):
+        keys["expert_shared_feed_forward_length"] = config.count("shared_expert_intermediate_size")
+    elif shared and width:
+        keys["expert_shared_feed_forward_length"] = shared * width
+    if config.get("first_k_dense_replace"):
+        keys["leading_dense_block_count"] = config.count("first_k_dense_replace")
+    if config.get("norm_topk_prob") is not None:
+        keys["expert_weights_norm"] = bool(config.get("norm_topk_prob"))
+    if scale := config.number("routed_scaling_factor"):
+        keys["expert_weights_scale"] = scale
+    for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
+        if config.get(name):
+            keys[key] = config.count(name)
+    gating = config.get("scoring_func") or ("sigmoid" if config.model_type in _SIGMOID else None)
+    if gating in _GATING:
+        keys["expert_gating_func"] = _GATING[gating]
+    return keys
+
+
+def _numbers(config: HFConfig) -> dict[str, Any]:
+    keys = {key: value for name, key in _RENAMED.items() if (value := config.number(name)) is not None}
+    if scalar := config.number("query_pre_attn_scalar"):
+        keys["attention.scale"] = scalar**-0.5
+    if config.get("no_rope_layers") or config.get("no_rope_layer_interval"):
+        no_rope_layers(config)
+    return keys
+
+
+def _common(values: list[int]) -> int | list[int]:
+    """One number where all layers have the same."""
+    return values[0] if len(set(values)) == 1 else values
