@@ -18,6 +18,7 @@ class LoadOptions:
     memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
     device: str = "auto"  # "auto" = the first GPU that can be used, else the CPU; "cpu", "cuda", "cuda:1"
     exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
+    chat_anyway: bool = False  # take the architecture's chat template where the file has none
 
 
 @dataclass(frozen=True)

@@ -81,11 +81,11 @@ def load(
     environment.prepare()
     path = find_runnable(options.model, offline, progress, LOG.info)
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
 
-    engine = Engine.open(path, options, cache)
+    engine = Engine(LoadedModel.load(path, options, cache, LOG.warning))
     for text in engine.notices:
         LOG.log(logging.WARNING if text in engine.doubts else logging.INFO, "%s", text)
-    engine.tell = LOG.warning
     return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))
 
 

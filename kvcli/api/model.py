@@ -67,7 +67,7 @@ class Model:
 
     def __init__(self, engine: Engine, prompts: PromptCacheOptions, tell: Tell) -> None:
         self.engine = engine
-        self._caches = engine.use_caches(prompts, tell)
+        self._caches = engine.prompt_caches(prompts, tell)
         self._own = Sequence(engine.new_sequence())
         self._running: Callable[[], Answer | None] = lambda: None
         self._closed = False
@@ -77,7 +77,7 @@ class Model:
     @property
     def name(self) -> str:
         """The model's name, as its makers write it."""
-        return self.engine.title
+        return self.engine.loaded.title
 
     @property
     def ctx(self) -> int:
@@ -87,7 +87,7 @@ class Model:
     @property
     def cache_type(self) -> tuple[str, str]:
         """The cache types of keys and values."""
-        return self.engine.cache_types
+        return self.engine.loaded.cache_types
 
     @property
     def device(self) -> str:
@@ -125,10 +125,11 @@ class Model:
         a prompt longer than the context, UsageError for a value out of range.
         """
         engine = self._open()
-        if engine.template is None:
+        template = engine.loaded.template
+        if template is None:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        ids = engine.tokenizer.encode_segments(engine.template.render_segments(asked), add_bos=True)
+        ids = engine.tokenizer.encode_segments(template.render_segments(asked), add_bos=True)
         return self._answer(ids, sequence, replace(sampling, **fields))
 
     def generate(
@@ -146,11 +147,11 @@ class Model:
         return self._answer(ids, sequence, replace(sampling, **fields))
 
     def _answer(self, ids: list[int], sequence: Sequence | None, options: SampleOptions) -> Answer:
-        engine, rows = self._open(), self._rows(sequence)
-        settled = settling.settled(options, engine.sampling_defaults, engine.config.vocab_size)
+        engine, rows, caches = self._open(), self._rows(sequence), self._caches
+        settled = settling.settled(options, engine.loaded.sampling_defaults, engine.config.vocab_size)
 
         def start(cancelled: Callable[[], bool]) -> Iterator[Event]:
-            return engine.generate(rows, ids, settled, cancelled)
+            return engine.generate(rows, ids, settled, cancelled, caches=caches)
 
         answer = Answer(len(ids), settled, start)
         self._running = weakref.ref(answer)  # an answer that nobody has any more is over

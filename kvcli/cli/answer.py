@@ -18,6 +18,8 @@ from kvcli.runtime.engine.events import End, Prefill, Token
 if TYPE_CHECKING:
     from kvcli.runtime.cache.sequence import Sequence
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
+    from kvcli.runtime.promptcache.caches import Caches
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,19 @@ class Job:
     sampling: SampleOptions  # settled
     sink: Sink
     interrupts: Interrupts
+    caches: Caches
     verify: bool = False  # compare the memory plan with what the process took
     history: bool = False  # the prompt is a whole conversation, see Engine.generate
     cut: Cut | None = None  # what is missing of the prompt
     told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
 
 
-def settle(engine: Engine, options: SampleOptions) -> SampleOptions:
+def settle(loaded: LoadedModel, options: SampleOptions) -> SampleOptions:
     """The options with the model's defaults and a seed filled in: what is reported is what was used.
 
     Raises UsageError, and ModelError for a default of the model that makes no sense.
     """
-    return sampling.settled(options, engine.sampling_defaults, engine.config.vocab_size)
+    return sampling.settled(options, loaded.sampling_defaults, loaded.config.vocab_size)
 
 
 def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Result:
@@ -50,7 +53,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     job.sink.start(job.model, job.sampling)
     parts = []
     try:
-        for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history):
+        for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history, job.caches):
             if isinstance(event, Prefill):
                 job.sink.prefill(event)
             elif isinstance(event, Token):
@@ -83,7 +86,7 @@ def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
     layout = engine.layout
     pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones
     nbytes = sum(count * arena.page_bytes for count, arena in zip(pages, layout.arenas, strict=True))
-    type_k, type_v = engine.cache_types
+    type_k, type_v = engine.loaded.cache_types
     counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size
     options, whole = engine.terms.options, layout.contiguous_bytes(engine.ctx_size)
     pinned = options.tail, options.sinks, options.evict.policy

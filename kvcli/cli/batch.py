@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvcli.cli import engines, inputs, jsonobjects, render
@@ -26,6 +26,7 @@ from kvcli.words import counted
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.request import Request
+    from kvcli.runtime.promptcache.lookup import PromptCaches
 
 PARALLEL = 8  # lines at a time where no number is asked for
 FAILED = 1  # exit code where a line has no answer
@@ -161,11 +162,10 @@ def run(
         told = "" if answers.done == total else f": going on with line {answers.numbers[answers.done]}"
         say(f"{answers.name} has the answers to {answers.done:,} of {counted(total, 'line')}{told}")
     if answers.done < total:
+        load = replace(load, chat_anyway=batch.form.raw is False)
         engine = engines.open_engine(load, cache, invocation, interrupts)
-        if batch.form.raw is False:
-            engine.chat_anyway()
-        with closing(engine.use_caches(kept, tell)):
-            _answer(engine, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
+        with closing(engine.prompt_caches(kept, tell)) as caches:
+            _answer(engine, caches, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
     if answers.failed:
         say(f"{counted(answers.failed, 'line')} of {total:,} could not be answered: see error in {answers.name}")
     if interrupts.code:
@@ -175,6 +175,7 @@ def run(
 
 def _answer(
     engine: Engine,
+    caches: PromptCaches,
     form: Form,
     lines: dict[int, bytes],
     answers: Answers,
@@ -194,7 +195,7 @@ def _answer(
         while not interrupts.cancelled():
             while scheduler.room and (number := next(left, None)):
                 try:
-                    found = _ask(engine, form, lines[number], number)
+                    found = _ask(engine, caches, form, lines[number], number)
                     asked[id(found.request)] = found
                     scheduler.submit(found.request)
                 except KVError as error:
@@ -218,8 +219,8 @@ def _answer(
         render.aside(f"{made} in {took:.1f} s | gen {tokens:,} tok · {tokens / took:,.0f} tok/s", invocation)
 
 
-def _ask(engine: Engine, form: Form, raw: bytes, number: int) -> _Asked:
+def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: int) -> _Asked:
     """The request of a line. Raises KVError."""
     line = Line.parse(raw, number, form)
-    settled = settle(engine, line.sampling)
-    return _Asked(number, line, engine.request(engine.new_sequence(), line.ids(engine, form), settled))
+    settled, ids = settle(engine.loaded, line.sampling), line.ids(engine.loaded, form)
+    return _Asked(number, line, engine.request(engine.new_sequence(), ids, settled, caches=caches))

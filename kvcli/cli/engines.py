@@ -15,6 +15,7 @@ from kvcli.options import CacheOptions, LoadOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
 
 
 def tell_aliases(pairs: Iterable[Types], invocation: Invocation) -> None:
@@ -24,7 +25,7 @@ def tell_aliases(pairs: Iterable[Types], invocation: Invocation) -> None:
             render.announce(note, invocation)
 
 
-def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
+def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> LoadedModel:
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
     DoesNotFit.
 
@@ -34,23 +35,29 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation, to_run=True)
     interrupts.stage = LEAVE
+    from kvcli.runtime.engine.loaded import LoadedModel
+
+    loaded = LoadedModel.load(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
+    _tell(loaded.notices, loaded.doubts, invocation)
+    return loaded
+
+
+def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 0) -> Engine:
+    """Run a model in the context that it was loaded for; `prompt_tokens`: what --keep -1 means. UsageError where that
+    leaves no window, DoesNotFit."""
     from kvcli.runtime.engine.engine import Engine
 
-    engine = Engine.open(path, load, cache)  # maps the file: too quick for a bar
-    _tell(engine, 0, invocation)
-    engine.tell = partial(render.warn, invocation=invocation)
+    engine = Engine(loaded, loaded.terms.keeping(prompt_tokens))
+    _tell([text for text in engine.notices if text not in loaded.notices], engine.doubts, invocation)
     return engine
 
 
-def keep_prompt(engine: Engine, n_tokens: int, invocation: Invocation) -> None:
-    """`Engine.keep_prompt`, and what it says of it."""
-    known = len(engine.notices)
-    engine.keep_prompt(n_tokens)
-    _tell(engine, known, invocation)
+def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
+    """`load_model` and `engine_of`, where no prompt decides anything."""
+    return engine_of(load_model(load, cache, invocation, interrupts), invocation)
 
 
-def _tell(engine: Engine, known: int, invocation: Invocation) -> None:
-    """What the engine has noted since there were `known` notices."""
-    for text in engine.notices[known:]:
-        tell = render.announce if text in engine.doubts else render.notice
+def _tell(notices: list[str], doubts: list[str], invocation: Invocation) -> None:
+    for text in notices:
+        tell = render.announce if text in doubts else render.notice
         tell(text, invocation)

@@ -82,7 +82,7 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
     for each in reversed(jobs):  # the first one reads the prompt for those that exist already
         seq, cancelled = engine.new_sequence(), job.interrupts.cancelled
         twins = requests if each is jobs[0] else ()
-        requests = [engine.request(seq, ids, each.sampling, cancelled, twins=twins), *requests]
+        requests = [engine.request(seq, ids, each.sampling, cancelled, twins=twins, caches=job.caches), *requests]
     turns, scheduler = InTurn(job.sink, count), Scheduler(engine, count)
     samples = {id(r): _Sample(n, jobs[n], turns, r) for n, r in enumerate(requests)}
     for request in requests:

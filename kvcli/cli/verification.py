@@ -53,10 +53,10 @@ def verify(engine: Engine, tokens: int) -> Verification:
     known: dict[str, int | None] = {"KV pool": engine.pool.committed_bytes}
     if engine.device.kind == CUDA:
         index = engine.device.index
-        peak = max(1, peak_on_card(index, engine.cards_before_open[index].free))
+        peak = max(1, peak_on_card(index, engine.loaded.cards_before[index].free))
     else:
         peak = peak_bytes()
-        known |= {"weights": mapped_bytes(engine.path), _RUNTIME: engine.bytes_before_open}
+        known |= {"weights": mapped_bytes(engine.loaded.path), _RUNTIME: engine.loaded.bytes_before}
     rows = [Row(r.name, r.bytes, known[r.name], r.source) for r in plan.rows if known.get(r.name)]
     rest = peak - sum(row.measured or 0 for row in rows)
     rows.append(Row("everything else", plan.total - sum(row.predicted for row in rows), rest))

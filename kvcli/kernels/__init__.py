@@ -12,9 +12,9 @@
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
-`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is. `attend` is all
-that a layer does with its cache (see attend.py); on a CPU it is written in two more operations, on a GPU kernels do
-several of its steps at once.
+`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is; `arithmetic`
+says what decides the last bits, in words that change with them. `attend` is all that a layer does with its cache (see
+attend.py); on a CPU it is written in two more operations, on a GPU kernels do several of its steps at once.
 
 | on a CPU | shapes |
 |---|---|
@@ -44,13 +44,18 @@ from kvcli.kernels.reference.matmul import QuantTensor
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend
 
-Backend = Union[NativeBackend, ReferenceBackend, "GpuBackend"]
+HostBackend = NativeBackend | ReferenceBackend
+Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
-    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "PagedKV", "QuantTensor", "RecordLayout",
-    "Stretch",
-    "backend",
+    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "HostBackend", "PagedKV", "QuantTensor",
+    "RecordLayout", "Stretch", "backend", "on_host",
 ]  # fmt: skip
+
+
+def on_host(ops: Backend, threads: int) -> HostBackend:
+    """The backend itself if it computes on the CPU, else one that does."""
+    return ops if isinstance(ops, (NativeBackend, ReferenceBackend)) else _cpu_backend("auto", threads)[0]
 
 
 def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]:
@@ -70,6 +75,10 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
 
         torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
         return GpuBackend(torch.device(device)), ""
+    return _cpu_backend(name, threads)
+
+
+def _cpu_backend(name: str, threads: int) -> tuple[HostBackend, str]:
     if name == "reference":
         return ReferenceBackend(threads), ""
     isa = asked_isa()

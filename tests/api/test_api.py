@@ -258,7 +258,7 @@ def test_every_option_has_a_flag() -> None:
     names = set(inspect.signature(kvcli.load).parameters) - {"cache", "prompts", "progress"}
     names |= {each.name for each in fields(kvcli.CacheOptions)} - {"ctx_size", "evict"}
     names |= {each.name for each in fields(EvictOptions)} - {"policy"}
-    names |= {each.name for each in fields(LoadOptions)} - {"force"}
+    names |= {each.name for each in fields(LoadOptions)} - {"force", "chat_anyway"}
     names |= {each.name for each in fields(kvcli.SampleOptions)} - {"sequence", "unattended", "dry_sequence_breakers"}
     assert names <= set(FLAGS) | {"loop_stop", "ignore_eos"}
     from kvcli.cli.main import _command

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import GREEDY, last_logits, open_tiny, run
+from engines import GREEDY, last_logits, open_tiny, run, states
 from fakes import FakeTemplate
 from kernelcases import same_bits
 from reusecases import Told
@@ -49,15 +49,6 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return found
 
 
-def states(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> torch.Tensor:
-    """Hidden states of all `ids`, fed in chunks."""
-    engine.ubatch, start, parts = ubatch, seq.length, []
-    for a, b in engine.chunks(start, start + len(ids)):
-        parts.append(engine.forward(seq, ids[a - start : b - start]))
-    engine.ubatch = 512
-    return torch.cat(parts)
-
-
 def fresh(engine: Engine, ids: list[int]) -> torch.Tensor:
     """The same from an empty cache, in one piece."""
     seq = engine.new_sequence()
@@ -73,7 +64,7 @@ def fresh(engine: Engine, ids: list[int]) -> torch.Tensor:
 def test_any_chunking_gives_the_same_states(engine: Engine):
     whole = fresh(engine, TEXT)
     assert whole.isfinite().all()
-    for ubatch in (1, 7, 16, 17, 48) if engine.backend == "native" else (48,):
+    for ubatch in (1, 7, 16, 17, 48) if engine.loaded.backend == "native" else (48,):
         seq = engine.new_sequence()
         assert same_bits(states(engine, seq, TEXT, ubatch), whole), ubatch
         assert seq.evicted == engine.retention.gap(len(TEXT) - 1) > 0 and seq.kept <= CTX
@@ -103,8 +94,8 @@ def test_a_text_that_fits_is_read_as_if_nothing_were_evicted(engine: Engine):
     n = engine.retention.whole
     plain = open_tiny(
         "gemma3" if engine.config.arch == "gemma3" else "llama",
-        engine.backend,
-        CacheOptions(CTX, *engine.cache_types, page_size=SIZE),
+        engine.loaded.backend,
+        CacheOptions(CTX, *engine.loaded.cache_types, page_size=SIZE),
     )
     expected = fresh(plain, TEXT[: n + 1])
     seq = engine.new_sequence()
@@ -182,14 +173,15 @@ def test_prompts_up_to_the_context_are_taken(engine: Engine):
 
 def test_the_whole_prompt_is_kept():
     engine = open_evicting("llama", "native", ("f16", "f16"), EvictOptions("sink", keep=-1))
-    assert engine.keeps_prompt and not engine.notices
-    engine.keep_prompt(30)
-    assert engine.retention == Retention(30, 32, SIZE) and not engine.keeps_prompt
+    terms = engine.terms
+    assert terms.keeps_prompt and not engine.notices
+    engine = Engine(engine.loaded, terms.keeping(30))
+    assert engine.retention == Retention(30, 32, SIZE) and not engine.terms.keeps_prompt
     seq = engine.new_sequence()
     run(engine, seq, TEXT[:30], replace(GREEDY, max_tokens=200))
     assert len(seq._lists[0].front) == 2 and seq.evicted > 100
     with pytest.raises(UsageError, match="64 for the 60 kept"):
-        engine.keep_prompt(60)
+        terms.keeping(60)
 
 
 @pytest.mark.parametrize("ctx", (1, 15, 16, 40, 63))
@@ -267,7 +259,6 @@ def test_a_system_message_longer_than_the_window(capsys: pytest.CaptureFixture[s
     conversation = Conversation(kept.tokenizer, FakeTemplate(), "be")
     n = conversation.system_tokens()
     assert 0 < n < conversation.alone("hi") and conversation.tokens == []
-    kept.keep_prompt(n)
-    assert kept.retention.keep == n
+    assert kept.terms.keeping(n).layout.retention.keep == n
     with pytest.raises(ContextOverflow, match="the message needs"):
         handle(chat(engine, "be " * 100), "hi")

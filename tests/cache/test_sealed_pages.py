@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cachecases import SmallPool
-from engines import open_tiny
+from engines import open_tiny, states
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -262,10 +262,7 @@ def open_sealed(variant: str, backend: str, types: tuple[str, str], size: int = 
 
 def logits(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> torch.Tensor:
     """Feed ids in chunks; logits of every one of them."""
-    engine.ubatch, start, parts = ubatch, seq.length, []
-    for a, b in engine.chunks(start, start + len(ids)):
-        parts.append(engine.forward(seq, ids[a - start : b - start]))
-    return engine.logits(torch.cat(parts))
+    return engine.logits(states(engine, seq, ids, ubatch))
 
 
 CASES = [("llama", (t, t)) for t in SEALED] + [("gemma3", ("int8", "int4")), ("gemma3", ("f16", "int4"))]

@@ -350,12 +350,12 @@ def test_a_terminal_that_is_gone_is_no_error_of_the_output_and_the_answer_is_kep
 
 def test_nobody_is_told_why_nothing_was_found(kv, talk):
     """Who began a chat asked for nothing."""
-    use = kv.engine.use_caches
+    caches = kv.engine.prompt_caches
 
-    def tell_at_once(options, tell):
+    def tell_at_once(options, tell, elsewhere):
         tell.notice("no stored prompt begins like this one")
-        return use(options, tell)
+        return caches(options, tell)
 
-    kv.engine.use_caches = tell_at_once
+    kv.engine.prompt_caches = tell_at_once
     assert "no stored prompt" not in talk("first").err
     assert "no stored prompt" in talk("first", args=("-v",)).err

@@ -44,21 +44,25 @@ class Chat:
 
     def __init__(self, capsys: pytest.CaptureFixture[str], root: Path, evict: EvictOptions = FORGET_NOTHING,
                  name: str = "", types: tuple[str, str] = ("f16", "f16")) -> None:  # fmt: skip
-        self.engine: Engine = open_tiny("llama", "native", CacheOptions(CTX, *types, page_size=SIZE, evict=evict))
+        engine = open_tiny("llama", "native", CacheOptions(CTX, *types, page_size=SIZE, evict=evict))
         sampling = replace(GREEDY, max_tokens=12, seed=1, temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
         kept = PromptCacheOptions(store=root / "prompts")
         options, self.sink, self.capsys = ChatOptions("tiny", sampling, False, True, evict, kept), Sink(), capsys
-        branches = Session(name, "tiny", self.engine.tokenizer_hashes()) if name else Branches()
-        conversation = Conversation(self.engine.tokenizer, FakeTemplate())
+        branches = Session(name, "tiny", engine.loaded.tokenizer_hashes()) if name else Branches()
+        conversation = Conversation(engine.tokenizer, FakeTemplate())
         branches.restore(conversation)
         interrupts = Interrupts(lambda *_: None)
-        self.session = ChatSession(self.engine, conversation, options, self.sink, interrupts, branches, Told())
+        self.session = ChatSession(engine, conversation, options, self.sink, interrupts, branches, Told())
 
     def __call__(self, *lines: str) -> str:
         self.capsys.readouterr()
         for line in lines:
             handle(self.session, line)
         return self.capsys.readouterr().err
+
+    @property
+    def engine(self) -> Engine:
+        return self.session.engine
 
     @property
     def reused(self) -> int:

@@ -429,7 +429,6 @@ def test_the_kept_start_follows_the_system_message(kv, talk, monkeypatch):
     talk("/evict sink", "/system be kind", "/system be kind", args=("--evict", "none"))
     assert len(kv.engine.changes) == 1
     kv.engine.changes = []
-    kv.engine.keep_prompt = lambda n: None
     talk("/evict none", "/evict sink", "/system be kind", "/system be kind", args=("--evict", "sink", "--keep", "-1"))
     keeps = [asked.keep for asked in kv.engine.changes]
     assert keeps[0] is None and keeps[1] > 0 and keeps[2] == keeps[1] + len("system:be kind") + 2 and len(keeps) == 3

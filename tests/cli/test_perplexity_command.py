@@ -104,7 +104,7 @@ def test_slices_and_steps_change_nothing(monkeypatch: pytest.MonkeyPatch):
     chunks = Protocol(128).cut(engine.tokenizer.encode(TEXT), None)[:1]
     first = quality.measure(engine, [chunks], [("int4", "int4")], Protocol(128), _silent)
     monkeypatch.setattr(quality, "SLICE_ELEMENTS", 7 * engine.config.vocab_size)
-    engine.ubatch = 5
+    engine = open_tiny("llama", "native", CacheOptions(page_size=16, ubatch=5))
     again = quality.measure(engine, [chunks], [("int4", "int4")], Protocol(128), _silent)
     for types, (scores,) in first.items():
         assert torch.equal(scores.nll, again[types][0].nll)
@@ -258,8 +258,8 @@ def _f32(engine: Engine, texts: list[list[int]], protocol: Protocol) -> list[flo
     return [quality.summarize([scores], [scores]).ppl for scores in found["f32", "f32"]]
 
 
-def _open(path: Path) -> Engine:
-    return Engine.open(path, LoadOptions(path.stem), CacheOptions(type_k="f32", type_v="f32"))
+def _open(path: Path, ubatch: int = 0) -> Engine:
+    return Engine.open(path, LoadOptions(path.stem), CacheOptions(type_k="f32", type_v="f32", ubatch=ubatch))
 
 
 @pytest.mark.models
@@ -268,8 +268,7 @@ def test_golden_perplexity(name: str, request: pytest.FixtureRequest):
     """Every token but the first of the short golden texts, in several steps; test_goldens.py reads the long one."""
     goldens = json.loads((ROOT / "tests" / "data" / f"goldens_{name}.json").read_text())
     texts = [golden for kind, golden in goldens.items() if kind != "long"]
-    engine = _open(request.getfixturevalue(f"{name}_path"))
-    engine.ubatch = 16
+    engine = _open(request.getfixturevalue(f"{name}_path"), ubatch=16)
     found = _f32(engine, [golden["ids"] for golden in texts], Protocol(score_from=0))
     assert len(found) >= 4 and found == pytest.approx([math.exp(golden["mean_nll"]) for golden in texts], rel=1e-3)
 

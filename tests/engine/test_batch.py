@@ -21,7 +21,7 @@ from kvcli.runtime.engine import scheduler as schedulers
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import Prefill
 from kvcli.runtime.engine.scheduler import Scheduler
-from kvcli.runtime.promptcache.caches import LiveRows
+from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches
 
 SINKS = EvictOptions("sink", window=48, keep=5)
 
@@ -43,12 +43,13 @@ prompts = st.builds(
 lives = st.tuples(prompts, options_of_answers, st.integers(0, 12), st.none() | st.integers(0, 12))  # joins, leaves
 
 
-def together(engine: Engine, some: list[tuple], parallel: int) -> list[Watched]:
+def together(engine: Engine, some: list[tuple], parallel: int, caches: Caches | None) -> list[Watched]:
     """The requests, each submitted before a step of its own; some are cancelled before a later one."""
     scheduler, found, step = Scheduler(engine, parallel), [], 0
     left = [False] * len(some)
     for number, (prompt, options, _, _) in enumerate(some):
-        found.append(watched(engine, prompt, options, cancelled=functools.partial(left.__getitem__, number)))
+        cancelled = functools.partial(left.__getitem__, number)
+        found.append(watched(engine, prompt, options, cancelled=cancelled, caches=caches or LIVE_ROWS))
     events = {id(each.request): each.events for each in found}
     while step <= 12 or not scheduler.idle:
         for number, (_, _, joins, leaves) in enumerate(some):
@@ -81,9 +82,9 @@ def test_batch_is_single(
 ) -> None:
     engine = engine_of(variant, backend, codec, evict)
     expected = [alone(engine, prompt, options) for prompt, options, _, _ in some]
-    caches = engine.use_caches(NOWHERE, Told()) if cached else None
+    caches = engine.prompt_caches(NOWHERE, Told()) if cached else None
     try:
-        for one, two, (_, _, _, leaves) in zip(together(engine, some, parallel), expected, some, strict=True):
+        for one, two, (_, _, _, leaves) in zip(together(engine, some, parallel, caches), expected, some, strict=True):
             one.check()
             if one.end.finish_reason == "interrupted":
                 assert leaves is not None and one.ids == two.ids[: len(one.ids)]
@@ -92,7 +93,6 @@ def test_batch_is_single(
     finally:
         if caches is not None:
             caches.close()
-        engine.caches = LiveRows()
     engine.pool.check([])
 
 
@@ -132,11 +132,11 @@ def test_where_pages_run_out_the_youngest_waits_and_goes_on_the_same(
     engine = tight(codec, pages)
     long = [replace(DRAWN, seed=seed, max_tokens=85) for seed in range(4)]
     prompts = [PROMPT[:30] + PROMPT[40 + 5 * n : 70 + 5 * n] for n in range(4)]
-    caches = engine.use_caches(NOWHERE, Told()) if cached else None
-    found = [watched(engine, *each) for each in zip(prompts, long, strict=True)]
+    caches = engine.prompt_caches(NOWHERE, Told()) if cached else None
+    found = [watched(engine, *each, caches=caches or LIVE_ROWS) for each in zip(prompts, long, strict=True)]
     scheduler = finished(engine, found)
     assert scheduler.preemptions > 0
-    engine.pool.budget_bytes, engine.caches = None, LiveRows()
+    engine.pool.budget_bytes = None
     expected = [alone(engine, *each) for each in zip(prompts, long, strict=True)]
     for one, two in zip(found, expected, strict=True):
         one.check()

@@ -1,5 +1,5 @@
-"""An open engine goes on with another context or another policy: rows that are the same under both stay, and all that
-follows is as if it had been so from the start."""
+"""An engine with another context or another policy takes the place of one: rows that are the same under both go over,
+and all that follows is as if it had been so from the start. No part of an engine is replaced while it is open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import open_tiny, run
+from engines import DRAWN, open_tiny, run, states
 from kernelcases import same_bits
 from reusecases import FOUR, Told
 
@@ -18,6 +18,7 @@ from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions, PromptCach
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.host.memory import CUDA
+from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches
 
 SIZE = 16
 TEXT = torch.randint(3, 370, (180,), generator=torch.manual_seed(9)).tolist()
@@ -27,13 +28,6 @@ NONE = FORGET_NOTHING
 
 def opened(variant: str, types: tuple[str, str], ctx_size: int, evict: EvictOptions) -> Engine:
     return open_tiny(variant, "native", CacheOptions(ctx_size, *types, page_size=SIZE, evict=evict))
-
-
-def states(engine: Engine, seq: Sequence, ids: list[int]) -> torch.Tensor:
-    parts, start = [], seq.length
-    for a, b in engine.chunks(start, start + len(ids)):
-        parts.append(engine.forward(seq, ids[a - start : b - start]))
-    return torch.cat(parts)
 
 
 @pytest.mark.slow
@@ -58,7 +52,8 @@ def test_all_is_as_from_the_start(variant, types, n, before, after, kept):
     seq, twin = engine.new_sequence(), other.new_sequence()
     states(engine, seq, TEXT[: n - 1])
     states(engine, seq, TEXT[n - 1 : n])
-    engine.change(*after, seq)
+    engine = engine.reopened(*after)
+    seq = engine.carried(seq)
     length = seq.length
     if variant == "gemma3":  # what its sliding windows let go of is gone
         assert length in (0, kept)
@@ -80,8 +75,9 @@ def test_on_a_gpu_rows_of_another_policy_are_not_kept():
     terms = opened("llama", ("f16", "f16"), 80, NONE).terms
     setting, budget = replace(terms.setting, kind=CUDA), replace(terms.budget, kind=CUDA)
     terms = replace(terms, setting=setting, budget=budget)
-    assert terms.same_rows(terms.changed(160, NONE), 70) == 70
-    assert terms.same_rows(terms.changed(80, SINK), 70) == terms.changed(80, SINK).same_rows(terms, 70) == 0
+    assert terms.changed(160, NONE).same_rows(None, 70) == 70
+    sink = terms.changed(80, SINK)
+    assert terms.same_rows(sink.layout.retention, 70) == sink.same_rows(None, 70) == 0
 
 
 def test_what_cannot_be_changes_nothing():
@@ -90,13 +86,33 @@ def test_what_cannot_be_changes_nothing():
     states(engine, seq, TEXT[:70])
     before = vars(engine).copy()
     with pytest.raises(UsageError, match="too short to evict"):
-        engine.change(40, EvictOptions("sink"), seq)
+        engine.reopened(40, EvictOptions("sink"))
     with pytest.raises(DoesNotFit, match="a context of 400,000,000 needs"):
-        engine.change(400_000_000, NONE, seq)
+        engine.reopened(400_000_000, NONE)
     assert vars(engine) == before and seq.length == 70
-    engine.change(600, NONE, seq)
+    engine = engine.reopened(600, NONE)
     assert engine.notices == ["context 600 is beyond the 512 tokens the model was trained on"]
     assert engine.pool.budget_bytes is not None and engine.plan.tokens == 600
+
+
+def test_nothing_of_an_engine_is_assigned_while_it_is_open():
+    """Nor of its model, but for what is noticed of it."""
+    engine = opened("llama", ("int8", "int4"), 80, SINK)
+    before, loaded = vars(engine).copy(), vars(engine.loaded).copy()
+    with closing(engine.prompt_caches(PromptCacheOptions(memory=True), Told())) as caches:
+        for length in (30, 70):
+            seq = engine.new_sequence()
+            run(engine, seq, TEXT[:length], replace(DRAWN, max_tokens=30), caches=caches)
+            seq.close()
+    assert_same_objects(vars(engine), before)
+    other = engine.reopened(160, NONE)
+    assert_same_objects(vars(other.loaded), loaded)
+    assert other.pool is not engine.pool and other.layout is not engine.layout
+
+
+def assert_same_objects(now: dict[str, object], before: dict[str, object]) -> None:
+    assert now.keys() == before.keys()
+    assert all(now[name] is before[name] for name in now)
 
 
 def test_find_says_what_restore_will_have(tmp_path: Path):
@@ -104,31 +120,34 @@ def test_find_says_what_restore_will_have(tmp_path: Path):
     engine = opened("llama", ("f16", "f16"), 80, NONE)
     options = PromptCacheOptions(store=tmp_path / "prompts", min_tokens=8, memory=True)
 
-    def found(seq: Sequence, tokens: list[int]) -> int:
-        told = engine.caches.find(seq, tokens)
+    def found(caches: Caches, seq: Sequence, tokens: list[int]) -> int:
+        told = caches.find(seq, tokens)
         seq.close() if seq.length and told == 0 else None
-        assert run(engine, seq, [*tokens, 7], FOUR).usage.cache_read_tokens == told
+        assert run(engine, seq, [*tokens, 7], FOUR, caches=caches).usage.cache_read_tokens == told
         return told
 
     seq = engine.new_sequence()
-    assert engine.caches.find(seq, TEXT[:60]) == 0
+    assert LIVE_ROWS.find(seq, TEXT[:60]) == 0
     run(engine, seq, TEXT[:60], FOUR)
-    assert engine.caches.find(seq, TEXT[:50]) == 50, "rows of the sequence itself"
-    with closing(engine.use_caches(options, Told())) as caches:
-        assert found(seq, TEXT[:60]) == 60
+    assert LIVE_ROWS.find(seq, TEXT[:50]) == 50, "rows of the sequence itself"
+    with closing(engine.prompt_caches(options, Told())) as caches:
+        assert found(caches, seq, TEXT[:60]) == 60
         caches.save(seq)
         seq.close()
-        assert found(seq, TEXT[:59]) == 59, "of the pool"
-    engine.change(160, NONE, seq)
+        assert found(caches, seq, TEXT[:59]) == 59, "of the pool"
+    engine = engine.reopened(160, NONE)
+    seq = engine.carried(seq)
+    assert seq.length > 59
     seq.close()
-    assert engine.caches.find(seq, TEXT[:60]) == 0
-    with closing(engine.use_caches(options, Told())):
-        assert found(seq, TEXT[:60]) == 60, "of the store, whatever the context's size"
-        assert found(seq, [*TEXT[:30], *TEXT[:20]]) == 30
-    engine.change(80, SINK, seq)
+    assert LIVE_ROWS.find(seq, TEXT[:60]) == 0
+    with closing(engine.prompt_caches(options, Told())) as caches:
+        assert found(caches, seq, TEXT[:60]) == 60, "of the store, whatever the context's size"
+        assert found(caches, seq, [*TEXT[:30], *TEXT[:20]]) == 30
+    engine = engine.reopened(80, SINK)
     seq.close()
-    with closing(engine.use_caches(options, Told())):
-        assert found(seq, TEXT[:60]) == 0, "the store keeps rows of other policies apart"
-        assert engine.caches.find(seq, TEXT[:8]) == 8
+    seq = engine.new_sequence()
+    with closing(engine.prompt_caches(options, Told())) as caches:
+        assert found(caches, seq, TEXT[:60]) == 0, "the store keeps rows of other policies apart"
+        assert caches.find(seq, TEXT[:8]) == 8
     seq.close()
     engine.pool.check([])

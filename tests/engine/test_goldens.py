@@ -37,7 +37,7 @@ def open_model(path: Path, backend: str, type_: str) -> Engine:
     if backend == "native":
         need_native()
     engine = Engine.open(path, LoadOptions(path.stem, backend=backend), CacheOptions(0, type_, type_))
-    assert engine.backend == backend
+    assert engine.loaded.backend == backend
     return engine
 
 
@@ -83,7 +83,7 @@ def test_native(name: str, text: str, exact: dict[str, Engine]):
 @pytest.mark.parametrize("name", GOLDENS)
 def test_default_cache_of_16_bits(name: str, paths: dict[str, Path]):
     engine = open_model(paths[name], "native", "auto")
-    assert engine.cache_types == ("f16", "f16")
+    assert engine.loaded.cache_types == ("f16", "f16")
     for text in ("code", "unicode"):
         check_text(engine, engine.new_sequence(), GOLDENS[name][text], 16)
 

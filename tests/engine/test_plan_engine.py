@@ -15,9 +15,10 @@ from kvcli.cli.verification import Row, Verification, block, failure
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.engine import engine as engine_module
+from kvcli.runtime.engine import loaded as loaded_module
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.host.processmemory import mapped_bytes, peak_bytes
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
@@ -65,7 +66,10 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
     limit = needed_for(small, tokens, **cut) + slack
     engine = open_small(small, limit, **cut)
     assert engine.ctx_size == tokens
-    assert engine.shortened.startswith(f"context {tokens:,} of 2,048 trained") and engine.shortened in engine.notices
+    assert (
+        engine.terms.shortened.startswith(f"context {tokens:,} of 2,048 trained")
+        and engine.terms.shortened in engine.notices
+    )
     assert engine.plan.needed <= limit
     events = list(engine.generate(engine.new_sequence(), ids(tokens - 5), WHOLE_CONTEXT))
     end = events[-1]
@@ -75,8 +79,8 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were touched")
 
-    monkeypatch.setattr(engine_module, "Weights", never)
-    monkeypatch.setattr(engine_module.Tokenizer, "from_gguf", never)
+    monkeypatch.setattr(loaded_module, "Weights", never)
+    monkeypatch.setattr(loaded_module.Tokenizer, "from_gguf", never)
     for more in (tokens + 1, tokens + page_size, 5000):
         with pytest.raises(DoesNotFit) as refused:
             open_small(small, limit, ctx_size=more, **cut)
@@ -153,12 +157,13 @@ def test_the_largest_context_that_evicts_is_true(small: Path) -> None:
 def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --keep -1 only when the prompt is known: kernels and tables depend on what is kept."""
     made: list[Retention | None] = []
-    monkeypatch.setattr(Engine, "_token_graph", lambda self: made.append(self.retention))
+    monkeypatch.setattr(Engine, "_token_graph", lambda self: ("", made.append(self.retention)))
     open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
-    engine = open_small(small, None, ctx_size=512, evict=EvictOptions("sink", keep=-1))
     assert made == [Retention(4, 384, 64)]
-    engine.keep_prompt(70)
-    assert made[1:] == [Retention(70, 320, 64)]
+    options = CacheOptions(512, evict=EvictOptions("sink", keep=-1))
+    loaded = LoadedModel.load(small, LoadOptions("small", 1), options)
+    engine = Engine(loaded, loaded.terms.keeping(70))
+    assert made[1:] == [Retention(70, 320, 64)] and engine.notices == [engine.retention.notice()]
 
 
 def test_steps_of_sealed_caches_are_short(small: Path) -> None:
@@ -173,12 +178,12 @@ def test_steps_of_sealed_caches_are_short(small: Path) -> None:
 def test_without_a_limit_it_is_the_training_context(small: Path) -> None:
     engine = open_small(small, None)
     assert engine.ctx_size == engine.plan.tokens == 2048
-    assert engine.notices == [] and engine.shortened == ""
+    assert engine.notices == [] and engine.terms.shortened == ""
 
 
 def test_an_explicit_context_is_honoured(small: Path) -> None:
     engine = open_small(small, needed_for(small, 2048), ctx_size=100)
-    assert (engine.ctx_size, engine.shortened) == (100, "")
+    assert (engine.ctx_size, engine.terms.shortened) == (100, "")
     beyond = open_small(small, None, ctx_size=3000)
     assert beyond.ctx_size == 3000 and "beyond" in beyond.notices[0]
 

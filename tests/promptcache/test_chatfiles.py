@@ -41,12 +41,13 @@ class Chat:
     def __init__(self, engine: Engine, root: Path, name: str = "ann", tokens: tuple[int, ...] | list[int] = ()) -> None:
         self.engine, self.root, self.tokens = engine, root, list(tokens)
         self.told = Told()
-        self.caches = engine.use_caches(store_in(root, chat=name, memory=True), self.told)
+        self.elsewhere: list[list[int]] = []  # the tokens of other branches
+        self.caches = engine.prompt_caches(store_in(root, chat=name, memory=True), self.told, lambda: self.elsewhere)
         self.sequence = engine.new_sequence()
         self.live_bytes = 0
 
     def say(self, message: list[int]) -> End:
-        end = run(self.engine, self.sequence, [*self.tokens, *message], FOUR, history=True)  # type: ignore[arg-type]
+        end = run(self.engine, self.sequence, [*self.tokens, *message], FOUR, history=True, caches=self.caches)
         self.tokens += [*message, *end.ids]
         arenas = enumerate(self.engine.layout.arenas)
         self.live_bytes = sum(self.sequence.pages(i) * arena.page_bytes for i, arena in arenas)
@@ -169,7 +170,7 @@ def test_other_branches_keep_their_rows(tmp_path: Path) -> None:
     chat.turns(15)
     main = list(chat.tokens)
     chat.caches.save(chat.sequence)
-    chat.caches.elsewhere = lambda: [main]
+    chat.elsewhere = [main]
     chat.turns(30, seed=1)
     chat.close()
     again = Chat(engine, tmp_path, tokens=main)
@@ -190,7 +191,7 @@ def test_a_damaged_file_of_another_branch_is_told(tmp_path: Path) -> None:
     chat.caches._wait()
     damaged = files_in(tmp_path)[0]
     damaged.write_bytes(b"")
-    chat.caches.elsewhere = lambda: [branch]
+    chat.elsewhere = [branch]
     chat.caches.save(chat.sequence)
     chat.say([5, 6, 7])
     chat.close()

@@ -31,8 +31,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.layout = tiny_layout()
         self.pool = PagePool(self.layout, self.budget)
         self.tree = PrefixTree(self.pool)
-        self.pool.soft_bytes = self.budget // 2
-        self.pool.reclaim = self._make_room
+        self.pool.lend(self._make_room, self.budget // 2)
         self.live: list[Sequence] = []
         self.writing: list[tuple[Held, dict[tuple[int, int], bytes]]] = []
         self.known: list[list[int]] = [[]]

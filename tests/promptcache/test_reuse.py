@@ -68,10 +68,10 @@ def test_sixteen_bit_caches_reuse_to_the_token(tmp_path: Path, disk: bool) -> No
         ask(engine, first, store_in(tmp_path))
         found = ask(engine, second, store_in(tmp_path))
     else:
-        with closing(engine.use_caches(NOWHERE, Told())):
+        with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
             seq, twin = engine.new_sequence(), engine.new_sequence()
-            run(engine, seq, first, FOUR)
-            found = run(engine, twin, second, FOUR)
+            run(engine, seq, first, FOUR, caches=caches)
+            found = run(engine, twin, second, FOUR, caches=caches)
             seq.close()
             twin.close()
     assert found.usage.cache_read_tokens == 150 and found.ids == cold.ids
@@ -90,10 +90,10 @@ def test_the_tree_gives_what_a_cold_run_computes(variant: str, types: tuple[str,
         shared = base[: generator.randrange(len(base) // 2, len(base) + 1)]
         prompts.append([*shared, *generator.choices(range(3, 300), k=30)][:200])
     cold = [ask(engine, prompt, NOWHERE).ids for prompt in prompts]
-    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
         seq = engine.new_sequence()
         for prompt, ids in zip(prompts, cold, strict=True):
-            end = run(engine, seq, prompt, FOUR)
+            end = run(engine, seq, prompt, FOUR, caches=caches)
             assert end.ids == ids
             reused += end.usage.cache_read_tokens
             engine.pool.check([*seq.holds(), *caches.tree.holds()])
@@ -106,9 +106,9 @@ def test_many_answers_share_the_pages_of_the_prompt() -> None:
     engine = engine_of("llama", "f16")
     prompt = (PROMPT * 2)[:250]
     alone = ask(engine, prompt, NOWHERE)
-    with closing(engine.use_caches(NOWHERE, Told())):
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
         seqs = [engine.new_sequence() for _ in range(8)]
-        ends = [run(engine, seq, prompt, FOUR) for seq in seqs]
+        ends = [run(engine, seq, prompt, FOUR, caches=caches) for seq in seqs]
         pages = engine.pool.used(0)
         for seq in seqs:
             seq.close()
@@ -236,15 +236,15 @@ def test_what_another_process_has_stored_meanwhile_is_not_written_again(
 
 def test_what_a_chat_goes_on_from_is_as_new_as_its_last_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, options = engine_of("llama"), store_in(tmp_path, memory=True, chat="")
-    with closing(engine.use_caches(options, Told())) as caches:
+    with closing(engine.prompt_caches(options, Told())) as caches:
         seq = engine.new_sequence()
         monkeypatch.setattr(chatfiles, "LONG_ROWS", 100)
-        run(engine, seq, PROMPT, FOUR)
+        run(engine, seq, PROMPT, FOUR, caches=caches)
         caches._wait()
         (path,) = files_in(tmp_path)
         long_ago = path.stat().st_mtime - 86400
         os.utime(path, (long_ago, long_ago))
-        run(engine, seq, [*seq.tokens, *PROMPT[:40]], FOUR)
+        run(engine, seq, [*seq.tokens, *PROMPT[:40]], FOUR, caches=caches)
         caches._wait()
         seq.close()
     engine.pool.check([])
@@ -272,10 +272,10 @@ def test_what_was_prefilled_for_long_is_stored_however_it_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.model, "hidden", stopped)
-        with closing(engine.use_caches(store_in(tmp_path), Told())):
+        with closing(engine.prompt_caches(store_in(tmp_path), Told())) as caches:
             seq = engine.new_sequence()
             with pytest.raises(SystemExit):
-                run(engine, seq, PROMPT, FOUR)
+                run(engine, seq, PROMPT, FOUR, caches=caches)
             seq.close()
     engine.pool.check([])
     assert len(files_in(tmp_path)) == 3
@@ -311,10 +311,10 @@ def test_what_was_evicted_is_not_missed(tmp_path: Path, variant: str, k: str, po
     assert ask(engine, [*document, 5, 6], store_in(tmp_path)).usage.cache_write_tokens == 102
     found = ask(engine, [*document, 8, 9, 10], store_in(tmp_path))
     assert found.ids == cold.ids and found.usage.disk_tokens >= 96
-    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
         seq, twin = engine.new_sequence(), engine.new_sequence()
-        run(engine, seq, [*document, 5, 6], FOUR)
-        again = run(engine, twin, [*document, 8, 9, 10], FOUR)
+        run(engine, seq, [*document, 5, 6], FOUR, caches=caches)
+        again = run(engine, twin, [*document, 8, 9, 10], FOUR, caches=caches)
         assert again.ids == cold.ids and again.usage.cache_read_tokens >= 96
         engine.pool.check([*seq.holds(), *twin.holds(), *caches.tree.holds()])
         seq.close()
@@ -343,17 +343,17 @@ def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatc
     engine = open_tiny("gemma3", "native", CacheOptions(ctx_size=128, page_size=16, type_k="int8", type_v="int8"))
     planned = engine.plan.kv_bytes
     engine.pool.budget_bytes = planned
-    with closing(engine.use_caches(NOWHERE, Told())) as caches:
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
         seq = engine.new_sequence()
         for n in range(4):
             prompt = [n + 3, *PROMPT[:119]]
-            assert run(engine, seq, prompt, replace(GREEDY, max_tokens=20)).finish_reason == "context"
+            assert run(engine, seq, prompt, replace(GREEDY, max_tokens=20), caches=caches).finish_reason == "context"
             engine.pool.check([*seq.holds(), *caches.tree.holds()])
         assert engine.pool.committed_bytes <= planned
         more = [engine.new_sequence() for _ in range(6)]
         with pytest.raises(DoesNotFit):
             for n, other in enumerate(more):
-                run(engine, other, [60 + n, *PROMPT[:119]], GREEDY)
+                run(engine, other, [60 + n, *PROMPT[:119]], GREEDY, caches=caches)
         for each in (seq, *more):
             each.close()
     engine.pool.check([])
@@ -362,9 +362,9 @@ def test_what_is_kept_gives_way_to_what_is_needed(monkeypatch: pytest.MonkeyPatc
 def test_pages_that_nobody_uses_do_not_make_the_pool_larger_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
     engine = open_tiny("llama", "native", CacheOptions(ctx_size=160, page_size=16))
-    with closing(engine.use_caches(NOWHERE, Told())):
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
         seq = engine.new_sequence()
         for n in range(12):
-            run(engine, seq, [n + 3, *PROMPT[:90]], GREEDY)
+            run(engine, seq, [n + 3, *PROMPT[:90]], GREEDY, caches=caches)
         assert engine.pool.committed_bytes <= engine.plan.kv_bytes + engine.layout.arenas[0].committed_bytes(1)
         seq.close()

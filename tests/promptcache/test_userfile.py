@@ -64,7 +64,6 @@ def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match="made with the weights of another model") as caught:
         ask(engine, PROMPT, _named(path, strict=True))
     assert caught.value.exit_code == 6
-    engine.caches.close()  # type: ignore[attr-defined]
     told = Told()
     assert ask(engine, PROMPT, _named(path), told).ids == cold.ids
     assert len(told.lines) == 1 and "it is left as it is" in told.lines[0] and _tokens(path) == PROMPT[:50]
@@ -108,9 +107,9 @@ def test_sixteen_bits_become_fewer_and_say_so(tmp_path: Path, variant: str, k: s
     ask(source, PROMPT, _named(path))
     before, told = path.read_bytes(), Told()
     options = replace(store_in(tmp_path), file=path)
-    with closing(engine.use_caches(options, told)):
+    with closing(engine.prompt_caches(options, told)) as caches:
         seq, cold = engine.new_sequence(), engine.new_sequence()
-        end = run(engine, seq, [*PROMPT, 8, 9], FOUR)
+        end = run(engine, seq, [*PROMPT, 8, 9], FOUR, caches=caches)
         assert end.usage.disk_tokens >= len(PROMPT) // page * page
         assert any("converted from f16" in line for line in told.lines)
         expected = engine.logits(engine.forward(cold, [*seq.tokens, 3])[-1:])

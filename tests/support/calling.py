@@ -53,10 +53,13 @@ class Caller(Runner):
         self.engine: Any = None
         self.opened: list[tuple[Any, Any]] = []  # load and cache options of every engine that was asked for
         monkeypatch.setattr(main, "COMMANDS", ("run", "chat"))
-        monkeypatch.setattr(engines, "open_engine", self._open)
+        monkeypatch.setattr(engines, "load_model", self._load)
+        monkeypatch.setattr(engines, "engine_of", lambda loaded, *_: loaded)
 
-    def _open(self, load: Any, cache: Any, invocation: Any, interrupts: Any) -> Any:
+    def _load(self, load: Any, cache: Any, invocation: Any, interrupts: Any) -> Any:
         self.opened.append((load, cache))
+        if load.chat_anyway:
+            self.engine.take_spare_template()
         return self.engine
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import tiny
 import torch
 from kernelcases import need_native
 
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Sequence, chunk_end
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End, Prefill, Token
 from kvcli.runtime.text.tokenizer import StreamDecoder
@@ -30,16 +30,19 @@ def open_tiny(variant: str, backend: str, cache: CacheOptions | None = None, mem
     )
 
 
+def states(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> torch.Tensor:
+    """Hidden states [len(ids), d_model] of ids that are fed in steps."""
+    parts, end = [], seq.length + len(ids)
+    while seq.length < end:
+        step = chunk_end(seq.length, end, ubatch, engine.layout.page_size) - seq.length
+        parts.append(engine.forward(seq, ids[:step]))
+        ids = ids[step:]
+    return torch.cat(parts)
+
+
 def last_logits(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> torch.Tensor:
-    """Feed ids in chunks; logits [1, vocab] after the last."""
-    engine.ubatch = ubatch
-    for start, end in engine.chunks(seq.length, seq.length + len(ids)):
-        at = seq.length
-        assert start == at
-        hidden = engine.forward(seq, ids[: end - start])
-        ids = ids[end - start :]
-    engine.ubatch = 512
-    return engine.logits(hidden[-1:])
+    """Feed ids in steps; logits [1, vocab] after the last."""
+    return engine.logits(states(engine, seq, ids, ubatch)[-1:])
 
 
 def fresh(engine: Engine, ids: list[int], ubatch: int = 512) -> torch.Tensor:
@@ -54,7 +57,7 @@ def run(
     seq: Sequence,
     prompt: list[int],
     options: SampleOptions = GREEDY,
-    **more: Callable[[], bool],
+    **more: Any,
 ) -> End:
     """The last event, after checks that hold for every generation."""
     events = list(engine.generate(seq, prompt, options, **more))

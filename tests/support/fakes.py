@@ -128,7 +128,7 @@ class FakeEngine:
         self.answers = list(answers)
         self.ctx_size, self.title = ctx_size, "Fake 1K"
         self.template: FakeTemplate | None = FakeTemplate()
-        self.spare_template: FakeTemplate | None = None
+        self.spare_template: FakeTemplate | None = None  # which may be taken where there is no template
         self.tokenizer = FakeTokenizer()
         self.config = SimpleNamespace(
             name="Fake 1K", arch="fake", vocab_size=FakeTokenizer.vocab_size, context_length=4096
@@ -139,21 +139,38 @@ class FakeEngine:
         self.doubts: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
         self.retention: eviction.Retention | None = None
-        self.keeps_prompt = False
         group = SimpleNamespace(page_bytes=1 << 20)
         self.layout = SimpleNamespace(
             page_size=64, groups=[group], arenas=[group], contiguous_bytes=lambda tokens: tokens << 14
         )
         self.memory_tokens = 1 << 20  # the longest context that fits
-        self.terms = self._terms(CacheOptions())
+        self.options = CacheOptions()
         self.changes: list[EvictOptions] = []
         self.stored: list[int] = []
         self.calls: list[tuple[list[int], SampleOptions]] = []
         self.before_token: Callable[[int], None] = lambda number: None
         self.before_prefill: Callable[[], None] = lambda: None
 
-    def _terms(self, options: CacheOptions) -> SimpleNamespace:
-        return SimpleNamespace(options=options, could_hold=lambda tokens: tokens <= self.memory_tokens)
+    @property
+    def terms(self) -> SimpleNamespace:
+        options = self.options
+        keeps, layout = options.evict.keep == eviction.WHOLE_PROMPT, SimpleNamespace(retention=self.retention)
+        return SimpleNamespace(
+            options=options, could_hold=lambda tokens: tokens <= self.memory_tokens, keeps_prompt=keeps, notices=(),
+            layout=layout, ctx_size=self.ctx_size, check_prompt=self._check_prompt,
+        )  # fmt: skip
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if len(ids) > self.ctx_size:
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens, the context {self.ctx_size}")
+
+    @property
+    def loaded(self) -> FakeEngine:
+        return self
+
+    @property
+    def has_spare_template(self) -> bool:
+        return self.spare_template is not None
 
     @property
     def plan(self) -> Plan:
@@ -163,7 +180,8 @@ class FakeEngine:
     def template_note(self) -> str:
         return "" if self.template else "base model: no template"
 
-    def chat_anyway(self) -> None:
+    def take_spare_template(self) -> None:
+        """As a model does that is loaded with `chat_anyway`."""
         self.template = self.template or self.spare_template
         if self.template is None:
             raise ModelError("there is no template")
@@ -171,23 +189,27 @@ class FakeEngine:
     def predict(self, tokens: int) -> Plan:
         return Plan((Row("KV pool", tokens << 14, "exact"),), tokens, tokens << 14, 0)
 
-    def use_caches(self, options: PromptCacheOptions, tell: object) -> SimpleNamespace:
+    def prompt_caches(self, options: PromptCacheOptions, tell: object, elsewhere: object = None) -> SimpleNamespace:
         """Caches that have nothing but the sequence and, in `stored`, rows of one prompt."""
         self.cache_options = options
-        self.caches = SimpleNamespace(
+        return SimpleNamespace(
             close=lambda: None, save=lambda sequence: None, find=self._find, kept_otherwise=lambda tokens: ""
         )
-        return self.caches
 
     def _find(self, sequence: FakeSequence, tokens: list[int]) -> int:
         return max(common_length(held, tokens) for held in (sequence.tokens, self.stored))
 
-    def change(self, ctx_size: int, evict: EvictOptions, sequence: FakeSequence) -> None:
+    def reopened(self, ctx_size: int, evict: EvictOptions) -> FakeEngine:
+        """The fake itself, changed."""
+        self.ctx_size = ctx_size or self.ctx_size
+        self.retention = eviction.retention(evict, self.ctx_size, self.layout.page_size)
+        self.options, self.changes = CacheOptions(evict=evict), [*self.changes, evict]
+        return self
+
+    def carried(self, sequence: FakeSequence) -> FakeSequence:
         """Rows stay where they are the same under both policies, as far as a fake can tell."""
-        retention = eviction.retention(evict, ctx_size or self.ctx_size, self.layout.page_size)
-        self.terms = self._terms(CacheOptions(evict=evict))
-        self.ctx_size, self.retention, self.changes = ctx_size or self.ctx_size, retention, [*self.changes, evict]
-        sequence.rewind(retention.whole if retention else sequence.length)
+        sequence.rewind(self.retention.whole if self.retention else sequence.length)
+        return sequence
 
     def tokenizer_hashes(self) -> dict[str, str]:
         return {"tokenizer": "fake"}
@@ -205,6 +227,7 @@ class FakeEngine:
         options: SampleOptions,
         cancelled: Callable[[], bool] = lambda: False,
         history: bool = False,
+        caches: object = None,
     ) -> Iterator[Prefill | Token | End]:
         if len(prompt_ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context {self.ctx_size}")

@@ -42,9 +42,9 @@ def store_in(root: Path, **more: object) -> PromptCacheOptions:
 
 def ask(engine: Engine, prompt: list[int], options: PromptCacheOptions, told: Told | None = None) -> End:
     """As a process of its own would: an empty sequence, empty caches, all written at the end."""
-    with closing(engine.use_caches(options, told or Told())):
+    with closing(engine.prompt_caches(options, told or Told())) as caches:
         seq = engine.new_sequence()
-        end = run(engine, seq, prompt, FOUR)
+        end = run(engine, seq, prompt, FOUR, caches=caches)
         seq.close()
     engine.pool.check([])
     return end

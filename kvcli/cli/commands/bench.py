@@ -209,10 +209,10 @@ def _setting(
     source = "--bandwidth"
     if bandwidth is None:
         bandwidth, source = benching.bandwidth(engine.device, partial(render.notice, invocation=invocation))
-    size, threads = engine.path.stat().st_size, load.threads or physical_cores()
+    size, threads = engine.loaded.path.stat().st_size, load.threads or physical_cores()
     forgotten = comparing.evict_object(engine, evict)
-    computes = engine.backend, engine.device, threads, engine.ubatch
-    return _Setting(load.model, engine.title, size, *computes, bandwidth, source, forgotten)
+    computes = engine.loaded.backend, engine.device, threads, engine.ubatch
+    return _Setting(load.model, engine.loaded.title, size, *computes, bandwidth, source, forgotten)
 
 
 def _measure(

@@ -33,7 +33,9 @@ from kvcli.runtime.promptcache.prefixpages import common_length
 
 if TYPE_CHECKING:
     from kvcli.cli.report import Result
+    from kvcli.options import LoadOptions
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
 
 
 _option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
@@ -75,6 +77,10 @@ class PromptFlags:
     def source(self) -> str:
         """Where the text is from, for people: the names of files."""
         return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
+
+    def loading(self, options: LoadOptions) -> LoadOptions:
+        """With the chat template that --no-raw demands."""
+        return replace(options, chat_anyway=self.raw is False)
 
     def question(
         self, instruction: str | None, system: SystemFlags, invocation: Invocation, chat: bool = False
@@ -229,14 +235,12 @@ class Question:
         if self.raw and self.system is not None:
             raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
 
-    def of(self, engine: Engine, invocation: Invocation) -> Question:
-        """The same for this model, and a word where its file has no chat template. Raises ModelError where one is
-        demanded and there is none, UsageError for a system message without one."""
-        if self.raw is False:
-            engine.chat_anyway()
-        elif self.raw is None and engine.template_note:
-            render.notice(engine.template_note, invocation)
-        raw = self.raw or engine.template is None
+    def of(self, loaded: LoadedModel, invocation: Invocation) -> Question:
+        """What is asked of this model, and a word where its file has no chat template. Raises UsageError for a system
+        message without one."""
+        if self.raw is None and loaded.template_note:
+            render.notice(loaded.template_note, invocation)
+        raw = self.raw or loaded.template is None
         if raw and self.system is not None:
             raise UsageError(
                 "this model has no chat template, so there is no system message",
@@ -244,22 +248,22 @@ class Question:
             )
         return replace(self, raw=raw)
 
-    def ids(self, engine: Engine) -> list[int]:
+    def ids(self, loaded: LoadedModel) -> list[int]:
         """Token ids of the whole prompt. Raises TemplateError."""
-        return self._ids(engine, self.prompt)
+        return self._ids(loaded, self.prompt)
 
-    def text(self, engine: Engine, ids: list[int]) -> tuple[int, int]:
+    def text(self, loaded: LoadedModel, ids: list[int]) -> tuple[int, int]:
         """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
-        frame = self._ids(engine, "")
+        frame = self._ids(loaded, "")
         start = common_length(ids, frame)
         return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
 
-    def _ids(self, engine: Engine, text: str) -> list[int]:
-        if self.raw or engine.template is None:
-            return engine.tokenizer.encode(text, add_bos=True, parse_special=self.special)
+    def _ids(self, loaded: LoadedModel, text: str) -> list[int]:
+        if self.raw or loaded.template is None:
+            return loaded.tokenizer.encode(text, add_bos=True, parse_special=self.special)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": text})
-        return engine.tokenizer.encode_segments(engine.template.render_segments(messages), add_bos=True)
+        return loaded.tokenizer.encode_segments(loaded.template.render_segments(messages), add_bos=True)
 
 
 def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:
@@ -280,18 +284,18 @@ def _tell(results: list[Result], output: OutputFlags, invocation: Invocation) ->
             say(report.sampling_line(results[0].params))
 
 
-def _fitting(
-    engine: Engine, question: Question, policy: str, max_tokens: int, invocation: Invocation
-) -> tuple[list[int], Cut | None]:
-    """The prompt's ids, cut to the context where `policy` wants that; the engine learns what --keep -1 is."""
-    ids, cut = question.ids(engine), None
-    if len(ids) > engine.ctx_size and policy != ERROR:
-        retention = None if engine.keeps_prompt else engine.retention
-        room = answer_leaves(engine.ctx_size, max_tokens, retention)
-        ids, cut = cut_text(ids, question.text(engine, ids), policy, engine.ctx_size, room, engine.terms.could_hold)
-    if engine.keeps_prompt and len(ids) <= engine.ctx_size:
-        engines.keep_prompt(engine, len(ids), invocation)
-    return ids, cut
+def _fitting(loaded: LoadedModel, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
+    """The prompt's ids, cut to the context where `policy` wants that. Raises ContextOverflow where it does not."""
+    ids, terms = question.ids(loaded), loaded.terms
+    try:
+        terms.check_prompt(ids)
+        return ids, None
+    except ContextOverflow as error:
+        if policy == ERROR:
+            error.hint += "; --on-overflow cuts it"
+            raise
+    room = answer_leaves(terms.ctx_size, max_tokens, None if terms.keeps_prompt else terms.layout.retention)
+    return cut_text(ids, question.text(loaded, ids), policy, terms.ctx_size, room, terms.could_hold)
 
 
 EXAMPLES = """
@@ -352,22 +356,19 @@ def run(
         sink = output.sink(invocation, copy)
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation, chat=True)
-        engine = engines.open_engine(load, cache_options, invocation, interrupts)
-        question = question.of(engine, invocation)
-        ids, cut = _fitting(engine, question, policy, -1 if sampling.unattended else sampling.max_tokens, invocation)
+        loaded = engines.load_model(prompt.loading(load), cache_options, invocation, interrupts)
+        question = question.of(loaded, invocation)
+        ids, cut = _fitting(loaded, question, policy, -1 if sampling.unattended else sampling.max_tokens)
+        engine = engines.engine_of(loaded, invocation, len(ids))
         if cut is not None:
             render.warn(str(cut), invocation)
-        sampling, told = settle(engine, sampling), invocation.told
+        sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
-        job = Job(load.model, sampling, sink, interrupts, output.verify_estimate, cut=cut, told=told)
-        kept = replace(kept, source=prompt.source, lead=question.text(engine, ids)[0])
-        with closing(engine.use_caches(kept, render.telling(invocation))), copy or nullcontext():
-            try:
-                results = _answers(engine, ids, job, output.n_samples)
-            except ContextOverflow as error:
-                error.hint += "; --on-overflow cuts it"
-                raise
+        kept = replace(kept, source=prompt.source, lead=question.text(loaded, ids)[0])
+        with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches, copy or nullcontext():
+            job = Job(load.model, sampling, sink, interrupts, caches, output.verify_estimate, cut=cut, told=told)
+            results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code
     for number, result in enumerate(results, 1):

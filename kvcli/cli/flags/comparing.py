@@ -91,7 +91,7 @@ def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: I
 
     for each in types:
         layout = quality.layout_of(engine, each)
-        if reason := guard.weakness(engine.model_weights, engine.config, layout):
+        if reason := guard.weakness(engine.loaded.weights, engine.config, layout):
             render.warn(f"{reason}; measured all the same", invocation)
         counts = layout.pages(max(1, tokens - 1), 1)  # that the last token reads
         sealed = [count for group, count in zip(layout.groups, counts, strict=True) if group.sealed]

@@ -154,6 +154,7 @@ class NativeBackend:
         if chosen is None:
             raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
+        self.arithmetic = f"cpu native {self.isa}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
     def _table(self, weights: Sequence[QuantTensor]) -> ctypes.Array:

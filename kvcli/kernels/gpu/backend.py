@@ -43,6 +43,11 @@ class GpuBackend:
         self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
 
+    @property
+    def arithmetic(self) -> str:
+        """What decides the last bits."""
+        return f"cuda {torch.cuda.get_device_name(self.device)}"
+
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
         """Repack on the device, stacked where the type is the same."""
         if paired and len({(w.type, w.rows) for w in weights}) > 1:

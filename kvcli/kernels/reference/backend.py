@@ -24,7 +24,7 @@ class ReferenceBackend:
     """
 
     name: Literal["reference"] = "reference"
-    arithmetic = "exact products"  # what decides the last bits, in words that change with them
+    arithmetic = "cpu reference exact products"
     device = torch.device("cpu")
     place = staticmethod(place)
     rows = staticmethod(rows)

@@ -59,30 +59,39 @@ class PagePool:
     is kept for the next `take`.
     """
 
-    def __init__(self, layout: KVLayout, budget_bytes: int | None = None, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        budget_bytes: int | None = None,
+        device: str | torch.device = "cpu",
+        arenas: list[_Arena] | None = None,
+    ) -> None:
         self.layout = layout
         self.budget_bytes = budget_bytes
         self.device = torch.device(device)
-        self._arenas = [_Arena(a, self.device) for a in layout.arenas]
-        # Asked to free a page of an arena before more than soft_bytes are committed, and, with True, before refusing.
-        self.reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
-        self.soft_bytes = 0
+        self._arenas = [_Arena(a, self.device) for a in layout.arenas] if arenas is None else arenas
+        self._reclaim: Callable[[int, bool], object] = lambda arena, last_resort: None
+        self._soft_bytes = 0
 
-    def change(self, layout: KVLayout, budget_bytes: int | None) -> None:
-        """From now on a layout of the same pages that evicts other ones, and another budget."""
+    def under(self, layout: KVLayout, budget_bytes: int | None) -> PagePool:
+        """Another pool over the same memory: a page has the same id and the same holders in both. Its layout has pages
+        of the same sizes, and keeps other rows."""
         if [a.page_bytes for a in self._arenas] != [a.page_bytes for a in layout.arenas]:
             raise ValueError("the pages of the other layout have other sizes")
-        self.layout, self.budget_bytes = layout, budget_bytes
-        for mine, theirs in zip(self._arenas, layout.arenas, strict=True):
-            mine.layout = theirs
+        return PagePool(layout, budget_bytes, self.device, self._arenas)
+
+    def lend(self, reclaim: Callable[[int, bool], object], soft_bytes: int) -> None:
+        """From now on pages may be held only in case they are of use again: `reclaim` is asked to free one of an arena
+        before more than `soft_bytes` are committed, and, with True, before a page is refused."""
+        self._reclaim, self._soft_bytes = reclaim, soft_bytes
 
     def take(self, arena: int) -> int:
         """A page with one reference; its contents are undefined. Raises DoesNotFit beyond the budget."""
         a = self._arenas[arena]
-        if not a.free and self.committed_bytes + a.page_bytes > self.soft_bytes:
-            self.reclaim(arena, False)
+        if not a.free and self.committed_bytes + a.page_bytes > self._soft_bytes:
+            self._reclaim(arena, False)
         if not a.free and not self._grow(a):
-            self.reclaim(arena, True)
+            self._reclaim(arena, True)
             if not a.free:
                 raise DoesNotFit(
                     f"the KV pool is full: {self.committed_bytes:,} of {self.budget_bytes:,} bytes committed",

@@ -17,7 +17,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.events import End, Event, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
-from kvcli.runtime.promptcache.caches import Caches, Ledger, Reuse, Written
+from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -30,7 +30,6 @@ class Host(Protocol):
     tokenizer: Tokenizer
     ctx_size: int
     load_s: float
-    caches: Caches
 
     @property
     def retention(self) -> Retention | None: ...
@@ -60,10 +59,11 @@ class Request:
         sampler: Sampler,
         cancelled: Callable[[], bool] = lambda: False,
         twins: Some[Request] = (),
+        caches: Caches = LIVE_ROWS,
     ) -> None:
         """Parameters are as those of `Engine.request`, which checks them."""
         self.host, self.seq, self.options = host, seq, options
-        self.sampler, self.cancelled, self.twins = sampler, cancelled, twins
+        self.sampler, self.cancelled, self.twins, self.caches = sampler, cancelled, twins, caches
         self.history = list(prompt_ids)  # prompt and answer
         self.n_prompt = len(prompt_ids)
         self.answering = False  # the prompt's rows have all been there
@@ -123,7 +123,7 @@ class Request:
                 return self.history[-1:]
             if self._parked:
                 self._parked = False
-                self.host.caches.resume(self.seq, self.history)
+                self.caches.resume(self.seq, self.history)
         except KVError as error:
             self.fail(error)
             return []
@@ -148,7 +148,7 @@ class Request:
         if self._tokens is None:
             return False
         try:
-            self.host.caches.pump()
+            self.caches.pump()
             self._accept(next(self._tokens))
         except DoesNotFit:
             self.close()
@@ -160,7 +160,7 @@ class Request:
     def _begin(self) -> None:
         """Look for rows of the prompt."""
         self._start = self._first = self._last = time.perf_counter()
-        self._ledger = self.host.caches.restore(self.seq, self.history)
+        self._ledger = self.caches.restore(self.seq, self.history)
         self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
 
     def _prefilled_to(self, length: int) -> None:
@@ -184,7 +184,7 @@ class Request:
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""
         self._waits, self.seq = False, first.seq.fork()
-        self._ledger = self.host.caches.ledger(self.n_prompt)
+        self._ledger = self.caches.ledger(self.n_prompt)
         self._ledger.reuse = Reuse(self.n_prompt)
         self._prompt_evicted = first._prompt_evicted
         self._start = self._first = self._last = time.perf_counter()
@@ -205,7 +205,7 @@ class Request:
 
     def _choose(self, logits: torch.Tensor | None) -> None:
         assert logits is not None
-        self.host.caches.pump()
+        self.caches.pump()
         self._tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits)
         if self._tokens is not None:
             self._accept(next(self._tokens))
@@ -246,7 +246,7 @@ class Request:
     def park(self) -> None:
         """Give the pages back for a while. The rows are looked for in memory again, or computed again."""
         self.close()
-        self.host.caches.park(self.seq)
+        self.caches.park(self.seq)
         self.seq.close()
         self._parked = True
 

@@ -67,7 +67,7 @@ class Scheduler:
         """Whether the pool has room for what those that run lack of their prompts, and for what this one lacks of its
         own and of the beginning of its answer."""
         lacking = [self._missing(each, 0) for each in self._running] + [self._missing(request, ANSWER_ROWS)]
-        spare = (self.engine.caches.spare(arena) for arena in range(len(self.engine.layout.arenas)))
+        spare = (request.caches.spare(arena) for arena in range(len(self.engine.layout.arenas)))
         pages = (sum(each) for each in zip(*lacking, strict=True))
         return self.engine.pool.has_room([n - there for n, there in zip(pages, spare, strict=True)])
 

@@ -1,5 +1,4 @@
-"""`Terms`: how long a context is, what stays of a longer sequence, and the memory that takes. They can change while a
-model is open. No torch."""
+"""`Terms`: how long a context is, what stays of a longer sequence, and the memory that takes. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from kvcli.errors import ContextOverflow, KVError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.host.memory import CPU
@@ -42,6 +43,18 @@ class Terms:
         options, same = replace(self.options, ctx_size=ctx_size, evict=evict), self.setting
         return Terms.settle(same.config, same.weights, options, self.budget, same.threads)
 
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether the whole prompt is to be kept (--keep -1) and its length is not known yet."""
+        return self.setting.evict.keep == eviction.WHOLE_PROMPT
+
+    def keeping(self, prompt_tokens: int) -> Terms:
+        """With that length, where it is to be kept. Raises UsageError where it leaves no window."""
+        if not self.keeps_prompt:
+            return self
+        settled = self.changed(self.ctx_size, replace(self.options.evict, keep=prompt_tokens))
+        return replace(settled, shortened=self.shortened)
+
     def could_hold(self, tokens: int) -> bool:
         """Whether a context of so many tokens fits into the memory there is."""
         try:
@@ -50,15 +63,16 @@ class Terms:
             return False
         return True
 
-    def same_rows(self, other: Terms, length: int) -> int:
-        """How many of the first `length` rows of a sequence are the same under both, bit for bit: those that see
-        everything. On a GPU none, where other rows stay: its kernels are others then, and round in another way."""
-        mine, theirs = self.layout.retention, other.layout.retention
+    def same_rows(self, theirs: Retention | None, length: int) -> int:
+        """How many of the first `length` rows of a sequence of which `theirs` stays are as they would be here, bit for
+        bit: those that see everything. On a GPU none, where other rows stay: its kernels are others then, and round in
+        another way."""
+        mine = self.layout.retention
         if mine == theirs:
             return length
         return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
 
-    def check_prompt(self, ids: list[int], history: bool) -> None:
+    def check_prompt(self, ids: list[int], history: bool = False) -> None:
         """Raises UsageError for ids that are no prompt, ContextOverflow for more of them than the context has room for.
         `history`: where old rows are evicted there may be."""
         config, retention = self.setting.config, self.layout.retention
@@ -85,3 +99,9 @@ class Terms:
         asked, trained = self.options.ctx_size, self.setting.config.context_length
         beyond = f"context {asked:,} is beyond the {trained:,} tokens the model was trained on"
         return [*([beyond] if asked > trained else []), *([self.shortened] if self.shortened else [])]
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know, doubts included."""
+        retention = None if self.keeps_prompt else self.layout.retention
+        return [*self.doubts, *([retention.notice()] if retention else [])]

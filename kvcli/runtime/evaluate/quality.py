@@ -203,7 +203,7 @@ def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]
     n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
     found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
     wanted = torch.tensor(targets, device=hidden[BASE].device)[:, None]  # [n, 1]
-    with _torch_threads(engine.threads):
+    with _torch_threads(engine.loaded.threads):
         for at in range(0, n, rows):
             end = min(n, at + rows)
             base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]

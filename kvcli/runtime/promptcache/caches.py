@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
@@ -99,9 +100,14 @@ class LiveRows:
         return 0
 
 
-def keep_rows(seq: Sequence, n_rows: int) -> None:
-    """Where the pool's layout has changed, and with it what is held: keep of the first `n_rows`, which are right under
-    both layouts, as many as can be gone on from."""
-    held = seq.numbered()
-    length = longest(seq.pool.layout, n_rows, dict.fromkeys(held, n_rows))
-    seq.adopt(seq.tokens[:length], {key: held[key] for key in needed(seq.pool.layout, length)}, seq.bases)
+LIVE_ROWS = LiveRows()
+
+
+def carry(seq: Sequence, pool: PagePool, n_rows: int) -> Sequence:
+    """A sequence in a pool over the same memory as that of `seq`, whose layout keeps other rows: of the first `n_rows`,
+    which are right under both, as many as can be gone on from. `seq` is closed."""
+    held, carried = seq.numbered(), Sequence(pool)
+    length = longest(pool.layout, n_rows, dict.fromkeys(held, n_rows))
+    carried.adopt(seq.tokens[:length], {key: held[key] for key in needed(pool.layout, length)}, seq.bases)
+    seq.close()
+    return carried

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from kvcli.errors import CacheFileError, UsageError
-from kvcli.kernels import NativeBackend, PagedKV, ReferenceBackend
+from kvcli.kernels import HostBackend, PagedKV
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
@@ -63,7 +63,7 @@ def convert(
     config: ModelConfig,
     target: KVLayout,
     rope_of: Callable[[int], RopeTable | None],
-    ops: NativeBackend | ReferenceBackend,
+    ops: HostBackend,
 ) -> Sequence:
     """A sequence in a pool of its own, on the CPU, with the first `agrees` rows of a file, or as many as it has whole.
 

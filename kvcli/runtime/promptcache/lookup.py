@@ -39,13 +39,19 @@ from kvcli.runtime.promptcache.userfile import UserFile
 class PromptCaches:
     """The caches of one process, for any number of requests. What belongs to one of them is in its ledger."""
 
-    def __init__(self, setting: Setting, options: PromptCacheOptions, tell: Tell) -> None:
-        self.setting, self.options, self.tell = setting, options, tell
+    def __init__(
+        self,
+        setting: Setting,
+        options: PromptCacheOptions,
+        tell: Tell,
+        elsewhere: Callable[[], Iterable[list[int]]] = tuple,
+    ) -> None:
+        """`elsewhere` gives the tokens of a chat's other branches."""
+        self.setting, self.options, self.tell, self.elsewhere = setting, options, tell, elsewhere
         self.keeper = Keeper(setting, options, tell)
         self.tree = PrefixTree(setting.pool)
-        self.elsewhere: Callable[[], Iterable[list[int]]] = lambda: ()  # the tokens of a chat's other branches
         self._ledgers: WeakKeyDictionary[Sequence, PromptLedger] = WeakKeyDictionary()  # the newest of each
-        setting.pool.reclaim, setting.pool.soft_bytes = self._make_room, setting.pool_bytes
+        setting.pool.lend(self._make_room, setting.pool_bytes)
 
     def _make_room(self, arena: int, last_resort: bool) -> None:
         """Free a page of an arena that is here only in case it is of use again; at last, all that is held."""
@@ -59,7 +65,7 @@ class PromptCaches:
 
     def ledger(self, prompt_tokens: int) -> PromptLedger:
         tree = self.tree if self.options.memory else None
-        return PromptLedger(self.keeper, tree, prompt_tokens, lambda: self.elsewhere())
+        return PromptLedger(self.keeper, tree, prompt_tokens, self.elsewhere)
 
     @torch.inference_mode()
     def restore(self, seq: Sequence, prompt: list[int]) -> PromptLedger:
@@ -242,6 +248,7 @@ class PromptCaches:
         finally:
             self.keeper.writer.give_up()
             self.tree.clear()
+            self.setting.pool.lend(lambda arena, last_resort: None, 0)
 
 
 def _release(pool: PagePool, pages: dict[PageKey, int]) -> None:

@@ -42,24 +42,24 @@ def build(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         question = prompt.question(instruction, system, invocation)
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
-        engine = engines.open_engine(model.options(invocation.offline), cache_options, invocation, interrupts)
-        question = question.of(engine, invocation)
-        ids = question.ids(engine)
-        if len(ids) < engine.layout.page_size:
+        load = prompt.loading(model.options(invocation.offline))
+        loaded = engines.load_model(load, cache_options, invocation, interrupts)
+        question = question.of(loaded, invocation)
+        ids = question.ids(loaded)
+        if len(ids) < cache_options.page_size:
             raise UsageError(
-                f"the prompt has {counted(len(ids), 'token')}: less than a page of {engine.layout.page_size} is"
+                f"the prompt has {counted(len(ids), 'token')}: less than a page of {cache_options.page_size} is"
                 " never read from a prompt cache",
                 "give a longer prompt, or a smaller --page-size",
             )
-        if engine.keeps_prompt and len(ids) <= engine.ctx_size:
-            engines.keep_prompt(engine, len(ids), invocation)
-        options = settle(engine, SampleOptions(max_tokens=0))
-        job = Job(model.model, options, NoSink(invocation), interrupts, told=invocation.told)
+        loaded.terms.check_prompt(ids)
+        engine, options = engines.engine_of(loaded, invocation, len(ids)), settle(loaded, SampleOptions(max_tokens=0))
         kept = PromptCacheOptions(
             file=file, strict=True, replace=force, awaited=True, source=prompt.source,
-            lead=question.text(engine, ids)[0],
+            lead=question.text(loaded, ids)[0],
         )  # fmt: skip
-        with closing(engine.use_caches(kept, render.telling(invocation))):
+        with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:
+            job = Job(model.model, options, NoSink(invocation), interrupts, caches, told=invocation.told)
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
         raise OutputError(f"{file} was not made", _why(result.end.unwritten, json))

@@ -23,6 +23,7 @@ from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.words import counted
 
 if TYPE_CHECKING:
+    from kvcli.options import LoadOptions
     from kvcli.runtime.engine.engine import Engine
 
 
@@ -44,18 +45,19 @@ def explain(
     with PromptCacheFile(cachefiles.locate(name, root)) as file:
         contents = file.contents
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
-        engine = _engine_for(contents.identity, model, invocation, interrupts)
-        found = comparing.agreement(contents, question.of(engine, invocation).ids(engine), engine)
+        load = prompt.loading(model.options(invocation.offline))
+        engine = _engine_for(contents.identity, load, invocation, interrupts)
+        ids = question.of(engine.loaded, invocation).ids(engine.loaded)
+        found = comparing.agreement(contents, ids, engine)
     if json:
         render.print_json("cache explain", {**_named(file.path, root), **found.as_json()})
     else:
         render.write_out(str(found))
 
 
-def _engine_for(identity: dict[str, str], model: ModelFlags, invocation: Invocation, interrupts: Interrupts) -> Engine:
+def _engine_for(identity: dict[str, str], load: LoadOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """The model with the cache options of a file."""
-    options = comparing.options_of(identity)
-    return engines.open_engine(model.options(invocation.offline), options, invocation, interrupts)
+    return engines.open_engine(load, comparing.options_of(identity), invocation, interrupts)
 
 
 def _named(file: Path, root: Path) -> dict[str, str | None]:
@@ -130,7 +132,7 @@ def _recomputed(
                 raise UsageError(
                     f"it begins at token {opened.contents.start:,}", "only what begins at token 0 can be computed again"
                 )
-            engine = _engine_for(opened.contents.identity, model, invocation, interrupts)
+            engine = _engine_for(opened.contents.identity, model.options(invocation.offline), invocation, interrupts)
             found = comparing.recompute(engine, opened, pages, tol)
         except UsageError as error:
             if named:

@@ -37,7 +37,7 @@ from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
-    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
     from kvcli.runtime.text.conversation import Conversation
 
 EXAMPLES = """
@@ -95,15 +95,17 @@ def chat(
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
         out = TextOut.stdout(flags.raw_output)
         sink = TurnSink(out, invocation) if flags.json else TextSink(out, invocation)
-        engine = engines.open_engine(load, cache_options, invocation, interrupts)
+        load = replace(load, chat_anyway=flags.no_raw)
+        loaded = engines.load_model(load, cache_options, invocation, interrupts)
         if invocation.verbose:
-            say(report.sampling_line(settle(engine, sampling)))
-        conversation = _conversation(engine, message, flags.no_raw, invocation)
-        with closing(_branches(name, load.model, engine)) as branches:
+            say(report.sampling_line(settle(loaded, sampling)))
+        conversation = _conversation(loaded, message, flags.no_raw, invocation)
+        with closing(_branches(name, load.model, loaded)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)
-            if engine.keeps_prompt:
-                engines.keep_prompt(engine, conversation.system_tokens(), invocation)
+            engine = engines.engine_of(
+                loaded, invocation, conversation.system_tokens() if loaded.terms.keeps_prompt else 0
+            )
             tell = _telling(invocation)
             with closing(ChatSession(engine, conversation, options, sink, interrupts, branches, tell)) as session:
                 session.await_message()
@@ -137,27 +139,25 @@ def _telling(invocation: Invocation) -> Tell:
     return tell if invocation.verbose else replace(tell, notice=lambda message: None)
 
 
-def _conversation(engine: Engine, system: str | None, anyway: bool, invocation: Invocation) -> Conversation:
+def _conversation(loaded: LoadedModel, system: str | None, anyway: bool, invocation: Invocation) -> Conversation:
     """`anyway`: with a base model, too. Raises ModelError for a model without a chat template."""
     from kvcli.runtime.text.conversation import Conversation
 
-    if anyway:
-        engine.chat_anyway()
-    elif engine.template_note:
-        if engine.template is None:
-            spare = f", --no-raw chats with it in {engine.config.arch}'s format" if engine.spare_template else ""
+    if loaded.template_note and not anyway:
+        if loaded.template is None:
+            spare = f", --no-raw chats with it in {loaded.config.arch}'s format" if loaded.has_spare_template else ""
             raise ModelError(
                 "this model cannot chat: its file has no chat template, as base models have none",
                 f"kv run continues text with it, kv chat -m {DEFAULT_MODEL} chats{spare}",
             )
-        render.notice(engine.template_note, invocation)
-    assert engine.template is not None
-    return Conversation(engine.tokenizer, engine.template, system)
+        render.notice(loaded.template_note, invocation)
+    assert loaded.template is not None
+    return Conversation(loaded.tokenizer, loaded.template, system)
 
 
-def _branches(name: str, model: str, engine: Engine) -> sessions.Branches:
+def _branches(name: str, model: str, loaded: LoadedModel) -> sessions.Branches:
     """Those of the saved chat; "" = of one in memory."""
-    return sessions.Session(name, model, engine.tokenizer_hashes()) if name else sessions.Branches()
+    return sessions.Session(name, model, loaded.tokenizer_hashes()) if name else sessions.Branches()
 
 
 def _replace_system(conversation: Conversation, asked: str | None) -> str:
@@ -175,7 +175,7 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     conversation, engine = session.conversation, session.engine
     unanswered = session.take_unanswered()
     if not session.options.script:
-        title = render.one_line(engine.title)
+        title = render.one_line(engine.loaded.title)
         render.notice(f"{title}, {engine.ctx_size:,} tokens of context; /help lists commands", invocation)
     if unanswered:
         tell(f"the last message of session {session.branches.saved_as} got no answer; {unanswered}")

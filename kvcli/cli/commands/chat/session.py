@@ -83,8 +83,7 @@ class ChatSession:
 
     def _open_caches(self) -> None:
         kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as, lead=self._lead())
-        self.caches = self.engine.use_caches(kept, self.tell)
-        self.caches.elsewhere = self.branches.elsewhere
+        self.caches = self.engine.prompt_caches(kept, self.tell, self.branches.elsewhere)
 
     def _lead(self) -> int:
         """How many tokens come before the first message; 0 for a template that does not say."""
@@ -229,7 +228,9 @@ class ChatSession:
         if sampling.seed >= 0:
             sampling = replace(sampling, seed=sampling.seed + self._regenerated)
         sink = WhileRead(self.sink, self.interrupts.cancelled)
-        job = Job(self.options.model, settle(self.engine, sampling), sink, self.interrupts, history=True)
+        job = Job(
+            self.options.model, settle(self.engine.loaded, sampling), sink, self.interrupts, self.caches, history=True
+        )
         self.interrupts.stage = FINISH
         try:
             ids = prompt()
@@ -314,7 +315,7 @@ class ChatSession:
         """Tokens of the conversation whose rows are nowhere: they are read again with the next message. Less than a
         page counts as none."""
         tokens = self.conversation.tokens
-        missing = len(tokens) - self.engine.caches.find(self.sequence, tokens)
+        missing = len(tokens) - self.caches.find(self.sequence, tokens)
         return missing if missing >= self.engine.layout.page_size else 0
 
     def tell_unread(self) -> None:
@@ -329,7 +330,7 @@ class ChatSession:
     def change(self, ctx_size: int, evict: EvictOptions) -> None:
         """Go on with another context (0 = as trained, or what fits) or another policy. Raises UsageError and
         DoesNotFit."""
-        settled, told = evict, len(self.engine.notices)
+        settled, before = evict, self.engine.doubts
         limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
         if n_tokens > limit + 1 and not eviction.policy(evict.policy).evicts:  # the token that fills it up has no row
             shorter = limit < self.engine.ctx_size
@@ -342,12 +343,14 @@ class ChatSession:
             settled = replace(evict, keep=self.conversation.system_tokens())
         self.caches.close()  # what stayed in the pool stayed there under the old terms
         try:
-            self.engine.change(ctx_size, settled, self.sequence)
+            self.engine = self.engine.reopened(ctx_size, settled)
+            self.sequence = self.engine.carried(self.sequence)
         finally:
             self._open_caches()
         self.evict, self._told = evict, False
-        for notice in self.engine.notices[told:]:
-            say(as_flags(notice))
+        for notice in self.engine.terms.notices:
+            if notice not in before:
+                say(as_flags(notice))
         self.tell_unread()
 
     def set_system(self, text: str) -> None:
@@ -371,7 +374,7 @@ class ChatSession:
 
     def save_as(self, name: str) -> None:
         """From now on this is the saved chat of that name, which must be new. Raises UsageError, OutputError."""
-        saved = Session(name, self.options.model, self.engine.tokenizer_hashes())
+        saved = Session(name, self.options.model, self.engine.loaded.tokenizer_hashes())
         try:
             if saved.states:
                 raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")

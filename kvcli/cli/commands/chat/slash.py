@@ -151,9 +151,9 @@ def _set(session: ChatSession, argument: str) -> None:
     if value:
         sampling = settings.changed(session.sampling, name, value.strip())
         with _called(word):
-            settle(session.engine, sampling)
+            settle(session.engine.loaded, sampling)
         session.sampling = sampling
-    asked, settled = session.sampling, settle(session.engine, session.sampling)
+    asked, settled = session.sampling, settle(session.engine.loaded, session.sampling)
     if name:
         say(f"{settings.shown_as(name)}: {settings.described(name, asked, settled)}")
     else:

@@ -1,0 +1,149 @@
+"""`LoadedModel`: what there is of a model whatever the length of its context: weights, tokenizer, chat template."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvcli import kernels
+from kvcli.codecs import canonical
+from kvcli.errors import ModelError, UsageError
+from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.engine import guard, sampling
+from kvcli.runtime.engine.terms import Terms
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.headers.titles import title_of
+from kvcli.runtime.host.cores import physical_cores, too_many
+from kvcli.runtime.host.device import AUTO, Device, choose
+from kvcli.runtime.host.memory import CPU, CUDA, gpus, process_bytes
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.loading import load as load_model
+from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.plan import repacked
+from kvcli.runtime.plan.footprint import weights_of_tensors
+from kvcli.runtime.plan.plan import engine_budget
+from kvcli.runtime.promptcache import fingerprint
+from kvcli.runtime.text.template import ChatTemplate, template_note
+from kvcli.runtime.text.tokenizer import Tokenizer
+
+
+class LoadedModel:
+    """One file on one device. Any number of engines may run it; `terms` are those that it was loaded for.
+
+    `notices`: what the user should know; `doubts`: those of them that say that answers may be worse than was asked for.
+    What is noticed later is told to `tell`, too.
+    """
+
+    def __init__(self, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None]) -> None:
+        """See `load`, which is to be used."""
+        began = time.perf_counter()
+        self.bytes_before, self.cards_before = process_bytes(), gpus()  # of the process, and of GPUs
+        self.file = file = GGUFFile.open(path)
+        self.path, self.title = path, title_of(path, file.size, file.metadata)
+        self.notices: list[str] = []
+        self.doubts: list[str] = []
+        self._tell = tell
+        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.device = self._choose(load)
+        self.exact = load.exact and self.device.kind == CUDA
+        self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
+        if cache.ubatch < 0:
+            raise UsageError(f"`ubatch` must be 1 or more, not {cache.ubatch}", "0 = automatic")
+        eviction.check(cache.evict, cache.page_size)
+        self.threads = load.threads or physical_cores()
+        if self.device.kind == CPU:
+            self._note(too_many(self.threads))
+        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
+        self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
+        self._read_texts(load)
+        self.sampling_defaults = sampling.model_defaults(file.metadata)
+        self._note(sampling.not_obeyed(self.sampling_defaults))
+        self._read_weights(load, cache)
+        file.check()
+        self.load_s = time.perf_counter() - began
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
+    ) -> LoadedModel:
+        """Check everything that can be refused, then map the weights; `cache`: what engines are to be opened with.
+
+        Raises ModelError, UsageError, and DoesNotFit before any weight is read.
+        """
+        return cls(path, load, cache, tell)
+
+    def _choose(self, load: LoadOptions) -> Device:
+        """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
+        device = choose(load.device if load.backend == AUTO else CPU)
+        if device.kind != CPU:
+            reason = repacked.unfit(self.config, {n: t.type for n, t in self.file.tensors.items() if len(t.shape) > 1})
+            if reason and load.device != AUTO:
+                raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use `device=cpu`")
+            if reason:
+                device = Device(CPU, notice=f"runs on the CPU; a GPU cannot compute this model: {reason}")
+        self._note(device.notice)
+        return device
+
+    def _read_texts(self, load: LoadOptions) -> None:
+        """The tokenizer and the chat template. Raises ModelError."""
+        metadata, name = self.file.metadata, self.path.name
+        self.tokenizer = tokenizer = Tokenizer.from_gguf(metadata, force=load.force)
+        if tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelError(
+                f"the vocabulary has {tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
+            )
+        bos, eos = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+        template, spare = ChatTemplate.from_gguf(metadata, bos, eos, name), ChatTemplate.built_in(metadata, bos, eos)
+        if load.chat_anyway and template is None and spare is None:
+            raise ModelError(
+                f"the file has no chat template, and kv has none for {self.config.arch}",
+                "text can be continued without a template (`raw`)",
+            )
+        self.template = template or (spare if load.chat_anyway else None)
+        self.has_spare_template = spare is not None
+        self.template_note = template_note(metadata, name)
+        if self.template:
+            self.template.watch(tokenizer.controls, self._tell_lost_control)
+
+    def _read_weights(self, load: LoadOptions, cache: CacheOptions) -> None:
+        torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
+        ops, notice = kernels.backend(load.backend, self.threads, str(self.device))
+        self._note(notice)
+        self.backend, self.weights = ops.name, Weights(self.file)
+        doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
+        if doubt:
+            self.doubts.append(doubt)
+            self._note(doubt)
+        self.decoder = load_model(self.config, self.weights, ops)
+        if self.device.kind == CUDA:
+            torch.cuda.empty_cache()  # what repacking needed for a while
+
+    def _note(self, text: str) -> None:
+        if text:
+            self.notices.append(text)
+
+    def notice(self, text: str) -> None:
+        """Note what the user should know, once, and tell it."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self._tell(text)
+
+    def _tell_lost_control(self, token: str) -> None:
+        self.notice(
+            f"the chat template writes {token} in a way that kv cannot follow: the model reads it as plain text"
+        )
+
+    def check_weights(self) -> None:
+        """Raises ModelError where the file was truncated while it was read."""
+        if self.device.kind == CPU:  # a GPU has its own copy
+            self.file.check()
+
+    def tokenizer_hashes(self) -> dict[str, str]:
+        """What token ids of a chat depend on: the tokenizer and the template, by content."""
+        return fingerprint.text_hashes(self.file)
