@@ -45,7 +45,8 @@ kernels
 runtime.model.decoder runtime.model.loading runtime.model.rope runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
-runtime.engine.graph.pages runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler
+runtime.engine.graph.pages runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
+runtime.engine.scheduler
 runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles

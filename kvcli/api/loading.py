@@ -83,7 +83,7 @@ def load(
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
 
-    engine = Engine(LoadedModel.load(path, options, cache, LOG.warning))
+    engine = Engine(LoadedModel(path, options, cache, LOG.warning))
     for text in engine.notices:
         LOG.log(logging.WARNING if text in engine.doubts else logging.INFO, "%s", text)
     return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))

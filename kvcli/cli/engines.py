@@ -37,7 +37,7 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     interrupts.stage = LEAVE
     from kvcli.runtime.engine.loaded import LoadedModel
 
-    loaded = LoadedModel.load(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
+    loaded = LoadedModel(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
     _tell(loaded.notices, loaded.doubts, invocation)
     return loaded
 

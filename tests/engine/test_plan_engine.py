@@ -161,7 +161,7 @@ def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch:
     open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
     assert made == [Retention(4, 384, 64)]
     options = CacheOptions(512, evict=EvictOptions("sink", keep=-1))
-    loaded = LoadedModel.load(small, LoadOptions("small", 1), options)
+    loaded = LoadedModel(small, LoadOptions("small", 1), options)
     engine = Engine(loaded, loaded.terms.keeping(70))
     assert made[1:] == [Retention(70, 320, 64)] and engine.notices == [engine.retention.notice()]
 

@@ -40,6 +40,7 @@ class Engine:
     `plan` is the memory of a run over the whole context (`ctx_size`).
     """
 
+    @torch.inference_mode()
     def __init__(self, loaded: LoadedModel, terms: Terms | None = None, pool: PagePool | None = None) -> None:
         """`terms`: by default those that the model was loaded for; `pool`: of an engine before this one, whose memory
         goes over to it."""
@@ -59,12 +60,10 @@ class Engine:
         self.load_s = loaded.load_s + time.perf_counter() - began
 
     @classmethod
-    @torch.inference_mode()
     def open(cls, path: Path, load: LoadOptions, cache: CacheOptions) -> Engine:
-        """Load a model and run it with these options. Raises as `LoadedModel.load` does."""
-        return cls(LoadedModel.load(path, load, cache))
+        """Load a model and run it with these options. Raises as `LoadedModel` does."""
+        return cls(LoadedModel(path, load, cache))
 
-    @torch.inference_mode()
     def reopened(self, ctx_size: int, evict: EvictOptions) -> Engine:
         """An engine with another context, or another policy, over the same weights and the same memory of pages. This
         one is closed, and its sequences are of use for `carried` only. Raises UsageError and DoesNotFit, with nothing

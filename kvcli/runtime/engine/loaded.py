@@ -38,8 +38,14 @@ class LoadedModel:
     What is noticed later is told to `tell`, too.
     """
 
-    def __init__(self, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None]) -> None:
-        """See `load`, which is to be used."""
+    @torch.inference_mode()
+    def __init__(
+        self, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Check everything that can be refused, then map the weights. `cache`: what engines are to be opened with.
+
+        Raises ModelError, UsageError, and DoesNotFit before any weight is read.
+        """
         began = time.perf_counter()
         self.bytes_before, self.cards_before = process_bytes(), gpus()  # of the process, and of GPUs
         self.file = file = GGUFFile.open(path)
@@ -66,17 +72,6 @@ class LoadedModel:
         self._read_weights(load, cache)
         file.check()
         self.load_s = time.perf_counter() - began
-
-    @classmethod
-    @torch.inference_mode()
-    def load(
-        cls, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
-    ) -> LoadedModel:
-        """Check everything that can be refused, then map the weights; `cache`: what engines are to be opened with.
-
-        Raises ModelError, UsageError, and DoesNotFit before any weight is read.
-        """
-        return cls(path, load, cache, tell)
 
     def _choose(self, load: LoadOptions) -> Device:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
