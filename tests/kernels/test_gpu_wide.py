@@ -67,9 +67,10 @@ def test_gate(act, paired):
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_finish(scaled, added):
-    product, scales, to = random(3, 1100), random(3, seed=1).abs(), random(3, 1100, seed=2)
-    expected = product * (scales[:, None] if scaled else 1) + (to if added else 0)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_finish(scaled, added, parts):
+    product, scales, to = random(parts, 3, 1100), random(3, seed=1).abs(), random(3, 1100, seed=2)
+    expected = product.sum(0) * (scales[:, None] if scaled else 1) + (to if added else 0)
     into = to.to(DEVICE) if added else None
     found = finish(product.to(DEVICE), scales.to(DEVICE) if scaled else None, into)
     torch.testing.assert_close(found.cpu(), expected)

@@ -15,7 +15,7 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu import expand, wide
+from kvcli.kernels.gpu import expand, few, wide
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
@@ -73,13 +73,19 @@ class GpuBackend:
         return wide.gate(gates, act, weights[0].paired)
 
     def _products(self, values: torch.Tensor, weights: Sequence[DeviceMatrix]) -> torch.Tensor:
-        """float16 [T, cols] times all weights, as they lie -> float32 [T, sum of rows]."""
-        out = torch.empty(values.shape[0], sum(w.rows for w in weights), device=self.device)
+        """float16 [T, cols] times all weights, as they lie -> float32 [parts, T, sum of rows]; the parts are summed by
+        whoever reads them."""
+        t, width = values.shape[0], sum(w.rows for w in weights)
+        by_few = all(few.can(w, t) for w in weights)
+        out = torch.empty(few.parts(weights) if by_few else 1, t, width, device=self.device)
         done = 0
         for w in weights:
-            for first, piece in expand.slices(w):
-                at = done + first
-                _product(values, piece, out[:, at : at + piece.shape[0]])
+            if by_few:
+                few.product(values, w, out[:, :, done : done + w.rows])
+            else:
+                for first, piece in expand.slices(w):
+                    at = done + first
+                    _product(values, piece, out[0, :, at : at + piece.shape[0]])
             done += w.rows
         return out
 

@@ -20,20 +20,12 @@ SLICE_BYTES = 256 << 20  # of float16 weights expanded at a time: matrices of mo
 SLICE_ROWS = 256  # slices are of so many rows or a multiple, as the vendor's library has its tiles
 
 
-@triton.jit(do_not_specialize=["first", "total"])
-def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G: tl.constexpr, BITS: tl.constexpr,
-                  KIND: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """Rows from `first` on, or rows IDS, as floats [rows, 32 G]; CODES and HIGH as bytes."""
-    p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
-    seen = p < total
-    row, g = p // G, p % G
-    if GATHER:
-        source = tl.maximum(
-            tl.load(IDS + row, mask=seen, other=0), 0
-        )  # negative: an error that the host has yet to see
-    else:
-        source = row + first
-    at = source * G + g
+@triton.jit
+def decode_groups(CODES, HIGH, SCALES, SUPERS, row, g, seen, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+                  OFFSET: tl.constexpr):  # fmt: skip
+    """Groups `g` of rows `row`, int64 [P] each, where `seen`: their first and last 16 elements, float32 [P, 16] each.
+    CODES and HIGH as bytes."""
+    at = row * G + g
     i = tl.arange(0, 16)[None, :]
     if BITS == 8:
         low = tl.load(CODES + at[:, None] * 32 + i, mask=seen[:, None], other=0).to(tl.int8).to(tl.float32)
@@ -55,22 +47,40 @@ def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G:
     s = tl.load(SCALES + at, mask=seen, other=0)
     if KIND == ONE_SCALE:
         d = s.to(tl.float32)[:, None]
-        low, high = d * (low - OFFSET), d * (high - OFFSET)
+        return d * (low - OFFSET), d * (high - OFFSET)
     elif KIND == SCALE_AND_MIN:
         d, m = half_of(s, False)[:, None], half_of(s, True)[:, None]
-        low, high = d * low + m, d * high + m
+        return d * low + m, d * high + m
     else:
-        both = tl.load(SUPERS + source * (G // 8) + g // 8, mask=seen, other=0)
+        both = tl.load(SUPERS + row * (G // 8) + g // 8, mask=seen, other=0)
         c = s.to(tl.int32)
         if KIND == PAIRS:
             d = (half_of(both, False) * (c & 255).to(tl.float32))[:, None]
             m = (half_of(both, True) * ((c >> 8) & 255).to(tl.float32))[:, None]
-            low, high = d * low - m, d * high - m
+            return d * low - m, d * high - m
         else:
             d = both.to(tl.float32)
-            low = (d * ((c << 24) >> 24).to(tl.float32))[:, None] * (low - OFFSET)
-            high = (d * ((c << 16) >> 24).to(tl.float32))[:, None] * (high - OFFSET)
-    out = OUT + p[:, None] * 32 + i
+            return (
+                (d * ((c << 24) >> 24).to(tl.float32))[:, None] * (low - OFFSET),
+                (d * ((c << 16) >> 24).to(tl.float32))[:, None] * (high - OFFSET),
+            )
+
+
+@triton.jit(do_not_specialize=["first", "total"])
+def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G: tl.constexpr, BITS: tl.constexpr,
+                  KIND: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """Rows from `first` on, or rows IDS, as floats [rows, 32 G]; CODES and HIGH as bytes."""
+    p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    seen = p < total
+    row, g = p // G, p % G
+    if GATHER:
+        source = tl.maximum(
+            tl.load(IDS + row, mask=seen, other=0), 0
+        )  # negative: an error that the host has yet to see
+    else:
+        source = row + first
+    low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, source, g, seen, G, BITS, KIND, OFFSET)
+    out = OUT + p[:, None] * 32 + tl.arange(0, 16)[None, :]
     tl.store(out, low * scale, mask=seen[:, None])
     tl.store(out + 16, high * scale, mask=seen[:, None])
 

@@ -105,10 +105,13 @@ def gate(x: torch.Tensor, act: str, paired: bool) -> HalfRows:
 
 
 @triton.jit
-def _finish(product, scales, to, n, COLUMNS: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr):
+def _finish(product, scales, to, rows, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+            SCALED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     v = tl.load(product + row * n + i, mask=i < n, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        v += tl.load(product + (part * rows + row) * n + i, mask=i < n, other=0.0)
     if SCALED:
         v *= tl.load(scales + row)
     if ADD:
@@ -117,13 +120,14 @@ def _finish(product, scales, to, n, COLUMNS: tl.constexpr, ADD: tl.constexpr, SC
 
 
 def finish(product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor | None) -> torch.Tensor:
-    """A product float32 [T, n] times the scales [T] of its rows, added to `add_to` where there is one."""
-    if scales is None and add_to is None:
-        return product
-    t, n = product.shape
-    to = product if add_to is None else add_to
+    """A product float32 [parts, T, n], summed over its parts, times the scales [T] of its rows, added to `add_to` where
+    there is one -> [T, n]."""
+    parts, t, n = product.shape
+    if parts == 1 and scales is None and add_to is None:
+        return product[0]
+    to = product[0] if add_to is None else add_to
     launch(_finish, (t, triton.cdiv(n, COLUMNS)))(
-        product, product if scales is None else scales, to, n, COLUMNS, add_to is not None, scales is not None,
-        num_warps=4,
+        product, product if scales is None else scales, to, t, n, COLUMNS, parts, add_to is not None,
+        scales is not None, num_warps=4,
     )  # fmt: skip
     return to

@@ -1,0 +1,79 @@
+"""Products of packed matrices with a few rows: weights are read once, and decoded on their way to the tensor cores.
+
+The last tokens of a prompt, a follow-up turn, several sequences, or drafts to verify: up to MOST rows take about as long
+as one, since reading the weights is what takes the time.
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcli.kernels.gpu.expand import decode_groups
+from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.launching import launch
+
+MOST = 64  # rows
+ROWS = 64  # of the matrix that a program has
+PROGRAMS = 256  # at least as many, if need be with parts of the columns: they are what keeps memory busy
+
+
+@triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
+def _few(
+    X, CODES, HIGH, SCALES, SUPERS, OUT, rows, count, pitch, each,
+    G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """N rows of the matrix, `each` steps of STEP groups of columns: X [count, 32 G] . W^T, a part of the sum, into OUT
+    [parts, count, pitch]."""
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    t = tl.arange(0, T)
+    part = tl.program_id(1)
+    row = tl.minimum(n, rows - 1).to(tl.int64)  # what is behind the last one is not stored
+    p_row = tl.reshape(tl.broadcast_to(row[:, None], (N, STEP)), (N * STEP,))
+    p_group = tl.reshape(tl.broadcast_to(tl.arange(0, STEP)[None, :], (N, STEP)), (N * STEP,))
+    i = tl.arange(0, STEP * 16)
+    column = i // 16 * 32 + i % 16
+    x_at = X + t[:, None].to(tl.int64) * (32 * G) + column[None, :]
+    acc = tl.zeros((N, T), tl.float32)
+    for step in tl.range(part * each, part * each + each, num_stages=STAGES):
+        group = step * STEP + p_group
+        low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, p_row, group, group < G, G, BITS, KIND, OFFSET)
+        here = (t < count)[:, None] & (step * (STEP * 32) + column < 32 * G)[None, :]
+        x_low = tl.load(x_at + step * (STEP * 32), mask=here, other=0.0)
+        x_high = tl.load(x_at + step * (STEP * 32) + 16, mask=here, other=0.0)
+        acc = tl.dot(tl.reshape(low.to(tl.float16), (N, STEP * 16)), tl.trans(x_low), acc)
+        acc = tl.dot(tl.reshape(high.to(tl.float16), (N, STEP * 16)), tl.trans(x_high), acc)
+    out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
+    tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
+
+
+def can(matrix: DeviceMatrix, rows: int) -> bool:
+    """Whether `product` is the way for so many rows."""
+    return rows <= MOST and matrix.format.kind != PLAIN
+
+
+def parts(matrices: Sequence[DeviceMatrix]) -> int:
+    """How many parts of the columns are summed apart."""
+    programs = sum(triton.cdiv(m.rows, ROWS) for m in matrices)
+    return min(8, triton.cdiv(PROGRAMS, programs), max(1, matrices[0].groups // 16))
+
+
+def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
+    """float16 x [T, cols] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be summed.
+
+    Weights are rounded to float16 as by `expand`, sums are float32.
+    """
+    f, (count, t, _) = matrix.format, out.shape
+    step = 8 if matrix.groups % 8 == 0 else 4
+    each = triton.cdiv(triton.cdiv(matrix.groups, step), count)
+    launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
+        x, matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8), matrix.scales, matrix.supers, out,
+        matrix.rows, t, out.stride(1), each, G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, N=ROWS,
+        T=max(16, triton.next_power_of_2(t)), STEP=step, STAGES=3, num_warps=4,
+    )  # fmt: skip

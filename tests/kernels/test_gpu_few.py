@@ -1,0 +1,29 @@
+"""Products of packed matrices with a few rows, against the same weights expanded to float16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.gpucases import DEVICE
+from support.kernelcases import packed
+
+from kvcli.kernels.gpu import few, formats
+from kvcli.kernels.gpu.formats import PLAIN
+from kvcli.kernels.reference import ggml
+
+TYPES = [t for t in (*formats.FORMATS, *formats.STORED_AS) if formats.FORMATS[formats.STORED_AS.get(t, t)].kind != PLAIN]
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize(("rows", "t", "parts"), [(70, 1, 2), (64, 16, 1), (130, 21, 3)])
+def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
+    cols = 768 if ggml.DECODERS[type_].elements == 256 else 288
+    weights = packed(type_, rows, cols)
+    matrix = formats.repack((weights,), torch.device(DEVICE), False)
+    x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
+    out = torch.full((parts, t, rows + 9), torch.nan, device=DEVICE)
+    few.product(x.to(DEVICE), matrix, out[:, :, 4 : 4 + rows])
+    expected = x.double() @ weights.decode().half().double().T
+    found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert out[:, :, :4].isnan().all() and out[:, :, 4 + rows :].isnan().all()
