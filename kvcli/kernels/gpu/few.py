@@ -19,8 +19,10 @@ from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.launching import launch
 
 MOST = 64  # rows
-ROWS = 64  # of the matrix that a program has
-PROGRAMS = 256  # at least as many, if need be with parts of the columns: they are what keeps memory busy
+ROWS = 64  # of the matrix that a program has; this and what follows as measured on an H200
+STEP = 4  # groups of columns at a time
+STAGES = 3
+PROGRAMS = 264  # at least as many, if need be with parts of the columns: they are what keeps memory busy
 
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
@@ -70,10 +72,9 @@ def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
     Weights are rounded to float16 as by `expand`, sums are float32.
     """
     f, (count, t, _) = matrix.format, out.shape
-    step = 8 if matrix.groups % 8 == 0 else 4
-    each = triton.cdiv(triton.cdiv(matrix.groups, step), count)
+    each = triton.cdiv(triton.cdiv(matrix.groups, STEP), count)
     launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
         x, matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8), matrix.scales, matrix.supers, out,
         matrix.rows, t, out.stride(1), each, G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, N=ROWS,
-        T=max(16, triton.next_power_of_2(t)), STEP=step, STAGES=3, num_warps=4,
+        T=max(16, triton.next_power_of_2(t)), STEP=STEP, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
