@@ -7,17 +7,19 @@ import torch
 from support.gpucases import DEVICE
 from support.kernelcases import packed
 
+from kvcli.blockformats import FORMATS
 from kvcli.kernels.gpu import few, formats
 from kvcli.kernels.gpu.formats import PLAIN
-from kvcli.kernels.reference import ggml
 
-TYPES = [t for t in (*formats.FORMATS, *formats.STORED_AS) if formats.FORMATS[formats.STORED_AS.get(t, t)].kind != PLAIN]
+TYPES = [
+    t for t in (*formats.FORMATS, *formats.STORED_AS) if formats.FORMATS[formats.STORED_AS.get(t, t)].kind != PLAIN
+]
 
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize(("rows", "t", "parts"), [(70, 1, 2), (64, 16, 1), (130, 21, 3)])
 def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
-    cols = 768 if ggml.DECODERS[type_].elements == 256 else 288
+    cols = 768 if FORMATS[type_].elements == 256 else 288
     weights = packed(type_, rows, cols)
     matrix = formats.repack((weights,), torch.device(DEVICE), False)
     x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
