@@ -1,7 +1,7 @@
 """Products of packed matrices with a few rows: weights are read once, and decoded on their way to the tensor cores.
 
-The last tokens of a prompt, a follow-up turn, several sequences, or drafts to verify: up to MOST rows take about as long
-as one, since reading the weights is what takes the time.
+The last tokens of a prompt, a follow-up turn, several sequences, or drafts to verify: up to MOST rows take about as
+long as one, since reading the weights is what takes the time.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
