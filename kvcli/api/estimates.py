@@ -79,13 +79,13 @@ def estimate(
     >>> import kvcli
     >>> found = kvcli.estimate("llama-3.1-8b", gpu="rtx3060-12g", ctx=65536)
     >>> found.best.cache_type, found.best.total_bytes >> 20, found.best.max_ctx
-    ('int8', 10344, 92736)
+    ('int8', 10304, 90176)
     >>> [choice.cache_type for choice in found.choices if not choice.fits]
     ['f32', 'f16']
     """
     asked = [cache_type] if isinstance(cache_type, str) else list(cache_type or ())
     named = [checks.type_pair(name) for name in asked]
-    pairs = tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in named)) or planning.ALL_PAIRS
+    pairs = tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in named)) or planning.USUAL_PAIRS
     for type_k, type_v in pairs:
         checks.check_cache(CacheOptions(ctx, type_k, type_v, cache.page_size, cache.ubatch, cache.tail, cache.sinks))
     if sequences < 1:

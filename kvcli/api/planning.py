@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcli.codecs import codec
+from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
@@ -18,15 +18,33 @@ from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Plan, Setting, per_rank
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
 
 Pair = tuple[str, str]  # cache types of keys and values
-ALL_PAIRS: tuple[Pair, ...] = (
-    ("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("fp8", "fp8"), ("int6", "int6"), ("int8", "int4"),
-    ("int4", "int4"),
-)  # fmt: skip
-# From the best quality down; fp8 takes as much as int8 and is worse, f32 is for checking.
-LADDER: tuple[Pair, ...] = (("f16", "f16"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+MIXED: tuple[Pair, ...] = (("int8", "int4"),)
 NO_LIMIT = 1 << 31  # tokens: where the training context is not known
 _FILE_HEADER = 4096  # of a prompt-cache file; behind it the pages, and 4 bytes for each token id
 _NO_WEIGHTS = WeightBytes(0, 0, 0, "assumed", "not counted")
+
+
+def precision(pair: Pair) -> tuple[float, ...]:
+    """Sorts the most precise pairs to the front: by bits, then by those of the keys, which matter more, and their
+    error."""
+    k, v = (codec(name) for name in pair)
+    return -k.bits - v.bits, -k.bits, k.error, list(CODECS).index(k.name)
+
+
+def _usual_pairs() -> tuple[Pair, ...]:
+    """Each cache type that takes other bytes than those before it in the registry, and some for keys and values."""
+    by_size = {(each.bits, each.scale): each.name for each in reversed(CODECS.values())}
+    return tuple(sorted([*((name, name) for name in by_size.values()), *MIXED], key=precision))
+
+
+def _ladder() -> tuple[Pair, ...]:
+    """The most precise of the usual pairs for each number of bits up to 16 an element: f32 is for checking."""
+    best = {codec(k).bits + codec(v).bits: (k, v) for k, v in reversed(USUAL_PAIRS)}
+    return tuple(pair for bits, pair in sorted(best.items(), reverse=True) if bits <= 2 * 16)
+
+
+USUAL_PAIRS = _usual_pairs()
+LADDER = _ladder()  # what is recommended where no types are named, the most precise first
 
 
 @dataclass(frozen=True)
@@ -242,7 +260,7 @@ def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recomme
     those with the longest one, which is shorter. Of all where the user `named` them, else of LADDER. None where nothing
     fits at all.
     """
-    ladder = sorted((o for o in outcomes if named or o.pair in LADDER), key=_precision)
+    ladder = sorted((o for o in outcomes if named or o.pair in LADDER), key=lambda o: precision(o.pair))
     for outcome in ladder:
         wanted = min(outcome.plan.tokens, trained or NO_LIMIT)
         if outcome.fits or outcome.max_context >= wanted:
@@ -255,9 +273,3 @@ def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recomme
         return None
     types = "any type" if not named else best.label if len(ladder) == 1 else "any of these types"
     return Recommendation(best, best.max_context, f"a context of {best.plan.tokens:,} does not fit with {types}", False)
-
-
-def _precision(outcome: Outcome) -> tuple[float, ...]:
-    """Sorts the most precise types to the front: by bits, then by those of the keys, which matter more, then LADDER."""
-    bits = [codec(name).bits for name in outcome.pair]
-    return -sum(bits), -bits[0], LADDER.index(outcome.pair) if outcome.pair in LADDER else len(LADDER)

@@ -181,7 +181,10 @@ class TurnSink(JsonSink):
 
 
 class JsonlSink(JsonSink):
-    """One event a line, each flushed. Text that was held back to the end comes as a token without an id."""
+    """One event a line, each flushed, with the number of its answer from 0. Text that was held back to the end comes as
+    a token without an id."""
+
+    _sample = 0
 
     def start(self, model: str, params: Any) -> None:
         self._event("start", {"model": model, "sampling": sampling_object(params)})
@@ -200,8 +203,11 @@ class JsonlSink(JsonSink):
             self._event("warning", {"message": message})
         self._event("end", result_object(result))
 
+    def sample(self, number: int, count: int) -> None:
+        self._sample = number - 1
+
     def _event(self, name: str, value: dict[str, Any]) -> None:
-        self._line("run --jsonl", {"event": name, **value})
+        self._line("run --jsonl", {"event": name, "sample": self._sample, **value})
 
 
 class WhileRead:

@@ -223,7 +223,10 @@ def test_names_that_are_none(kv_here: KvHere, model: tuple[str, ...], args: tupl
 def test_several_answers_from_one_prefill(kv_here: KvHere, model: tuple[str, ...]) -> None:
     common = ("run", *model, "--raw", "--no-stdin", "-t", "1", "--temp", "3", "-s", "5", "-n", "6", "--ignore-eos")
     code, out, _ = kv_here(*common, "--jsonl", "--n-samples", "4", TEXT)
-    ends = [event for event in map(json.loads, out.splitlines()) if event["event"] == "end"]
+    events = [json.loads(line) for line in out.splitlines()]
+    numbers = [event["sample"] for event in events]
+    assert numbers == sorted(numbers) and set(numbers) == {0, 1, 2, 3}
+    ends = [event for event in events if event["event"] == "end"]
     assert code == 0 and [end["sampling"]["sequence"] for end in ends] == [0, 1, 2, 3]
     prompt = ends[0]["usage"]["prompt_tokens"]
     assert [end["usage"]["cache_read_tokens"] for end in ends] == [0, *[prompt] * 3]

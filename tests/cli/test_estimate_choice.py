@@ -10,6 +10,7 @@ import pytest
 from conftest import KvHere
 from estimatecases import CARD, ok, small_file, use_own_folders
 
+from kvcli.api import planning
 from kvcli.codecs import CODECS
 
 
@@ -45,6 +46,15 @@ def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
     assert (code, out) == (2, "") and "one context" in err
 
 
+def test_no_cache_type_is_forgotten() -> None:
+    """Each stands in the usual comparison, or takes as many bytes as one that does; the ladder has all sizes."""
+    sizes = {(CODECS[k].bits, CODECS[k].scale) for k, v in planning.USUAL_PAIRS if k == v}
+    assert {(each.bits, each.scale) for each in CODECS.values()} == sizes
+    ladder = [planning.label(pair) for pair in planning.LADDER]
+    assert ladder == ["f16", "int8", "int8/int4", "int5", "int4"]
+    assert [CODECS[k].bits + CODECS[v].bits for k, v in planning.LADDER] == [32, 16, 12, 10, 8]
+
+
 def test_a_margin_that_leaves_nothing(kv_here: KvHere) -> None:
     code, out, err = kv_here("estimate", *CARD, "--margin", "100G")
     assert (code, out) == (2, "") and "--margin 100G leaves nothing of 12,288 MiB" in err
@@ -73,7 +83,7 @@ def test_print_args_names_only_types_that_run(kv_here: KvHere) -> None:
 def test_check(kv_here: KvHere) -> None:
     assert ok(kv_here("estimate", *CARD, "-ct", "int8", "--check")) == ""
     code, out, err = kv_here("estimate", *CARD, "--check")  # f16 is what kv run takes
-    assert (code, out) == (4, "") and "the largest context that fits is 47," in err
+    assert (code, out) == (4, "") and "the largest context that fits is 46," in err
     needed = "13,571 MiB"  # the total
     assert (
         "a context of 65,536 tokens does not fit with f16: 14,083 MiB are needed (with a margin of 512), 11,876" in err

@@ -96,7 +96,7 @@ def test_jsonl_is_one_event_a_line(kv):
     assert events[-1]["event"] == "end"
     texts = [event["text"] for event in events if event["event"] == "token"]
     assert "".join(texts) == "an answer" == events[-1]["text"]
-    assert len(texts) == 9
+    assert len(texts) == 9 and {event["sample"] for event in events} == {0}
 
 
 def test_errors_are_json_where_json_was_asked_for(kv):

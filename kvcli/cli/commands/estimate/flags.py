@@ -195,9 +195,9 @@ class PlanFlags:
 
     def pairs(self) -> tuple[Pair, ...]:
         """The pairs of types to compare. Raises UsageError for a type that does not exist."""
-        from kvcli.api.planning import ALL_PAIRS
+        from kvcli.api.planning import USUAL_PAIRS
 
-        return tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in self.named_pairs())) or ALL_PAIRS
+        return tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in self.named_pairs())) or USUAL_PAIRS
 
     def named_pairs(self) -> list[Types]:
         """Those of the flags, as given. Raises UsageError."""
