@@ -40,7 +40,7 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert any(line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines)
     f16, int8 = (next(line.split() for line in lines if line.startswith(name)) for name in ("f16 ", "int8 "))
     assert f16[:6] == ["f16", "128.0", "8,192", "13,729", "-1,853", "no"]
-    assert int8[:6] == ["int8", "65.0", "4,448", "10,344", "1,532", "yes"]
+    assert int8[:6] == ["int8", "65.0", "4,448", "10,304", "1,572", "yes"]
     assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
     assert any("computed: chunk 2,048" in line for line in lines)
     assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32 and f16" in lines
