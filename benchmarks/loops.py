@@ -56,7 +56,7 @@ def loop_at(ids: list[int]) -> int:
 
 
 def prompts(engine: Engine) -> list[list[int]]:
-    texts, template = list(BEGINNINGS), engine.loaded.template
+    texts, template = list(BEGINNINGS), engine.loaded.text.template
     found = []
     if template is None:
         texts += PROMPTS

@@ -125,7 +125,7 @@ class Model:
         a prompt longer than the context, UsageError for a value out of range.
         """
         engine = self._open()
-        template = engine.loaded.template
+        template = engine.loaded.text.template
         if template is None:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)

@@ -222,5 +222,5 @@ def _answer(
 def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: int) -> _Asked:
     """The request of a line. Raises KVError."""
     line = Line.parse(raw, number, form)
-    settled, ids = settle(engine.loaded, line.sampling), line.ids(engine.loaded, form)
+    settled, ids = settle(engine.loaded, line.sampling), line.ids(engine.loaded.text, form)
     return _Asked(number, line, engine.request(engine.new_sequence(), ids, settled, caches=caches))

@@ -12,7 +12,7 @@ from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.words import meant, near
 
 if TYPE_CHECKING:
-    from kvcli.runtime.engine.loaded import LoadedModel
+    from kvcli.runtime.text.modeltext import ModelText
 
 ROLES = ("system", "user", "assistant")
 SAMPLING = (
@@ -63,19 +63,19 @@ class Line:
         messages = _messages(value["messages"]) if "messages" in value else []
         return cls(value_id(value), prompt, messages, _sampling(value, form.sampling))
 
-    def ids(self, loaded: LoadedModel, form: Form) -> list[int]:
+    def ids(self, model: ModelText, form: Form) -> list[int]:
         """The whole prompt. Raises UsageError, and TemplateError."""
-        raw = form.raw or loaded.template is None
+        raw = form.raw or model.template is None
         if self.prompt is not None and raw:
             if form.system is not None:
                 raise UsageError("a prompt without a chat template has no system message", "put it into the text")
-            return loaded.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
-        if raw or loaded.template is None:
+            return model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
+        if raw or model.template is None:
             raise UsageError("`messages` need a chat template", "give `prompt`, or --no-raw")
         messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
         if form.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": form.system}, *messages]
-        return loaded.tokenizer.encode_segments(loaded.template.render_segments(messages), add_bos=True)
+        return model.tokenizer.encode_segments(model.template.render_segments(messages), add_bos=True)
 
 
 def value_id(value: dict[str, Any]) -> str | int | None:

@@ -121,7 +121,8 @@ def test_rows_that_belong_to_no_token_are_never_drawn(variant: str):
 
 def test_a_vocabulary_longer_than_the_embedding_is_refused(monkeypatch: pytest.MonkeyPatch):
     n = tiny.make("llama").n_tokens
-    monkeypatch.setattr(Tokenizer, "from_gguf", lambda metadata, force: SimpleNamespace(vocab_size=n + 1))
+    found = SimpleNamespace(vocab_size=n + 1, bos_id=None, eos_id=None, controls=lambda text: [])
+    monkeypatch.setattr(Tokenizer, "from_gguf", lambda *_: found)
     with pytest.raises(ModelError, match=f"the vocabulary has {n + 1} tokens, the embedding {n} rows"):
         open_tiny("llama", "auto")
 

@@ -37,8 +37,10 @@ def test_a_tiny_one_runs(quant: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     assert module().write(path, module().SHAPES["tiny"], quant) == path.stat().st_size
     engine = Engine.open(path, LoadOptions("tiny", 1), CacheOptions())
-    assert engine.loaded.template is not None
-    ids = engine.tokenizer.encode_segments(engine.loaded.template.render_segments([{"role": "user", "content": "Hi!"}]))
+    assert engine.loaded.text.template is not None
+    ids = engine.tokenizer.encode_segments(
+        engine.loaded.text.template.render_segments([{"role": "user", "content": "Hi!"}])
+    )
     hidden = engine.forward(engine.new_sequence(), ids)
     assert torch.isfinite(engine.logits(hidden)).all()
     events = list(engine.generate(engine.new_sequence(), ids, SampleOptions(max_tokens=4, ignore_eos=True)))

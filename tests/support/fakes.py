@@ -169,16 +169,14 @@ class FakeEngine:
         return self
 
     @property
-    def has_spare_template(self) -> bool:
-        return self.spare_template is not None
+    def text(self) -> SimpleNamespace:
+        note = "" if self.template else "base model: no template"
+        has_spare = self.spare_template is not None
+        return SimpleNamespace(tokenizer=self.tokenizer, template=self.template, note=note, has_spare=has_spare)
 
     @property
     def plan(self) -> Plan:
         return self.predict(self.ctx_size)
-
-    @property
-    def template_note(self) -> str:
-        return "" if self.template else "base model: no template"
 
     def take_spare_template(self) -> None:
         """As a model does that is loaded with `chat_anyway`."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcli.options import LoadOptions
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
+    from kvcli.runtime.text.modeltext import ModelText
 
 
 _option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
@@ -235,12 +236,12 @@ class Question:
         if self.raw and self.system is not None:
             raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
 
-    def of(self, loaded: LoadedModel, invocation: Invocation) -> Question:
+    def of(self, model: ModelText, invocation: Invocation) -> Question:
         """What is asked of this model, and a word where its file has no chat template. Raises UsageError for a system
         message without one."""
-        if self.raw is None and loaded.template_note:
-            render.notice(loaded.template_note, invocation)
-        raw = self.raw or loaded.template is None
+        if self.raw is None and model.note:
+            render.notice(model.note, invocation)
+        raw = self.raw or model.template is None
         if raw and self.system is not None:
             raise UsageError(
                 "this model has no chat template, so there is no system message",
@@ -248,22 +249,22 @@ class Question:
             )
         return replace(self, raw=raw)
 
-    def ids(self, loaded: LoadedModel) -> list[int]:
+    def ids(self, model: ModelText) -> list[int]:
         """Token ids of the whole prompt. Raises TemplateError."""
-        return self._ids(loaded, self.prompt)
+        return self._ids(model, self.prompt)
 
-    def text(self, loaded: LoadedModel, ids: list[int]) -> tuple[int, int]:
+    def text(self, model: ModelText, ids: list[int]) -> tuple[int, int]:
         """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
-        frame = self._ids(loaded, "")
+        frame = self._ids(model, "")
         start = common_length(ids, frame)
         return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
 
-    def _ids(self, loaded: LoadedModel, text: str) -> list[int]:
-        if self.raw or loaded.template is None:
-            return loaded.tokenizer.encode(text, add_bos=True, parse_special=self.special)
+    def _ids(self, model: ModelText, text: str) -> list[int]:
+        if self.raw or model.template is None:
+            return model.tokenizer.encode(text, add_bos=True, parse_special=self.special)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": text})
-        return loaded.tokenizer.encode_segments(loaded.template.render_segments(messages), add_bos=True)
+        return model.tokenizer.encode_segments(model.template.render_segments(messages), add_bos=True)
 
 
 def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:
@@ -286,7 +287,7 @@ def _tell(results: list[Result], output: OutputFlags, invocation: Invocation) ->
 
 def _fitting(loaded: LoadedModel, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
     """The prompt's ids, cut to the context where `policy` wants that. Raises ContextOverflow where it does not."""
-    ids, terms = question.ids(loaded), loaded.terms
+    ids, terms = question.ids(loaded.text), loaded.terms
     try:
         terms.check_prompt(ids)
         return ids, None
@@ -295,7 +296,7 @@ def _fitting(loaded: LoadedModel, question: Question, policy: str, max_tokens: i
             error.hint += "; --on-overflow cuts it"
             raise
     room = answer_leaves(terms.ctx_size, max_tokens, None if terms.keeps_prompt else terms.layout.retention)
-    return cut_text(ids, question.text(loaded, ids), policy, terms.ctx_size, room, terms.could_hold)
+    return cut_text(ids, question.text(loaded.text, ids), policy, terms.ctx_size, room, terms.could_hold)
 
 
 EXAMPLES = """
@@ -357,7 +358,7 @@ def run(
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation, chat=True)
         loaded = engines.load_model(prompt.loading(load), cache_options, invocation, interrupts)
-        question = question.of(loaded, invocation)
+        question = question.of(loaded.text, invocation)
         ids, cut = _fitting(loaded, question, policy, -1 if sampling.unattended else sampling.max_tokens)
         engine = engines.engine_of(loaded, invocation, len(ids))
         if cut is not None:
@@ -365,7 +366,7 @@ def run(
         sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
-        kept = replace(kept, source=prompt.source, lead=question.text(loaded, ids)[0])
+        kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches, copy or nullcontext():
             job = Job(load.model, sampling, sink, interrupts, caches, output.verify_estimate, cut=cut, told=told)
             results = _answers(engine, ids, job, output.n_samples)

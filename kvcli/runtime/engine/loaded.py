@@ -27,8 +27,7 @@ from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import weights_of_tensors
 from kvcli.runtime.plan.plan import engine_budget
 from kvcli.runtime.promptcache import fingerprint
-from kvcli.runtime.text.template import ChatTemplate, template_note
-from kvcli.runtime.text.tokenizer import Tokenizer
+from kvcli.runtime.text.modeltext import ModelText
 
 
 class LoadedModel:
@@ -66,7 +65,12 @@ class LoadedModel:
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
-        self._read_texts(load)
+        self.text = ModelText.of(file.metadata, path.name, load.force, load.chat_anyway, self.notice)
+        self.tokenizer = self.text.tokenizer
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelError(
+                f"the vocabulary has {self.tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
+            )
         self.sampling_defaults = sampling.model_defaults(file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
         self._read_weights(load, cache)
@@ -84,27 +88,6 @@ class LoadedModel:
                 device = Device(CPU, notice=f"runs on the CPU; a GPU cannot compute this model: {reason}")
         self._note(device.notice)
         return device
-
-    def _read_texts(self, load: LoadOptions) -> None:
-        """The tokenizer and the chat template. Raises ModelError."""
-        metadata, name = self.file.metadata, self.path.name
-        self.tokenizer = tokenizer = Tokenizer.from_gguf(metadata, force=load.force)
-        if tokenizer.vocab_size > self.config.vocab_size:
-            raise ModelError(
-                f"the vocabulary has {tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
-            )
-        bos, eos = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-        template, spare = ChatTemplate.from_gguf(metadata, bos, eos, name), ChatTemplate.built_in(metadata, bos, eos)
-        if load.chat_anyway and template is None and spare is None:
-            raise ModelError(
-                f"the file has no chat template, and kv has none for {self.config.arch}",
-                "text can be continued without a template (`raw`)",
-            )
-        self.template = template or (spare if load.chat_anyway else None)
-        self.has_spare_template = spare is not None
-        self.template_note = template_note(metadata, name)
-        if self.template:
-            self.template.watch(tokenizer.controls, self._tell_lost_control)
 
     def _read_weights(self, load: LoadOptions, cache: CacheOptions) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
@@ -128,11 +111,6 @@ class LoadedModel:
         if text not in self.notices:
             self.notices.append(text)
             self._tell(text)
-
-    def _tell_lost_control(self, token: str) -> None:
-        self.notice(
-            f"the chat template writes {token} in a way that kv cannot follow: the model reads it as plain text"
-        )
 
     def check_weights(self) -> None:
         """Raises ModelError where the file was truncated while it was read."""

@@ -44,8 +44,8 @@ def build(
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
         load = prompt.loading(model.options(invocation.offline))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
-        question = question.of(loaded, invocation)
-        ids = question.ids(loaded)
+        question = question.of(loaded.text, invocation)
+        ids = question.ids(loaded.text)
         if len(ids) < cache_options.page_size:
             raise UsageError(
                 f"the prompt has {counted(len(ids), 'token')}: less than a page of {cache_options.page_size} is"
@@ -56,7 +56,7 @@ def build(
         engine, options = engines.engine_of(loaded, invocation, len(ids)), settle(loaded, SampleOptions(max_tokens=0))
         kept = PromptCacheOptions(
             file=file, strict=True, replace=force, awaited=True, source=prompt.source,
-            lead=question.text(loaded, ids)[0],
+            lead=question.text(loaded.text, ids)[0],
         )  # fmt: skip
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:
             job = Job(model.model, options, NoSink(invocation), interrupts, caches, told=invocation.told)

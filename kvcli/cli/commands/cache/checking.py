@@ -47,7 +47,7 @@ def explain(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         load = prompt.loading(model.options(invocation.offline))
         engine = _engine_for(contents.identity, load, invocation, interrupts)
-        ids = question.of(engine.loaded, invocation).ids(engine.loaded)
+        ids = question.of(engine.loaded.text, invocation).ids(engine.loaded.text)
         found = comparing.agreement(contents, ids, engine)
     if json:
         render.print_json("cache explain", {**_named(file.path, root), **found.as_json()})

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvcli.notices import Tell
     from kvcli.runtime.engine.loaded import LoadedModel
     from kvcli.runtime.text.conversation import Conversation
+    from kvcli.runtime.text.modeltext import ModelText
 
 EXAMPLES = """
 kv chat --session trip
@@ -99,7 +100,7 @@ def chat(
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         if invocation.verbose:
             say(report.sampling_line(settle(loaded, sampling)))
-        conversation = _conversation(loaded, message, flags.no_raw, invocation)
+        conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
         with closing(_branches(name, load.model, loaded)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)
@@ -139,20 +140,22 @@ def _telling(invocation: Invocation) -> Tell:
     return tell if invocation.verbose else replace(tell, notice=lambda message: None)
 
 
-def _conversation(loaded: LoadedModel, system: str | None, anyway: bool, invocation: Invocation) -> Conversation:
+def _conversation(
+    model: ModelText, arch: str, system: str | None, anyway: bool, invocation: Invocation
+) -> Conversation:
     """`anyway`: with a base model, too. Raises ModelError for a model without a chat template."""
     from kvcli.runtime.text.conversation import Conversation
 
-    if loaded.template_note and not anyway:
-        if loaded.template is None:
-            spare = f", --no-raw chats with it in {loaded.config.arch}'s format" if loaded.has_spare_template else ""
+    if model.note and not anyway:
+        if model.template is None:
+            spare = f", --no-raw chats with it in {arch}'s format" if model.has_spare else ""
             raise ModelError(
                 "this model cannot chat: its file has no chat template, as base models have none",
                 f"kv run continues text with it, kv chat -m {DEFAULT_MODEL} chats{spare}",
             )
-        render.notice(loaded.template_note, invocation)
-    assert loaded.template is not None
-    return Conversation(loaded.tokenizer, loaded.template, system)
+        render.notice(model.note, invocation)
+    assert model.template is not None
+    return Conversation(model.tokenizer, model.template, system)
 
 
 def _branches(name: str, model: str, loaded: LoadedModel) -> sessions.Branches:

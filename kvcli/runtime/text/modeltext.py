@@ -1,0 +1,48 @@
+"""`ModelText`: how one model writes text: its tokenizer and its chat template. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.errors import ModelError
+from kvcli.runtime.text.template import ChatTemplate, template_note
+from kvcli.runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """`template`: None for a base model; `note`: what is to be said of a file that has none ("" = nothing);
+    `has_spare`: whether there is one of the architecture that could be taken instead."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    note: str
+    has_spare: bool
+
+    @classmethod
+    def of(
+        cls,
+        metadata: Mapping[str, Any],
+        file_name: str,
+        force: bool = False,
+        chat_anyway: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> ModelText:
+        """`force`: even with a pre-tokenizer that is not known; `chat_anyway`: with the architecture's template where
+        the file has none. `tell` is called for what is noticed while a template is used. Raises ModelError."""
+        tokenizer = Tokenizer.from_gguf(metadata, force)
+        bos, eos = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+        template = ChatTemplate.from_gguf(metadata, bos, eos, file_name)
+        spare = ChatTemplate.built_in(metadata, bos, eos)
+        if chat_anyway and template is None and spare is None:
+            raise ModelError(
+                f"the file has no chat template, and kv has none for {metadata.get('general.architecture', '?')}",
+                "text can be continued without a template (`raw`)",
+            )
+        template = template or (spare if chat_anyway else None)
+        if template:
+            lost = "the chat template writes {} in a way that kv cannot follow: the model reads it as plain text"
+            template.watch(tokenizer.controls, lambda token: tell(lost.format(token)))
+        return cls(tokenizer, template, template_note(metadata, file_name), spare is not None)
