@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,84 +18,25 @@ from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
 from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
+from kvcli.cli.flags.prompt import PromptFlags, Question
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
-from kvcli.cli.inputs import assemble_prompt
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag, json_option
 from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, SamplesSink, Sink, TextSink
 from kvcli.cli.streams import OutputFile, TextOut, say
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
-from kvcli.runtime.promptcache.prefixpages import common_length
 
 if TYPE_CHECKING:
     from kvcli.cli.report import Result
-    from kvcli.options import LoadOptions
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
-    from kvcli.runtime.text.modeltext import ModelText
 
 
 _option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
-
-
-@dataclass(frozen=True)
-class PromptFlags:
-    """What the model is asked."""
-
-    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="Same as PROMPT.")] = None
-    file: Annotated[
-        list[str],
-        _option(
-            "-f", "--file", metavar="FILE", help="File with text that comes before the prompt; - = stdin (repeatable)."
-        ),
-    ] = field(default_factory=list)
-    file_names: Annotated[
-        bool,
-        _option("--file-names", help="Put a line with its name above each file's text: ==> FILE <==."),
-    ] = False
-    no_stdin: Annotated[
-        bool,
-        _option(
-            "--no-stdin",
-            help="Do not read stdin, e.g. in a loop that reads it; -f - still does.",
-        ),
-    ] = False
-    raw: Annotated[
-        bool | None,
-        _option(
-            "--raw/--no-raw",
-            help="Continue the text, without a chat template; --no-raw chats even with a base model.",
-            show_default="on for base models",
-        ),
-    ] = None
-    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
-
-    @property
-    def source(self) -> str:
-        """Where the text is from, for people: the names of files."""
-        return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
-
-    def loading(self, options: LoadOptions) -> LoadOptions:
-        """With the chat template that --no-raw demands."""
-        return replace(options, chat_anyway=self.raw is False)
-
-    def question(
-        self, instruction: str | None, system: SystemFlags, invocation: Invocation, chat: bool = False
-    ) -> Question:
-        """What is asked. `chat`: who has no prompt may have meant kv chat. Raises UsageError, InputBytesError."""
-        if self.prompt is not None and instruction is not None:
-            raise UsageError("the prompt is given twice, as -p and as an argument")
-        if self.special and not self.raw:
-            raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
-        tell = render.telling(invocation)
-        message = system.text(tell)
-        text = instruction if self.prompt is None else self.prompt
-        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
-        return Question(message, text, self.raw, self.special)
 
 
 @dataclass(frozen=True)
@@ -220,51 +161,6 @@ class BatchFlags:
         }
         if given := [name for name, there in together.items() if there]:
             raise UsageError(f"--batch and {given[0]} cannot be used together", "each line has a prompt and an answer")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked, as text. `raw`: no template, None = as the model is; `special`: the raw text may hold special
-    tokens."""
-
-    system: str | None
-    prompt: str
-    raw: bool | None
-    special: bool
-
-    def __post_init__(self) -> None:
-        if self.raw and self.system is not None:
-            raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
-
-    def of(self, model: ModelText, invocation: Invocation) -> Question:
-        """What is asked of this model, and a word where its file has no chat template. Raises UsageError for a system
-        message without one."""
-        if self.raw is None and model.note:
-            render.notice(model.note, invocation)
-        raw = self.raw or model.template is None
-        if raw and self.system is not None:
-            raise UsageError(
-                "this model has no chat template, so there is no system message",
-                "put it into the text; --no-raw chats all the same where kv has a template for the architecture",
-            )
-        return replace(self, raw=raw)
-
-    def ids(self, model: ModelText) -> list[int]:
-        """Token ids of the whole prompt. Raises TemplateError."""
-        return self._ids(model, self.prompt)
-
-    def text(self, model: ModelText, ids: list[int]) -> tuple[int, int]:
-        """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
-        frame = self._ids(model, "")
-        start = common_length(ids, frame)
-        return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
-
-    def _ids(self, model: ModelText, text: str) -> list[int]:
-        if self.raw or model.template is None:
-            return model.tokenizer.encode(text, add_bos=True, parse_special=self.special)
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": text})
-        return model.tokenizer.encode_segments(model.template.render_segments(messages), add_bos=True)
 
 
 def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import inputs, render
-from kvcli.cli.flags.shared import DEFAULT_MODEL, check_model
-from kvcli.cli.helptext import MODEL, STORES
+from kvcli.cli.flags.shared import DEFAULT_MODEL, ModelName
+from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import JsonFlag
 from kvcli.cli.locate import locate_model
 from kvcli.errors import UsageError
@@ -35,17 +35,7 @@ def register(app: typer.Typer) -> None:
 def tokenize(
     ctx: typer.Context,
     text: Annotated[str | None, typer.Argument(help="The text; by default it is read from stdin.")] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            "-m",
-            "--model",
-            rich_help_panel=MODEL,
-            metavar="MODEL",
-            help="A name (kv models ls), a .gguf file or org/repo[:quant].",
-            callback=check_model,
-        ),
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="File with the text; - = stdin.")
     ] = None,
@@ -83,7 +73,7 @@ def tokenize(
         if ids:
             render.write_out(" ".join(map(str, found)) + "\n")
         elif json or null:
-            render.print_json("tokenize", _as_json(tokenizer, model, found))
+            render.print_json("tokenize", tokens_object(tokenizer, model, found))
         else:
             render.write_out(_as_lines(tokenizer, found))
 
@@ -106,7 +96,8 @@ def _texts(text: str | None, file: str | None, null: bool, tell: Tell) -> list[s
     return texts if texts[-1] else texts[:-1]
 
 
-def _as_json(tokenizer: Tokenizer, model: str, ids: list[int]) -> dict[str, Any]:
+def tokens_object(tokenizer: Tokenizer, model: str, ids: list[int]) -> dict[str, Any]:
+    """Tokens for JSON."""
     pieces = [tokenizer.piece(token) for token in ids]
     return {"model": model, "tokens": len(ids), "ids": ids, "pieces": pieces}
 

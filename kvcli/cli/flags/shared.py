@@ -99,20 +99,23 @@ def _section(title: str) -> Callable[..., Any]:
 _model, _cache, _prompt = map(_section, (MODEL, KV_CACHE, PROMPT))
 
 
+ModelName = Annotated[
+    str,
+    _model(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub.",
+        callback=check_model,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ModelFlags:
     """Which model, and how it is loaded."""
 
-    model: Annotated[
-        str,
-        _model(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub.",
-            callback=check_model,
-        ),
-    ] = DEFAULT_MODEL
+    model: ModelName = DEFAULT_MODEL
     threads: Annotated[
         int,
         _model(

@@ -11,8 +11,8 @@ import typer
 
 from kvcli.cli import engines, render, report
 from kvcli.cli.answer import Job, answer, settle
-from kvcli.cli.commands.run import PromptFlags
 from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.interrupt import Interrupts, last_words

@@ -12,8 +12,8 @@ import typer
 from kvcli.cli import cachefiles, engines, render
 from kvcli.cli.commands.cache import comparing
 from kvcli.cli.commands.cache.arguments import Name, stored_files
-from kvcli.cli.commands.run import PromptFlags
 from kvcli.cli.flags.checks import in_range
+from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.flags.shared import ModelFlags, SystemFlags, grouped
 from kvcli.cli.interrupt import Interrupts, last_words

@@ -1,0 +1,126 @@
+"""The flags that say what a model is asked, and `Question`, what they come to. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli import render
+from kvcli.cli.flags.shared import SystemFlags
+from kvcli.cli.helptext import PROMPT
+from kvcli.cli.inputs import assemble_prompt
+from kvcli.cli.invocation import Invocation
+from kvcli.errors import UsageError
+from kvcli.runtime.promptcache.prefixpages import common_length
+
+if TYPE_CHECKING:
+    from kvcli.options import LoadOptions
+    from kvcli.runtime.text.modeltext import ModelText
+
+_option = partial(typer.Option, rich_help_panel=PROMPT)
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """What the model is asked."""
+
+    prompt: Annotated[str | None, _option("-p", "--prompt", metavar="TEXT", help="Same as PROMPT.")] = None
+    file: Annotated[
+        list[str],
+        _option(
+            "-f", "--file", metavar="FILE", help="File with text that comes before the prompt; - = stdin (repeatable)."
+        ),
+    ] = field(default_factory=list)
+    file_names: Annotated[
+        bool,
+        _option("--file-names", help="Put a line with its name above each file's text: ==> FILE <==."),
+    ] = False
+    no_stdin: Annotated[
+        bool,
+        _option(
+            "--no-stdin",
+            help="Do not read stdin, e.g. in a loop that reads it; -f - still does.",
+        ),
+    ] = False
+    raw: Annotated[
+        bool | None,
+        _option(
+            "--raw/--no-raw",
+            help="Continue the text, without a chat template; --no-raw chats even with a base model.",
+            show_default="on for base models",
+        ),
+    ] = None
+    special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
+
+    @property
+    def source(self) -> str:
+        """Where the text is from, for people: the names of files."""
+        return ", ".join("stdin" if name == "-" else os.path.basename(name) for name in self.file)
+
+    def loading(self, options: LoadOptions) -> LoadOptions:
+        """With the chat template that --no-raw demands."""
+        return replace(options, chat_anyway=self.raw is False)
+
+    def question(
+        self, instruction: str | None, system: SystemFlags, invocation: Invocation, chat: bool = False
+    ) -> Question:
+        """What is asked. `chat`: who has no prompt may have meant kv chat. Raises UsageError, InputBytesError."""
+        if self.prompt is not None and instruction is not None:
+            raise UsageError("the prompt is given twice, as -p and as an argument")
+        if self.special and not self.raw:
+            raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+        tell = render.telling(invocation)
+        message = system.text(tell)
+        text = instruction if self.prompt is None else self.prompt
+        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
+        return Question(message, text, self.raw, self.special)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, as text. `raw`: no template, None = as the model is; `special`: the raw text may hold special
+    tokens."""
+
+    system: str | None
+    prompt: str
+    raw: bool | None
+    special: bool
+
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise UsageError("--raw has no system message", "put it into the text, or leave --raw out")
+
+    def of(self, model: ModelText, invocation: Invocation) -> Question:
+        """What is asked of this model, and a word where its file has no chat template. Raises UsageError for a system
+        message without one."""
+        if self.raw is None and model.note:
+            render.notice(model.note, invocation)
+        raw = self.raw or model.template is None
+        if raw and self.system is not None:
+            raise UsageError(
+                "this model has no chat template, so there is no system message",
+                "put it into the text; --no-raw chats all the same where kv has a template for the architecture",
+            )
+        return replace(self, raw=raw)
+
+    def ids(self, model: ModelText) -> list[int]:
+        """Token ids of the whole prompt. Raises TemplateError."""
+        return model.tokenizer.encode_segments(self.segments(model, self.prompt), add_bos=True)
+
+    def text(self, model: ModelText, ids: list[int]) -> tuple[int, int]:
+        """Which of these ids, [start, end), are what the user wrote, and not template or system message."""
+        frame = model.tokenizer.encode_segments(self.segments(model, ""), add_bos=True)
+        start = common_length(ids, frame)
+        return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
+
+    def segments(self, model: ModelText, text: str) -> list[tuple[str, bool]]:
+        """The prompt with `text` in place of its own, as `ChatTemplate.render_segments` gives it. Raises
+        TemplateError."""
+        if self.raw or model.template is None:
+            return [(text, self.special)]
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return model.template.render_segments([*messages, {"role": "user", "content": text}])
