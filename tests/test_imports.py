@@ -27,6 +27,7 @@ kvcli.runtime.plan kvcli.runtime.model
 kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
 kvcli.runtime.model.archs
 kvcli.runtime.model.architecture
+kvcli.runtime.model.ropekeys
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats kvcli.runtime.text
 kvcli.environment

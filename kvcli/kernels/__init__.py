@@ -6,8 +6,11 @@
 | `rows(weight, ids, scale)` | ids int64 [T] -> [T, cols] |
 | `rms_norm(x, weight, eps)` | [..., D] -> [..., D] |
 | `normed(x, weight, eps)` | the same of [T, D], as `matmul` reads it |
+| `layer_norm(x, weight, bias, eps)` | [T, D] -> [T, D]; bias may be None |
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
-| `gated(x, weights, act)` | x [T, cols], gates over what they gate -> activated [T, F], as `matmul` reads it |
+| `gated(x, weights, act, bias)` | x [T, cols], gates over what they gate -> activated [T, F], as `matmul` reads it |
+| `activated(x, weights, act, bias)` | the same without gates |
+| `softcap(x, cap)` | [T, F] -> [T, F] |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
@@ -23,7 +26,8 @@ attend.py); on a CPU it is written in two more operations, on a GPU kernels do s
 
 Each has a form for several parts, `store_each` and `attention_each` (see attend.py).
 
-`glu(x, act)`, [T, 2F] -> [T, F], is what `gated` does behind its product.
+`glu(x, act)`, [T, 2F] -> [T, F], is what `gated` does behind its product, and `activate(x, act)`, [T, F] -> [T, F],
+what `activated` does.
 
 All float32, but a GPU hands rows from one product to the next as float16 (gpu/wide.py). The plain-torch functions in
 reference/ are the specification.

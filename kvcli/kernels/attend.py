@@ -43,8 +43,10 @@ class AttentionLayer:
 
     `scale` multiplies q.k; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window`: the rows that a query sees,
     its own included, 0 = all. `bias` float32 [(heads + kv_heads) * dim_k + kv_heads * dim_v] or None is added to the
-    projections. `q_norm`, `k_norm`: weights of an RMS norm over each head, float32 [dim_k], or None;
-    `eps` is added to its mean.
+    projections. `q_norm`, `k_norm`: weights of an RMS norm over each head, float32 [dim_k], or over all heads together,
+    [heads * dim_k], or None; `eps` is added to its mean; `norms_last`: it comes after RoPE. `amplitude`
+    multiplies the dims of queries that RoPE turns, and a `temperature` (scale, length, offset) all dims of queries at
+    position p by 1 + scale * ln(1 + floor((p + offset) / length)).
     `seal(kv, start, end)` encodes what leaves the 16-bit tail of a cache as its rows [start, end), just stored, come,
     and returns the angles of the mean that sealed keys lack, None where they lack none or there is no RoPE.
     """
@@ -58,6 +60,9 @@ class AttentionLayer:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+    norms_last: bool = False
+    amplitude: float = 1.0
+    temperature: tuple[float, int, int] | None = None
     seal: Seal = nothing_to_seal
 
 
@@ -120,15 +125,17 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     q = qkv[:, :n_q].view(t, layer.heads, r.dim_k)  # rows of a wider matrix
     k = qkv[:, n_q : n_q + n_k].view(t, r.kv_heads, r.dim_k)
     v = qkv[:, n_q + n_k :].view(t, r.kv_heads, r.dim_v)
-    if layer.q_norm is not None:
-        q = ops.rms_norm(q, layer.q_norm, layer.eps)
-    if layer.k_norm is not None:
-        k = ops.rms_norm(k, layer.k_norm, layer.eps)
+    if not layer.norms_last:
+        q, k = (_normed(ops, x, norm, layer.eps) for x, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    _amplify(q, spans, layer)
     sink_q = _sink_queries(ops, q, parts, spans, layer.rope)
     if layer.rope is not None:
         cos, sin = layer.rope.of(spans)
         ops.rope_(q, cos, sin)
         ops.rope_(k, cos, sin)
+    if layer.norms_last:
+        q, k = (_normed(ops, x, norm, layer.eps) for x, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+        sink_q = None if sink_q is None else _normed(ops, sink_q, layer.q_norm, layer.eps)
     rotated_k, rotated_v = kv.rotated
     if rotated_k:
         ops.rotate_(k)
@@ -143,6 +150,24 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     if rotated_v:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out
+
+
+def _amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
+    """Multiply queries [T, heads, dim_k], not turned yet, by what grows with their position, and by the amplitude."""
+    if layer.amplitude != 1 and layer.rope is not None:
+        q[..., : 2 * layer.rope.frequencies_on(q.device).numel()] *= layer.amplitude
+    if layer.temperature is not None:
+        scale, length, offset = layer.temperature
+        positions = np.concatenate([np.arange(start, start + n) for start, n in spans])
+        factors = 1 + scale * np.log1p((positions + offset) // length)
+        q *= torch.from_numpy(factors.astype(np.float32))[:, None, None]
+
+
+def _normed(ops: Operations, x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x [T, heads, dim], each head or all of a token together."""
+    if norm is None:
+        return x
+    return ops.rms_norm(x if norm.numel() == x.shape[-1] else x.flatten(1), norm, eps).view(x.shape)
 
 
 def _sink_queries(

@@ -5,7 +5,8 @@ Pure data: no torch, no paths, no user options. The architectures' descriptions 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 
@@ -14,14 +15,42 @@ FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 class RopeConfig:
     """Rotary embedding of one layer (arXiv 2104.09864), applied to dims [0, dim) in half-split order.
 
-    Positions are divided by `factor`. `scaling` is "none", "linear" (that alone) or "llama3" (each frequency is also
-    divided by the file's own, its `rope_freqs` tensor).
+    Positions are divided by `factor`, and frequencies by factors of the file, as `scaling` says:
+
+    | `scaling` | |
+    |---|---|
+    | none, linear | by `factor` alone |
+    | llama3 | also by the file's own factors |
+    | short, long | of longrope (arXiv 2402.13753): by its factors for contexts up to `original` and beyond it |
+    | yarn | frequency i by `factor` as far as i stands in `ramp` = (i where that begins, i where it is whole) |
+    | dynamic | by a larger base, for a context of `length` (more than `original`) tokens |
+
+    `amplitude` multiplies cosines and sines, of queries and of keys.
     """
 
     base: float
     dim: int
     scaling: str = "none"
     factor: float = 1.0
+    original: int = 0
+    length: int = 0
+    ramp: tuple[float, float] = (0.0, 0.0)
+    amplitude: float = 1.0
+
+    def at(self, ctx: int) -> RopeConfig:
+        """The same in a context of `ctx` tokens. Where scaling depends on the length it is that of the whole context,
+        while transformers changes it as a text grows, and leaves earlier keys as they are."""
+        if self.scaling in ("short", "long"):
+            return replace(self, scaling="long" if ctx > self.original else "short")
+        return replace(self, length=max(ctx, self.original)) if self.scaling == "dynamic" else self
+
+
+class Temperature(NamedTuple):
+    """Queries at position p are multiplied by 1 + scale * ln(1 + floor((p + offset) / length)) (as in Llama 4)."""
+
+    scale: float
+    length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,8 +58,9 @@ class LayerConfig:
     """What one layer keeps in the cache and how it looks at it.
 
     `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1, dim_k = lora rank + rope dims, dim_v 0.
-    `window` counts the tokens a sliding layer sees, the query included; 0 = all. A recurrent layer keeps
-    `state_bytes` per sequence and no rows. `shares_kv_with` names the layer whose rows this one reads.
+    `window` counts the tokens a sliding layer sees, the query included; 0 = all. `rope` None: positions are not seen
+    but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
+    layer whose rows this one reads.
     """
 
     kind: str
@@ -39,34 +69,54 @@ class LayerConfig:
     dim_v: int
     window: int = 0
     rope: RopeConfig | None = None
+    temperature: Temperature | None = None
     state_bytes: int = 0
     shares_kv_with: int | None = None
+
+
+RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450
+HEAD, ALL = "head", "all"
 
 
 @dataclass(frozen=True)
 class Block:
     """How the layers of an architecture are put together, beyond their sizes.
 
-    Each is attention and then a gated feed-forward part, with an RMS norm before either. `activation` of the gates is
-    "silu" or "gelu" (tanh form). `qkv_bias`: vectors are added to q, k and v. `qk_norm`: an RMS norm over each head of
-    q and k. `post_norms`: an RMS norm over what either part adds to the residual stream. `rope_pairs`: in files the
-    rows of q and k that RoPE turns together are neighbours; else they are half a head apart, as everywhere in kv.
-    `rope_factors`: a file may have factors that divide the frequencies of RoPE.
+    Each is attention and then a feed-forward part, which both add to the residual stream. Biases are not listed: those
+    that a file has are added.
+
+    | field | |
+    |---|---|
+    | `activation` | "silu", "gelu" (tanh form) or "relu2" (square of the positive part) |
+    | `gated` | the activation is of gates, by which other products are multiplied; else of one product alone |
+    | `norm` | RMS or LAYER (mean and variance), of all norms but those of heads |
+    | `pre_norms`, `post_norms` | a norm before either part; one over what either part adds |
+    | `parallel` | the feed-forward part has the normed input of attention, and no norm of its own |
+    | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, "" = none |
+    | `qk_norm_last` | that norm comes after RoPE |
+    | `rope_pairs` | RoPE turns neighbouring rows of q and k in files; else, and in kv, rows half a head apart |
+    | `ffn_norm` | name in files of the norm before the feed-forward part |
     """
 
     activation: str = "silu"
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    gated: bool = True
+    norm: str = RMS
+    pre_norms: bool = True
     post_norms: bool = False
+    parallel: bool = False
+    qk_norm: str = ""
+    qk_norm_last: bool = False
     rope_pairs: bool = False
-    rope_factors: bool = False
+    ffn_norm: str = "ffn_norm"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder-only transformer. All dims in elements.
 
-    `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token.
+    `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token. `residual_scale`
+    multiplies what attention and feed-forward parts add; `logit_scale` the logits, before `logit_softcap` c > 0 makes
+    c * tanh(x / c) of each x.
     """
 
     arch: str
@@ -81,9 +131,17 @@ class ModelConfig:
     attn_scale: float  # multiplies q.k
     embed_scale: float = 1.0
     attn_softcap: float = 0.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     n_experts: int = 0
     n_experts_used: int = 0
     block: Block = Block()
+
+    def at(self, ctx: int) -> ModelConfig:
+        """The model in a context of `ctx` tokens; see `RopeConfig.at`."""
+        layers = (replace(x, rope=x.rope.at(ctx)) if x.rope else x for x in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def n_layers(self) -> int:

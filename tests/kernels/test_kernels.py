@@ -192,6 +192,29 @@ def test_rms_norm(dim: int, name: str):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dim", (1, 5, 16, 33, 576))
+@pytest.mark.parametrize("biased", (True, False))
+def test_layer_norm(biased: bool, dim: int, name: str):
+    """Of rows far from zero, too, where the mean is most of a row."""
+    ops, generator = backend(name), torch.manual_seed(dim)
+    x = torch.randn(5, dim + 3, generator=generator)[:, 3:] + torch.tensor([0.0, 1.0, -5.0, 20.0, 0.0])[:, None]
+    weight, bias = torch.randn(2, dim, generator=generator)
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    exact = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double() + (bias if biased else 0)
+    found = ops.layer_norm(x, weight, bias if biased else None, 1e-5)
+    assert found.shape == x.shape and close(found, exact, exact.abs() + 1, 2e-5)
+    for i in range(5):
+        assert same_bits(ops.layer_norm(x[i : i + 1], weight, bias if biased else None, 1e-5), found[i : i + 1])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_softcap(name: str):
+    x = torch.tensor([[-1e4, -30.0, -1.0, 0.0, 1e-3, 2.0, 60.0, 1e4]])
+    found, exact = backend(name).softcap(x, 30.0), 30 * (x.double() / 30).tanh()
+    assert close(found, exact, exact.abs(), 1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("dim", "rope_dim"), ((8, 8), (64, 64), (72, 72), (80, 32), (128, 2)))
 def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str):
     ops = backend(name)
@@ -210,19 +233,21 @@ def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("act", ("silu", "gelu"))
+@pytest.mark.parametrize("act", ("silu", "gelu", "relu2"))
 @pytest.mark.parametrize("width", (1, 5, 16, 31, 80, 257))
-def test_glu(width: int, act: str, name: str):
+def test_activations(width: int, act: str, name: str):
     ops = backend(name)
     x = 4 * torch.randn(7, 2 * width, generator=torch.manual_seed(width))
     x[:, 0] = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4])
     gate, up = x.double().chunk(2, 1)
     inner = gate if act == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    exact = gate * torch.sigmoid(inner) * up
-    found = ops.glu(x, act)
-    assert close(found, exact, exact.abs() + up.abs(), 2e-6)
+    exact = gate.clamp(min=0) ** 2 if act == "relu2" else gate * torch.sigmoid(inner)
+    found, plain = ops.glu(x, act), ops.activate(x[:, :width].contiguous(), act)
+    assert close(plain, exact, exact.abs() + 1, 2e-6)
+    assert close(found, exact * up, (exact * up).abs() + up.abs(), 2e-6)
     for i in range(7):
         assert same_bits(ops.glu(x[i : i + 1], act), found[i : i + 1])
+        assert same_bits(ops.activate(x[i : i + 1, :width], act), plain[i : i + 1])
 
 
 def test_kernels_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch):

@@ -23,12 +23,21 @@ LLAMA = {
     "context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5,
 }  # fmt: skip
 
+LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma3": {"attention.sliding_window": 8},
+    "starcoder2": LAYER_NORM,
+    "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
+    "granite": {"logit_scale": 8.0},
+}
+
 
 def config_of(arch: str = "llama", shapes: dict[str, tuple[int, ...]] = SHAPES, **changed: Any) -> ModelConfig:
     """The config of a small file with these keys (a dot is written as two underscores)."""
-    keys = LLAMA | ({"attention.sliding_window": 8} if arch == "gemma3" else {})
+    keys = LLAMA | NEEDED.get(arch, {})
     keys |= {key.replace("__", "."): value for key, value in changed.items()}
-    return from_gguf({"general.architecture": arch, **{f"{arch}.{key}": v for key, v in keys.items()}}, shapes)
+    keys = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+    return from_gguf({"general.architecture": arch, **keys}, shapes)
 
 
 def logits(name: str, **changed: Any) -> torch.Tensor:
@@ -129,13 +138,11 @@ def test_rope_of_windows() -> None:
 
 
 REFUSED = {
-    "logit_scale": (0.5, 1.0), "residual_scale": (0.3, 0.0), "final_logit_softcapping": (30.0, 0.0),
     "attention__clamp_kqv": (8.0, 0.0), "attention__max_alibi_bias": (8.0, 0.0), "attention__causal": (False, True),
     "use_parallel_residual": (True, False), "expert_count": (8, 0), "nextn_predict_layers": (1, 0),
-    "rope__scaling__attn_factor": (1.2, 1.0), "rope__scaling__yarn_ext_factor": (1.0, -1.0),
-    "rope__scaling__alpha": (50.0, 1.0), "rope__dimension_sections": ([2, 1, 1, 0], [0, 0, 0, 0]),
+    "rope__scaling__yarn_ext_factor": (1.0, -1.0), "rope__scaling__alpha": (50.0, 1.0),
     "rope__dimension_count_swa": (4, 8), "attention__key_length_swa": (16, 8), "attention__q_lora_rank": (32, 0),
-    "attention__temperature_scale": (0.1, 0.0), "attention__value_scale": (2.0, 1.0),
+    "attention__value_scale": (2.0, 1.0),
 }  # fmt: skip
 
 
@@ -148,9 +155,18 @@ def test_keys_that_are_refused_by_name(arch: str, key: str) -> None:
         config_of(arch, **{key: bad})
 
 
-def test_gemma3_has_its_own_scale_of_embeddings() -> None:
-    with pytest.raises(ModelError, match=r"gemma3\.embedding_scale = 3"):
-        config_of("gemma3", embedding_scale=3.0)
+@pytest.mark.parametrize(
+    "arch, key, bad",
+    [
+        ("llama", "logit_scale", 0.5),
+        ("llama", "rope__dimension_sections", [2, 1, 1, 0]),
+        ("llama", "attention__temperature_scale", 0.1),
+        ("gemma3", "embedding_scale", 3.0),
+    ],
+)
+def test_keys_that_only_some_families_obey(arch: str, key: str, bad: Any) -> None:
+    with pytest.raises(ModelError, match=f"kv's {arch} cannot obey {arch}.{key.replace('__', '.')} = "):
+        config_of(arch, **{key: bad})
 
 
 @pytest.mark.parametrize("key", ["rope.new_kind", "attention.sparse_blocks", "attention.indexer.top_k"])
@@ -171,11 +187,19 @@ def test_keys_that_describe_the_file_are_no_reason_to_refuse_it() -> None:
     assert from_gguf(other, SHAPES) == config_of()
 
 
+YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+
+
 @pytest.mark.parametrize(
     "keys, what",
     [
-        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "llama.rope.scaling.type = yarn"),
-        ({"rope__scaling__type": "longrope", "rope__scale_linear": 4.0}, "llama.rope.scaling.type = longrope"),
+        ({"rope__scaling__type": "su"}, "llama.rope.scaling.type = su"),
+        ({"rope__scaling__type": "longrope", "rope__scale_linear": 4.0}, "no tensor rope_factors_long.weight"),
+        (YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor = 0.5"),
+        (
+            YARN | {"attention__sliding_window": 8, "rope__freq_base_swa": 5e5},
+            "cannot scale RoPE by YaRN",
+        ),
         ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, "rope.scale_linear is 2, and .*factor is 4"),
         ({"attention__sliding_window": -1}, "llama.attention.sliding_window must be 0 or more, not '-1'"),
         ({"attention__sliding_window": 2.5}, "must be a whole number up to"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -13,27 +15,72 @@ import numpy as np
 import tinyvocab
 import torch
 
-from kvcli.runtime.config import Block
-from kvcli.runtime.headers import families
-
 CONTEXT, WINDOW = 512, 20
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the tiny models of one architecture have in common.
+
+    `kind`: in transformers, where its name is another. `settings` go to the transformers config. `halves`: transformers
+    turns halves of heads where files have neighbours. `one_more`: norm weights are 1 less than in files.
+    """
+
+    kind: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    halves: bool = False
+    one_more: bool = False
 
 
 @dataclass(frozen=True)
 class Variant:
     """`settings` go to the transformers config, `keys` into the file (after the architecture's name). The embedding has
-    `padding` rows more than there are tokens."""
+    `padding` rows more than there are tokens. `kind`: as in Family, of this one."""
 
     arch: str
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     padding: int = 0
-    kind: str = ""  # in transformers, where its name is another than the architecture's
+    kind: str = ""
 
     @property
-    def block(self) -> Block:
-        return families.of_gguf(self.arch).block
+    def family(self) -> Family:
+        return FAMILIES[self.arch]
 
+
+def _slides(*layers: bool) -> list[str]:
+    return ["sliding_attention" if slides else "full_attention" for slides in layers]
+
+
+def _tied(tied: bool, **others: Any) -> dict[str, Any]:
+    return {"tie_word_embeddings": tied} | others
+
+
+_EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}  # 6 heads of 8 are as wide as the model
+_SLIDING = {"sliding_window": WINDOW}
+_GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
+
+FAMILIES = {
+    "llama": Family(settings=_EVEN, halves=True),
+    "mistral3": Family("ministral3", halves=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3vl": Family("qwen3_vl_text"),
+    "gemma": Family(one_more=True),
+    "gemma2": Family(settings=_GEMMA, one_more=True),
+    "gemma3": Family("gemma3_text", _GEMMA, one_more=True),
+    "phi3": Family(settings=_EVEN),
+    "smollm3": Family(settings=_EVEN, halves=True),
+    "granite": Family(settings=_EVEN, halves=True),
+    "olmo2": Family(settings=_EVEN),
+    "glm4": Family(),
+    "starcoder2": Family(settings=_EVEN),
+    "exaone4": Family(),
+    "cohere2": Family(settings=_EVEN | _SLIDING),
+    "hunyuan-dense": Family("hunyuan_v1_dense"),
+    "seed_oss": Family(),
+    "arcee": Family(halves=True),
+}
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -43,47 +90,119 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR = {"rope_type": "linear", "factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+_YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
+_MINISTRAL = {
+    **_YARN,
+    "rope_theta": 1e4,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "llama_4_scaling_beta": 0.3,
+    "original_max_position_embeddings": 16,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5],
+    "long_factor": [1.0, 2.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}
+_LONG_KEYS = {
+    "rope.scaling.original_context_length": 40,
+    "rope.scaling.attn_factor": (1 + np.log(CONTEXT / 40) / np.log(40)) ** 0.5,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+_GRANITE_KEYS = {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.0}
+_HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
+_HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
-
-def _slides(*layers: bool) -> list[str]:
-    return ["sliding_attention" if slides else "full_attention" for slides in layers]
-
+_EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
+_ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2")
 
 VARIANTS = {
-    "llama": Variant("llama", {"tie_word_embeddings": True}),
-    "llama-untied": Variant("llama", {"tie_word_embeddings": False}),
-    "llama-padded": Variant("llama", {"tie_word_embeddings": True}, padding=13),
-    "llama-untied-padded": Variant("llama", {"tie_word_embeddings": False}, padding=13),
+    "llama": Variant("llama", _tied(True)),
+    "llama-untied": Variant("llama", _tied(False)),
+    "llama-padded": Variant("llama", _tied(True), padding=13),
+    "llama-untied-padded": Variant("llama", _tied(False), padding=13),
+    "llama-biased": Variant("llama", _tied(True, attention_bias=True, mlp_bias=True)),
     "llama-llama3-rope": Variant("llama", {"rope_scaling": _LLAMA3}),
     "llama-linear-rope": Variant(
         "llama", {"rope_scaling": _LINEAR}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     ),
-    # Mistral 7B v0.1 and its like: every layer has the same window.
-    "llama-sliding": Variant(
+    "llama-yarn": Variant("llama", {"rope_scaling": _YARN}, _YARN_KEYS),
+    "llama-yarn-factor": Variant(
         "llama",
-        {"sliding_window": WINDOW, "tie_word_embeddings": False},
-        {"attention.sliding_window": WINDOW},
-        kind="mistral",
+        {"rope_scaling": _YARN | {"attention_factor": 1.4, "beta_fast": 4.0, "beta_slow": 0.5}},
+        _YARN_KEYS
+        | {
+            "rope.scaling.yarn_attn_factor": 1.4,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_beta_slow": 0.5,
+        },
+    ),
+    # Mistral 7B v0.1 and its like: every layer has the same window.
+    "llama-sliding": Variant("llama", _tied(False, **_SLIDING), {"attention.sliding_window": WINDOW}, kind="mistral"),
+    "mistral3": Variant(
+        "mistral3",
+        _tied(True, rope_parameters=_MINISTRAL),
+        _YARN_KEYS
+        | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.8}
+        | {"attention.temperature_scale": 0.3},
+    ),
+    "qwen2": Variant("qwen2", _tied(True)),
+    "qwen3": Variant("qwen3", _tied(True)),
+    "qwen3-untied": Variant("qwen3", _tied(False)),
+    "qwen3vl": Variant(
+        "qwen3vl",
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
+    ),
+    "gemma": Variant("gemma", _tied(True)),
+    "gemma2": Variant(
+        "gemma2",
+        {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": WINDOW},
     ),
     "gemma3": Variant(
         "gemma3",
         {"layer_types": _slides(True, False, True)},
-        {"attention.sliding_window_pattern": [True, False, True]},
+        _HYBRID_KEYS,
     ),
     # As files in circulation are: neither the pattern nor the local RoPE base is named.
     "gemma3-bare": Variant(
-        "gemma3", {"num_hidden_layers": 6, "layer_types": _slides(True, True, True, True, True, False)}
+        "gemma3",
+        {"num_hidden_layers": 6, "layer_types": _slides(True, True, True, True, True, False)},
+        {"attention.sliding_window": WINDOW},
     ),
-    "qwen2": Variant("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": Variant("qwen3", {"tie_word_embeddings": True}),
-    "qwen3-untied": Variant("qwen3", {"tie_word_embeddings": False}),
-}
-
-
-# Others than these are as gemma3.
-_SIZES = {
-    "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
-    "gemma3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "phi3": Variant("phi3", _tied(False, **_SLIDING), {"attention.sliding_window": WINDOW}),
+    # Phi-4 mini: part of each head is turned, by other factors in a long context.
+    "phi3-long": Variant("phi3", _tied(True, rope_scaling=_LONG, original_max_position_embeddings=40), _LONG_KEYS),
+    "smollm3": Variant("smollm3", _tied(True, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0])),
+    "granite": Variant("granite", _tied(True, **_GRANITE), _GRANITE_KEYS),
+    "granite-biased": Variant("granite", _tied(False, attention_bias=True, **_GRANITE), _GRANITE_KEYS),
+    "olmo2": Variant("olmo2", _tied(False)),
+    # OLMo 3: layers that slide have plain RoPE.
+    "olmo2-sliding": Variant(
+        "olmo2", _HYBRID | _tied(False, rope_scaling=_YARN), _HYBRID_KEYS | _YARN_KEYS, kind="olmo3"
+    ),
+    "glm4": Variant("glm4", _tied(False, attention_bias=True)),
+    "starcoder2": Variant("starcoder2", _tied(True)),
+    "exaone4": Variant("exaone4", _HYBRID | _tied(True), _HYBRID_KEYS),
+    "exaone4-full": Variant(
+        "exaone4", _tied(False, sliding_window=None, layer_types=_slides(False, False, False), rope_scaling=_LLAMA3)
+    ),
+    "cohere2": Variant(
+        "cohere2",
+        _tied(True, layer_types=_slides(True, False, True), logit_scale=0.4),
+        _HYBRID_KEYS | {"logit_scale": 0.4, "rope.scaling.type": "none"},
+    ),
+    "hunyuan-dense": Variant("hunyuan-dense", _tied(True)),
+    "seed_oss": Variant("seed_oss", _tied(False)),
+    "arcee": Variant("arcee", _tied(False)),
 }
 
 
@@ -107,12 +226,13 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def make(name: str) -> Tiny:
     """The variant of that name (a key of VARIANTS); its file is written once."""
-    variant = VARIANTS[name]
-    sizes = _SIZES.get(variant.arch, _SIZES["gemma3"])
+    return build(VARIANTS[name], Path(_folder().name) / f"{name}.gguf")
+
+
+def build(variant: Variant, path: Path) -> Tiny:
     tokenizer, _ = tinyvocab.byte_level()
     n_tokens = len(tokenizer["tokenizer.ggml.tokens"])
-    reference = _reference(variant, sizes, n_tokens + variant.padding)
-    path = Path(_folder().name) / f"{name}.gguf"
+    reference = _reference(variant, n_tokens + variant.padding)
     write(path, variant, reference, tokenizer)
     return Tiny(path, reference, n_tokens)
 
@@ -121,40 +241,57 @@ def make(name: str) -> Tiny:
 def make_even(arch: str, quantized: bool, tokens: int = 64) -> Path:
     """A file of 2 layers, sizes that are multiples of 32, 64 rows of the embedding; matrices but V as Q8_0, or F32.
 
-    Layers of gemma3 slide and do not slide. The vocabulary has `tokens` names and no more: there is no tokenizer.
+    All else is as in the variant of that name. The vocabulary has `tokens` names and no more: there is no tokenizer.
     """
+    known = VARIANTS[arch]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 2, "head_dim": 64 if arch == "gemma3" else 32}
-    variant = Variant(arch, {"tie_word_embeddings": arch == "gemma3"})
-    if arch == "gemma3":
-        variant = Variant(
-            arch, {"layer_types": _slides(True, False)}, {"attention.sliding_window_pattern": [True, False]}
-        )
+    settings = _of_two(known.settings) | _tied(arch in _ALWAYS_TIED, **sizes)
+    variant = Variant(arch, settings, _of_two(known.keys), kind=known.kind)
     path = Path(_folder().name) / f"{arch}-even-{quantized}-{tokens}.gguf"
     names = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(tokens)]}
-    write(path, variant, _reference(variant, sizes, 64), names, quantized)
+    write(path, variant, _reference(variant, 64), names, quantized)
     return path
 
 
-def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
+def _of_two(values: dict[str, Any]) -> dict[str, Any]:
+    """Of what is listed for each layer, the first two."""
+    return {key: value[:2] if key in _EACH_LAYER else value for key, value in values.items()}
+
+
+class _Headed(torch.nn.Module):
+    """A text model that transformers has no head for, with one."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        self.config = config
+        self.model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.lm_head(self.model(ids).last_hidden_state))
+
+
+def _reference(variant: Variant, vocab_size: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings: dict[str, Any] = {
-        "num_hidden_layers": 3,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": CONTEXT,
-    }
-    settings |= {"hidden_size": 48, "intermediate_size": 80}
-    settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | sizes
-    if variant.arch == "gemma3":
-        settings |= {"sliding_window": WINDOW, "query_pre_attn_scalar": sizes["head_dim"]}
-    kind = variant.kind or {"gemma3": "gemma3_text"}.get(variant.arch, variant.arch)
-    config = AutoConfig.for_model(kind, **settings | variant.settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    family = variant.family
+    settings: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": CONTEXT, "hidden_size": 48}
+    settings |= {"intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": vocab_size}
+    settings |= copy.deepcopy(family.settings | variant.settings)  # transformers adds to what it is given
+    config = AutoConfig.for_model(variant.kind or family.kind or variant.arch, **settings)
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    else:
+        model = _Headed(config)
+    model.eval()
     generator = torch.Generator().manual_seed(7)
-    for weight in model.parameters():  # larger than transformers' own, or every layer would do next to nothing
+    for name, weight in model.named_parameters():  # larger than transformers' own, or layers would do next to nothing
         scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[1] ** -0.5
-        mean = 1.0 if weight.dim() == 1 and variant.arch != "gemma3" else 0.0
+        mean = 1.0 if weight.dim() == 1 and name.endswith("weight") and not family.one_more else 0.0
         weight.data = mean + scale * torch.randn(weight.shape, generator=generator)
     if variant.padding:
         model.get_output_embeddings().weight.data[-variant.padding :] *= 50  # they would win every draw
@@ -163,27 +300,26 @@ def _reference(variant: Variant, sizes: dict[str, int], vocab_size: int) -> Any:
 
 def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(path, variant.arch)
-    sizes, heads = model.config, (model.config.num_attention_heads, model.config.num_key_value_heads)
-    base = 1e6 if variant.arch == "gemma3" else 1e4
+    sizes = model.config
+    norms = {"rms_norm_eps": "layer_norm_rms", "layer_norm_eps": "layer_norm", "norm_epsilon": "layer_norm"}
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
         "embedding_length": sizes.hidden_size,
         "feed_forward_length": sizes.intermediate_size,
         "block_count": sizes.num_hidden_layers,
-        "attention.head_count": heads[0],
-        "attention.head_count_kv": heads[1],
+        "attention.head_count": sizes.num_attention_heads,
+        "attention.head_count_kv": sizes.num_key_value_heads,
         "attention.key_length": sizes.head_dim,
         "attention.value_length": sizes.head_dim,
-        "attention.layer_norm_rms_epsilon": sizes.rms_norm_eps,
-        "rope.freq_base": base,
+        "rope.freq_base": float(_rope(sizes)["rope_theta"]),
+        "rope.dimension_count": int(sizes.head_dim * (_rope(sizes).get("partial_rotary_factor") or 1)),
     }
-    if variant.arch == "gemma3":
-        keys["attention.sliding_window"] = WINDOW
+    keys |= {f"attention.{key}_epsilon": getattr(sizes, x) for x, key in norms.items() if hasattr(sizes, x)}
     for key, value in {f"{variant.arch}.{key}": v for key, v in (keys | variant.keys).items()}.items():
         _add(writer, key, value)
     for key, value in tokenizer.items():
         _add(writer, key, value)
-    for name, weight in _tensors(variant, model, heads):
+    for name, weight in _tensors(variant, model):
         values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
         if quantized and weight.dim() == 2 and "attn_v" not in name:
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -196,39 +332,48 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
     writer.close()
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     adders: dict[type, Any] = {
         str: writer.add_string,
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
+        np.float64: writer.add_float32,
         list: writer.add_array,
     }
     adders[type(value)](key, value)
 
 
-def _tensors(variant: Variant, model: Any, heads: tuple[int, int]) -> list[tuple[str, torch.Tensor]]:
+def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     """Names and values as in GGUF files: llama's q and k rows in interleaved order, gemma's norms with their 1."""
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == variant.arch)
-    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    sizes = model.config
+    names = gguf.get_tensor_name_map(arch, sizes.num_hidden_layers)
     found: list[tuple[str, torch.Tensor]] = []
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+        if name == "lm_head.weight" and getattr(sizes, "tie_word_embeddings", False):
             continue
-        if variant.block.rope_pairs and ".q_proj." in name:
-            weight = _interleaved(weight, heads[0])
-        if variant.block.rope_pairs and ".k_proj." in name:
-            weight = _interleaved(weight, heads[1])
-        if variant.arch == "gemma3" and "norm" in name:
+        for part, heads in (("q", sizes.num_attention_heads), ("k", sizes.num_key_value_heads)):
+            if variant.family.halves and f".{part}_proj." in name:
+                weight = _interleaved(weight, heads)
+        if variant.family.one_more and "norm" in name:
             weight = weight + 1
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
-    if variant.settings.get("rope_scaling") == _LLAMA3:
-        frequencies, dim = model.model.rotary_emb.inv_freq.double(), model.config.head_dim
-        plain = 1e4 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    scaling = variant.settings.get("rope_scaling", {})
+    if scaling is _LLAMA3:
+        frequencies, dim = model.model.rotary_emb.inv_freq.double(), sizes.head_dim
+        plain = _rope(sizes)["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         assert (plain / frequencies).max() > 7.9, "no frequency is scaled"
         found.append(("rope_freqs.weight", (plain / frequencies).float()))
+    if scaling is _LONG:
+        found += [(f"rope_factors_{x}.weight", torch.tensor(_LONG[f"{x}_factor"])) for x in ("long", "short")]
     return found
 
 

@@ -25,9 +25,9 @@ from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.matmul import QuantTensor, place
-from kvcli.kernels.reference.pointwise import gated
+from kvcli.kernels.reference.pointwise import activated, gated, softcap
 
-ACTS = {"silu": 0, "gelu": 1}
+ACTS = {"silu": 0, "gelu": 1, "relu2": 2}
 ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
 
 
@@ -68,9 +68,9 @@ class _Paged(ctypes.Structure):
 _SIGNATURES = {
     "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
     "kv_rows": [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p],
-    "kv_rms_norm": [c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int64],
+    "kv_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64, c_int64, c_void_p, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
-    "kv_glu": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+    "kv_activate": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
     "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
     "kv_seal": [c_void_p, c_int64, c_int64],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
@@ -185,27 +185,41 @@ class NativeBackend:
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, weight, None, False, eps)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return self._norm(x, weight, bias, True, eps)
+
+    def _norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, centred: bool, eps: float
+    ) -> torch.Tensor:
         d = x.shape[-1]
-        if x.dim() == 2:
-            out = torch.empty(x.shape[0], d)
-            self._lib.kv_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, x.shape[0], d, out.data_ptr(), d)
-            return out
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._lib.kv_rms_norm(x.data_ptr(), d, weight.data_ptr(), eps, x.numel() // d, d, out.data_ptr(), d)
+        if x.dim() != 2:
+            x = x.contiguous()
+        out, stride = torch.empty(x.shape), x.stride(0) if x.dim() == 2 else d
+        self._lib.kv_norm(
+            x.data_ptr(), stride, weight.data_ptr(), _address(bias), centred, eps, x.numel() // d, d, out.data_ptr(), d
+        )
         return out
 
     normed = rms_norm
+    activated = activated
     gated = gated
+    softcap = staticmethod(softcap)
 
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         t, heads, dim = x.shape
         self._lib.kv_rope(x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr())
 
+    def activate(self, x: torch.Tensor, act: str) -> torch.Tensor:
+        return self._activate(x, x.shape[1], act, False)
+
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor:
-        t, f = x.shape[0], x.shape[1] // 2
-        out = torch.empty(t, f)
-        self._lib.kv_glu(x.data_ptr(), t, f, ACTS[act], out.data_ptr())
+        return self._activate(x, x.shape[1] // 2, act, True)
+
+    def _activate(self, x: torch.Tensor, f: int, act: str, gates: bool) -> torch.Tensor:
+        out = torch.empty(x.shape[0], f)
+        self._lib.kv_activate(x.data_ptr(), x.shape[0], f, ACTS[act], gates, out.data_ptr())
         return out
 
     def _paged(self, kv: PagedKV, angles: Angles | None = None) -> int:

@@ -166,15 +166,17 @@ static int64_t oldest_row(const kv_paged *kv, int64_t window, int64_t pos) {
 /* Decodes cached rows: where they are, their pitch and number, type, scales, the scale of all; to where, pitch, elements. */
 typedef void (*rows_fn)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
 
+enum { SILU, GELU, RELU2 }; /* activations; GELU by its tanh form */
+
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
 typedef struct {
     const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
-    void (*rms_norm)(const float *, int64_t, const float *, float, int64_t, int64_t, float *, int64_t);
+    void (*norm)(const float *, int64_t, const float *, const float *, int64_t, float, int64_t, int64_t, float *, int64_t);
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
-    void (*glu)(const float *, int64_t, int64_t, int64_t, float *);
+    void (*activate)(const float *, int64_t, int64_t, int64_t, int64_t, float *);
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, const kv_part *, int64_t);
     void (*seal)(const kv_paged *, int64_t, int64_t);
@@ -267,9 +269,11 @@ void kv_rows(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float
     active->rows(w, ids, n, k, scale, out);
 }
 
-/* y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight for n rows of length d (weight may be NULL). */
-void kv_rms_norm(const float *x, int64_t ldx, const float *weight, float eps, int64_t n, int64_t d, float *y, int64_t ldy) {
-    active->rms_norm(x, ldx, weight, eps, n, d, y, ldy);
+/* y[i] = (x[i] - m) / sqrt(mean((x[i] - m)^2) + eps) * weight + bias for n rows of length d; m is 0, or where `centred` the
+ * mean. bias may be NULL. */
+void kv_norm(const float *x, int64_t ldx, const float *weight, const float *bias, int64_t centred, float eps, int64_t n,
+             int64_t d, float *y, int64_t ldy) {
+    active->norm(x, ldx, weight, bias, centred, eps, n, d, y, ldy);
 }
 
 /* Rotate dims [0, rope_dim) of every head in place, half-split order; cos/sin are [t, rope_dim / 2]. */
@@ -278,8 +282,10 @@ void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64
     active->rope(x, ldx, t, heads, dim, rope_dim, cos, sin);
 }
 
-/* out = act(x[:, :f]) * x[:, f:], act 0 = SiLU, 1 = GELU (tanh form). */
-void kv_glu(const float *x, int64_t t, int64_t f, int64_t act, float *out) { active->glu(x, t, f, act, out); }
+/* out = act(x) for x [t, f], or gated act(x[:, :f]) * x[:, f:]; act 0 = SiLU, 1 = GELU (tanh form), 2 = squared ReLU. */
+void kv_activate(const float *x, int64_t t, int64_t f, int64_t act, int64_t gated, float *out) {
+    active->activate(x, t, f, act, gated, out);
+}
 
 /* Hadamard rotation in place of every head of t rows, in blocks of the largest power of two that divides dim. */
 void kv_rotate(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim) { active->rotate(x, ldx, t, heads, dim); }

@@ -377,17 +377,27 @@ INLINE vf NAME(exp)(vf x) {
     return (vf)(((vi)y + exponent) & ~tiny);
 }
 
-static void NAME(rms_norm)(const float *x, int64_t ldx, const float *weight, float eps, int64_t n, int64_t d, float *y,
-                           int64_t ldy) {
+/* The sum of d elements of x, each less `mean`; of their squares where `squared`. */
+INLINE float NAME(sum)(const float *x, float mean, int squared, int64_t d) {
+    vf acc = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + VL <= d; i += VL) {
+        vf v = LOAD(x + i) - mean;
+        if (squared) acc = FMA(v, v, acc);
+        else acc += v;
+    }
+    for (; i < d; i++) rest += squared ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    return NAME(hsum)(acc) + rest;
+}
+
+static void NAME(norm)(const float *x, int64_t ldx, const float *weight, const float *bias, int64_t centred, float eps,
+                       int64_t n, int64_t d, float *y, int64_t ldy) {
     for (int64_t r = 0; r < n; r++) {
         const float *in = x + r * ldx;
-        float *out = y + r * ldy, sum = 0;
-        vf acc = {0};
-        int64_t i = 0;
-        for (; i + VL <= d; i += VL) acc = FMA(LOAD(in + i), LOAD(in + i), acc);
-        for (; i < d; i++) sum += in[i] * in[i];
-        float factor = 1.0f / sqrtf((NAME(hsum)(acc) + sum) / (float)d + eps);
-        for (i = 0; i < d; i++) out[i] = in[i] * factor * (weight ? weight[i] : 1.0f);
+        float *out = y + r * ldy, mean = centred ? NAME(sum)(in, 0, 0, d) / (float)d : 0;
+        float factor = 1.0f / sqrtf(NAME(sum)(in, mean, 1, d) / (float)d + eps);
+        for (int64_t i = 0; i < d; i++) out[i] = (in[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
     }
 }
 
@@ -408,35 +418,42 @@ static void NAME(rope)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t 
 
 typedef struct {
     const float *x;
-    int64_t f, act;
+    int64_t f, act, gated;
     float *out;
-} NAME(glu_args);
+} NAME(act_args);
 
-INLINE vf NAME(gate)(vf g, int64_t act) {
-    vf z = g;
-    if (act) z = (g + g * g * g * 0.044715f) * 1.5957691216057308f; /* gelu's tanh form is x * sigmoid(2z) */
-    return g / (NAME(exp)(-z) + 1.0f);
+INLINE vf NAME(activation)(vf x, int64_t act) {
+    if (act == RELU2) {
+        vf positive = (vf)((vi)x & (x > 0.0f));
+        return positive * positive;
+    }
+    vf z = x;
+    if (act == GELU) z = (x + x * x * x * 0.044715f) * 1.5957691216057308f; /* the tanh form is x * sigmoid(2z) */
+    return x / (NAME(exp)(-z) + 1.0f);
 }
 
-static void NAME(glu_task)(void *arg, int64_t row, int thread) {
-    const NAME(glu_args) *a = arg;
-    const float *g = a->x + row * 2 * a->f, *u = g + a->f;
+static void NAME(act_task)(void *arg, int64_t row, int thread) {
+    const NAME(act_args) *a = arg;
+    const float *g = a->x + row * (a->gated ? 2 : 1) * a->f, *u = g + a->f;
     float *out = a->out + row * a->f;
     int64_t i = 0;
     (void)thread;
-    for (; i + VL <= a->f; i += VL) STORE(out + i, NAME(gate)(LOAD(g + i), a->act) * LOAD(u + i));
+    for (; i + VL <= a->f; i += VL) {
+        vf y = NAME(activation)(LOAD(g + i), a->act);
+        if (a->gated) y *= LOAD(u + i);
+        STORE(out + i, y);
+    }
     if (i < a->f) {
-        float gt[VL] = {0}, ut[VL] = {0}, ot[VL];
+        float gt[VL] = {0}, ot[VL];
         memcpy(gt, g + i, (a->f - i) * sizeof(float));
-        memcpy(ut, u + i, (a->f - i) * sizeof(float));
-        STORE(ot, NAME(gate)(LOAD(gt), a->act) * LOAD(ut));
-        memcpy(out + i, ot, (a->f - i) * sizeof(float));
+        STORE(ot, NAME(activation)(LOAD(gt), a->act));
+        for (int64_t j = i; j < a->f; j++) out[j] = a->gated ? ot[j - i] * u[j] : ot[j - i];
     }
 }
 
-static void NAME(glu)(const float *x, int64_t t, int64_t f, int64_t act, float *out) {
-    NAME(glu_args) a = {x, f, act, out};
-    parallel(t, NAME(glu_task), &a);
+static void NAME(activate)(const float *x, int64_t t, int64_t f, int64_t act, int64_t gated, float *out) {
+    NAME(act_args) a = {x, f, act, gated, out};
+    parallel(t, NAME(act_task), &a);
 }
 
 /* ---- the paged cache ------------------------------------------------------------------------------------------ */
@@ -1013,7 +1030,7 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(rows), NAME(rms_norm), NAME(rope), NAME(glu), NAME(rotate), NAME(store), NAME(seal), NAME(rows_of),
+    NAME(matmul), NAME(rows), NAME(norm), NAME(rope), NAME(activate), NAME(rotate), NAME(store), NAME(seal), NAME(rows_of),
     NAME(attention),
 };
 

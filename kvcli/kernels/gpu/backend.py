@@ -66,10 +66,14 @@ class GpuBackend:
         rows = _half_rows(x)
         return wide.finish(self._products(rows.values, weights), rows.scales, add_to)
 
-    def gated(self, x: torch.Tensor, weights: Sequence[DeviceMatrix], act: str) -> wide.HalfRows:
+    def gated(
+        self, x: torch.Tensor, weights: Sequence[DeviceMatrix], act: str, bias: torch.Tensor | None = None
+    ) -> wide.HalfRows:
         """See `kernels.gated`; as the next product reads it."""
         rows = _half_rows(x)
         gates = wide.finish(self._products(rows.values, weights), rows.scales, None)
+        if bias is not None:
+            gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if weights[0].paired else bias
         return wide.gate(gates, act, weights[0].paired)
 
     def _products(self, values: torch.Tensor, weights: Sequence[DeviceMatrix]) -> torch.Tensor:
@@ -96,7 +100,12 @@ class GpuBackend:
 
     rms_norm = staticmethod(pointwise.rms_norm)
     normed = staticmethod(wide.norm)
+    layer_norm = staticmethod(pointwise.layer_norm)
     rope_ = staticmethod(pointwise.rope_)
+    activate = staticmethod(pointwise.activate)
+    glu = staticmethod(pointwise.glu)
+    activated = pointwise.activated
+    softcap = staticmethod(pointwise.softcap)
 
     def rotate_(self, x: torch.Tensor) -> None:
         dim = x.shape[-1]

@@ -11,7 +11,7 @@ import torch
 from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
-from kvcli.kernels.reference.pointwise import gated, glu, rms_norm, rope_
+from kvcli.kernels.reference.pointwise import activate, activated, gated, glu, layer_norm, rms_norm, rope_, softcap
 from kvcli.kernels.reference.rotation import rotate_
 from kvcli.kernels.reference.store import seal, store
 
@@ -29,8 +29,11 @@ class ReferenceBackend:
     place = staticmethod(place)
     rows = staticmethod(rows)
     rms_norm = normed = staticmethod(rms_norm)
+    layer_norm = staticmethod(layer_norm)
     rope_ = staticmethod(rope_)
+    activate = staticmethod(activate)
     glu = staticmethod(glu)
+    softcap = staticmethod(softcap)
     rotate_ = staticmethod(rotate_)
     store = staticmethod(store)
     seal = staticmethod(seal)
@@ -45,6 +48,7 @@ class ReferenceBackend:
         """See `matmul.matmul`."""
         return matmul(x, weights, add_to, self._each)
 
+    activated = activated
     gated = gated
     store_each = store_each
     attention_each = attention_each

@@ -29,6 +29,10 @@ class QuantTensor:
     def nbytes(self) -> int:
         return self.blocks.numel()
 
+    def part(self, start: int, end: int) -> QuantTensor:
+        """Rows [start, end), not copied."""
+        return QuantTensor(self.type, self.blocks[start:end], self.cols)
+
     def decode(self, start: int = 0, end: int | None = None) -> torch.Tensor:
         """float32 [end - start, cols]."""
         return ggml.decode(self.type, self.blocks[start:end])

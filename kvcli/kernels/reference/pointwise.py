@@ -1,4 +1,4 @@
-"""Norm, RoPE and gated activations: the plain-torch reference."""
+"""Norms, RoPE, activations and soft caps: the plain-torch reference."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcli.kernels.reference.sums import exp, total
+from kvcli.kernels.reference.sums import exp, tanh, total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; x [..., D], weight [D] (arXiv 1910.07467)."""
     mean = total(x * x) / x.shape[-1]
     return x * (1.0 / torch.sqrt(mean + eps))[..., None] * weight
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; x [..., D] (arXiv 1607.06450)."""
+    y = rms_norm(x - (total(x) / x.shape[-1])[..., None], weight, eps)
+    return y if bias is None else y + bias
 
 
 def rope_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -28,22 +34,52 @@ def rope_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x[..., half : 2 * half] = b * c + a * s
 
 
-def glu(x: torch.Tensor, act: str) -> torch.Tensor:
-    """act(x[:, :F]) * x[:, F:] for x [T, 2F]; act is "silu" or "gelu" (tanh form) (arXiv 2002.05202)."""
-    gate, up = x.chunk(2, dim=1)
-    inner = gate  # of the sigmoid; GELU's tanh form is x * sigmoid(2 z)
+def activate(x: torch.Tensor, act: str) -> torch.Tensor:
+    """Apply "silu" (arXiv 1702.03118), "gelu" (its tanh form, arXiv 1606.08415) or "relu2" (arXiv 2109.08668)."""
+    if act == "relu2":
+        positive = x.clamp(min=0)
+        return positive * positive
+    inner = x  # of the sigmoid; GELU's tanh form is x * sigmoid(2 z)
     if act == "gelu":
-        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
-    return gate / (exp(-inner) + 1.0) * up
+        inner = (x + x * x * x * 0.044715) * 1.5957691216057308
+    return x / (exp(-inner) + 1.0)
+
+
+def glu(x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(x[:, :F]) * x[:, F:] for x [T, 2F] (arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=1)
+    return activate(gate, act) * up
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap), of each element (arXiv 2408.00118)."""
+    return tanh(x / cap) * cap
 
 
 class Products(Protocol):
-    """The operations of the facade that `gated` is written in."""
+    """The operations of the facade that `gated` and `activated` are written in."""
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Any], add_to: torch.Tensor | None = None) -> torch.Tensor: ...
+    def activate(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
 
 
-def gated(ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str) -> torch.Tensor:
-    """The first products of a gated feed-forward part, activated: x [T, cols], gates over what they gate -> [T, F]."""
-    return ops.glu(ops.matmul(x, weights), act)
+def gated(
+    ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first products of a gated feed-forward part, activated: x [T, cols], gates over what they gate -> [T, F].
+
+    `bias` [2F] is added to the products.
+    """
+    return ops.glu(_biased(ops.matmul(x, weights), bias), act)
+
+
+def activated(
+    ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same of one that is not gated: x [T, cols], `bias` [F] -> [T, F]."""
+    return ops.activate(_biased(ops.matmul(x, weights), bias), act)
+
+
+def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x.add_(bias)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
@@ -69,6 +70,11 @@ class Engine:
         one is closed, and its sequences are of use for `carried` only. Raises UsageError and DoesNotFit, with nothing
         changed."""
         terms = self.terms.changed(ctx_size, evict)
+        if self.config.at(terms.ctx_size) != self.config:
+            raise UsageError(
+                f"the RoPE of this model is another one in a context of {terms.ctx_size:,} tokens",
+                "open the model anew with that `ctx`",
+            )
         del self.graph  # its memory is free for the other one's
         return Engine(self.loaded, terms, self.pool)
 

@@ -170,7 +170,7 @@ class _Reader:
         """The window of each layer, 0 = all tokens."""
         windows = families.of_gguf(self.arch).windows
         every, window = windows.every, windows.size
-        if every or self.has("attention.sliding_window"):
+        if (every and not windows.optional) or self.has("attention.sliding_window"):
             window = self.count("attention.sliding_window", "swa_window", window or None)
         if not window:
             return [0] * self.n_layers

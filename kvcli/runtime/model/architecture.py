@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig
-from kvcli.runtime.formats.ggufkeys import Keys
+from kvcli.runtime.config import FULL, LAYER, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig, Temperature
+from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
+from kvcli.runtime.model.ropekeys import read_rope
 
 _WIDEST = 1 << 20  # d_model
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, in row-major order (rows, columns) as numpy has them
@@ -21,14 +22,18 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, in row-major order
 class Windows:
     """Sliding windows as far as files do not name them.
 
-    `every`: one layer in so many sees everything, which makes a window necessary; 0 = no layer does if there is a
-    window. `size`: of the window, 0 = only the file knows. `rope_base`: of the layers that slide, whose RoPE is not
-    scaled then; None = as in the others.
+    `every`: one layer in so many sees everything, which makes a window necessary unless it is `optional`; 0 = no layer
+    does if there is a window. `size`: of the window, 0 = only the file knows. `rope_base`: of the layers that slide,
+    None = as in the others. `scaled`: their RoPE is scaled as in the others. `full_rope`: beside them those that see
+    everything have RoPE.
     """
 
     every: int = 0
     size: int = 0
+    optional: bool = False
     rope_base: float | None = None
+    scaled: bool = True
+    full_rope: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,10 @@ class Architecture:
 
     `gguf`: values of `general.architecture`; `hf`: values of `model_type` in config.json. `embed_scale`: what token
     embeddings are multiplied by, of d_model; None = what the file says. `query_dim`: scores are divided by its square
-    root where the file has no scale; None = the head dim.
+    root where the file has no scale; None = the head dim. `logit_scale`: what logits are multiplied by, of the key of
+    that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
+    whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position.
+    `whole_ramp`: see `read_rope`. `of_images`: keys that say nothing about text.
     """
 
     gguf: tuple[str, ...]
@@ -46,11 +54,19 @@ class Architecture:
     windows: Windows = Windows()
     embed_scale: Callable[[int], float] | None = None
     query_dim: Callable[[ModelConfig], int] | None = None
+    logit_scale: Callable[[float], float] | None = None
+    no_rope_every: int = 0
+    rope_switch: str = ""
+    tempered: bool = False
+    whole_ramp: bool = True
+    of_images: tuple[str, ...] = ()
 
     def read(self, metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
         """The config of a GGUF file. Raises ModelError naming a key that is missing, odd or cannot be obeyed."""
         keys = Keys(metadata, metadata["general.architecture"])
         config = self._config(keys, shapes)
+        for key in self.of_images:
+            keys.get(key)
         keys.expect_only_known()
         return config
 
@@ -58,6 +74,7 @@ class Architecture:
         n_heads = keys.integer("attention.head_count", limit=4096)
         d_model = keys.integer("embedding_length", limit=_WIDEST)
         embedding = shapes.get("token_embd.weight")
+        norm = "layer_norm" if self.block.norm == LAYER else "layer_norm_rms"
         config = ModelConfig(
             arch=keys.arch,
             name=str(keys.metadata.get("general.name") or keys.arch),
@@ -66,10 +83,12 @@ class Architecture:
             d_ff=keys.integer("feed_forward_length", limit=4 * _WIDEST),
             n_heads=n_heads,
             context_length=keys.integer("context_length"),
-            norm_eps=float(keys.number("attention.layer_norm_rms_epsilon")),
+            norm_eps=float(keys.number(f"attention.{norm}_epsilon")),
             layers=self._layers(keys, shapes, n_heads, d_model),
             attn_scale=0.0,
             attn_softcap=float(keys.number("attn_logit_softcapping", 0.0, zero=True)),
+            residual_scale=float(keys.number("residual_scale", 1.0, zero=True)) or 1.0,
+            logit_softcap=float(keys.number("final_logit_softcapping", 0.0, zero=True)),
             block=self.block,
         )
         if self.embed_scale:
@@ -78,20 +97,42 @@ class Architecture:
             scale = float(keys.number("embedding_scale", 0.0, zero=True)) or 1.0
         query_dim = self.query_dim(config) if self.query_dim else config.layers[0].dim_k
         attn_scale = float(keys.number("attention.scale", 0.0, zero=True)) or query_dim**-0.5
-        return replace(config, embed_scale=scale, attn_scale=attn_scale)
+        logit_scale = self.logit_scale(float(keys.number("logit_scale"))) if self.logit_scale else 1.0
+        return replace(config, embed_scale=scale, attn_scale=attn_scale, logit_scale=logit_scale)
 
     def _layers(self, keys: Keys, shapes: Shapes, n_heads: int, d_model: int) -> tuple[LayerConfig, ...]:
         """All agree but for windows and RoPE."""
-        full = _rows(keys, n_heads, d_model // n_heads)
-        rope, swa = _rope(keys, shapes, full.dim_k), self.windows
-        if swa.rope_base is None:
-            local_rope = replace(rope, base=float(keys.number("rope.freq_base_swa", rope.base)))
-        else:
-            local_rope = RopeConfig(float(keys.number("rope.freq_base_swa", swa.rope_base)), rope.dim)
-        window = keys.integer("attention.sliding_window", swa.size or (None if swa.every else 0), zero=not swa.every)
-        full, local = replace(full, rope=rope), replace(full, kind=SLIDING, window=window, rope=local_rope)
+        alike = replace(_rows(keys, n_heads, d_model // n_heads), temperature=self._temperature(keys))
+        rope, local_rope = self._ropes(keys, shapes, alike.dim_k)
+        swa, needed = self.windows, self.windows.every and not self.windows.optional
+        window = keys.integer("attention.sliding_window", swa.size or (None if needed else 0), zero=not needed)
+        full = replace(alike, rope=rope if swa.full_rope or not window else None)
+        local = replace(alike, kind=SLIDING, window=window, rope=local_rope)
         slides = _slides(keys, keys.integer("block_count", limit=4096), swa.every)
-        return tuple(local if each and window else full for each in slides)
+        layers = (local if each and window else full for each in slides)
+        bare = self.no_rope_every
+        return tuple(replace(x, rope=None) if bare and not (i + 1) % bare else x for i, x in enumerate(layers))
+
+    def _ropes(self, keys: Keys, shapes: Shapes, dim: int) -> tuple[RopeConfig | None, RopeConfig | None]:
+        """Of the layers that see everything, and of those that slide."""
+        rope, swa = read_rope(keys, shapes, dim, self.whole_ramp), self.windows
+        base = float(keys.number("rope.freq_base_swa", swa.rope_base or rope.base))
+        local = replace(rope, base=base) if swa.scaled else RopeConfig(base, rope.dim)
+        if rope.scaling == "yarn" and base != rope.base and swa.scaled:
+            raise ModelError(f"kv's {keys.arch} cannot scale RoPE by YaRN with two bases", OTHER_MODEL)
+        if self.rope_switch and not keys.get(self.rope_switch, True):
+            return None, None
+        return rope, local
+
+    def _temperature(self, keys: Keys) -> Temperature | None:
+        scale = float(keys.number("attention.temperature_scale", 0.0, zero=True)) if self.tempered else 0.0
+        length = keys.integer("rope.scaling.original_context_length", 0, zero=True)
+        if scale and not length:
+            raise ModelError(
+                f"the GGUF file lacks the key {keys.arch}.rope.scaling.original_context_length",
+                "its attention temperature needs it; convert it again",
+            )
+        return Temperature(scale, length) if scale else None
 
 
 # Values of general.type of files that are no models.
@@ -127,33 +168,6 @@ def _rows(keys: Keys, n_heads: int, head_dim: int) -> LayerConfig:
     if n_heads % kv_heads:
         raise ModelError(f"{n_heads} query heads are not a multiple of {kv_heads} KV heads")
     return LayerConfig(FULL, kv_heads, dim_k, dim_v)
-
-
-def _rope(keys: Keys, shapes: Shapes, dim: int) -> RopeConfig:
-    rope_dim = keys.integer("rope.dimension_count", dim, limit=4096)
-    if rope_dim > dim or rope_dim % 2:
-        raise ModelError(f"the GGUF key {keys.arch}.rope.dimension_count is {rope_dim}, head dim is {dim}")
-    keys.expect("rope.dimension_count_swa", rope_dim)
-    factor = _linear_factor(keys)
-    scaling = "llama3" if "rope_freqs.weight" in shapes else "none" if factor == 1 else "linear"
-    return RopeConfig(float(keys.number("rope.freq_base", 10000.0)), rope_dim, scaling, factor)
-
-
-def _linear_factor(keys: Keys) -> float:
-    """What positions are divided by; older files name it rope.scale_linear. Without a type the scaling is linear."""
-    old = float(keys.number("rope.scale_linear", 1.0, zero=True)) or 1.0
-    factor = float(keys.number("rope.scaling.factor", old, zero=True)) or 1.0
-    if factor != old != 1:
-        raise ModelError(
-            f"{keys.arch}.rope.scale_linear is {old:g}, and {keys.arch}.rope.scaling.factor is {factor:g}",
-            "they mean the same and cannot both hold",
-        )
-    kind = keys.get("rope.scaling.type", "linear")
-    if kind == "none":
-        return 1.0
-    if factor != 1:
-        keys.expect("rope.scaling.type", "linear")
-    return factor
 
 
 def _slides(keys: Keys, n_layers: int, every: int) -> list[bool]:

@@ -10,7 +10,7 @@ import torch
 
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.runtime.cache.sequence import Step
-from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.config import LAYER, ModelConfig
 from kvcli.runtime.model.rope import RopeTables
 
 Matrices = tuple[Any, ...]  # stacked; what the backend's `place` made of QuantTensors
@@ -28,19 +28,30 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A gated feed-forward part: the product that gives gates and, behind them, what they gate."""
+    """A feed-forward part up to its last product: gates and, behind them, what they gate, or one product alone.
+
+    `bias` is added to the product.
+    """
 
     gate_up: Matrices
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """x += out . inner(norm(x)), with `post_norm` over what is added where there is one."""
+    """x += scale * post_norm(out . inner(norm(x)) + bias), without what is None; the scale is the model's.
 
-    norm: torch.Tensor
+    `norm` has weights and, for a layer norm that has one, a bias. `beside`: it takes the normed input of the sublayer
+    before it, and has no norm.
+    """
+
+    norm: torch.Tensor | None
     inner: Attention | FeedForward
     out: Matrices
     post_norm: torch.Tensor | None = None
+    norm_bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,9 @@ class DecoderWeights:
     sublayers: tuple[Sublayer, ...]
     norm: torch.Tensor
     head: Matrices
+    norm_bias: torch.Tensor | None = None
 
-    def with_next_norms(self) -> Iterator[tuple[Sublayer, torch.Tensor]]:
+    def with_next_norms(self) -> Iterator[tuple[Sublayer, torch.Tensor | None]]:
         """Each sublayer, and the norm that the residual stream passes behind it."""
         norms = (*(each.norm for each in self.sublayers[1:]), self.norm)
         return zip(self.sublayers, norms, strict=True)
@@ -66,26 +78,54 @@ class Decoder:
 
     def hidden(self, step: Step) -> torch.Tensor:
         """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
-        ops, eps, w = self.ops, self.config.norm_eps, self.weights
-        x = ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
+        w = self.weights
+        x = self.ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
+        operand: Operand = x
         for each in w.sublayers:
-            inner = self._inner(each.inner, ops.normed(x, each.norm, eps), step)
-            if each.post_norm is None:
-                ops.matmul(inner, each.out, add_to=x)
-            else:
-                x += ops.rms_norm(ops.matmul(inner, each.out), each.post_norm, eps)
-        return ops.rms_norm(x, w.norm, eps)
+            if not each.beside:
+                operand = self._operand(x, each)
+            self._add(x, self._inner(each.inner, operand, step), each)
+        return self._normed(x, w.norm, w.norm_bias)
 
-    def _inner(self, inner: Attention | FeedForward, x: torch.Tensor, step: Step) -> Operand:
-        """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or gated [T, d_ff].
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight is None:
+            return x
+        if self.config.block.norm == LAYER:
+            return self.ops.layer_norm(x, weight, bias, self.config.norm_eps)
+        return self.ops.rms_norm(x, weight, self.config.norm_eps)
+
+    def _operand(self, x: torch.Tensor, each: Sublayer) -> Operand:
+        """What a sublayer's first product reads."""
+        if each.norm is None or self.config.block.norm == LAYER:
+            return self._normed(x, each.norm, each.norm_bias)
+        return self.ops.normed(x, each.norm, self.config.norm_eps)
+
+    def _add(self, x: torch.Tensor, inner: Operand, sublayer: Sublayer) -> None:
+        """x += what the sublayer makes of `inner`, its last product's input."""
+        scale, bias = self.config.residual_scale, sublayer.bias
+        if bias is None and sublayer.post_norm is None and scale == 1:
+            self.ops.matmul(inner, sublayer.out, add_to=x)
+            return
+        y = self.ops.matmul(inner, sublayer.out)
+        if bias is not None:
+            y += bias
+        y = self._normed(y, sublayer.post_norm)
+        x += y if scale == 1 else y * scale
+
+    def _inner(self, inner: Attention | FeedForward, x: Operand, step: Step) -> Operand:
+        """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff].
 
         Products are of all rows at once; each part then looks at its own pages.
         """
         if isinstance(inner, FeedForward):
-            return self.ops.gated(x, inner.gate_up, self.config.block.activation)
+            first_products = self.ops.gated if self.config.block.gated else self.ops.activated
+            return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)
         qkv = self.ops.matmul(x, inner.qkv)
         return self.ops.attend(qkv, [Stretch(*rows, p.kv(inner.layer), p.start) for rows, p in step.rows], inner.how)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""
-        return self.ops.matmul(hidden, self.weights.head)
+        c, found = self.config, self.ops.matmul(hidden, self.weights.head)
+        if c.logit_scale != 1:
+            found *= c.logit_scale
+        return self.ops.softcap(found, c.logit_softcap) if c.logit_softcap else found

@@ -6,15 +6,17 @@ This is the one place that says what a layer is made of; the decoder and a GPU's
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
-from kvcli.runtime.config import ModelConfig, RopeConfig
+from kvcli.runtime.config import ALL, LAYER, LayerConfig, ModelConfig
 from kvcli.runtime.model.decoder import Attention, Decoder, DecoderWeights, FeedForward, Sublayer
 from kvcli.runtime.model.rope import RopeTables
+from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
 from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
 
@@ -22,8 +24,8 @@ from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
 def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     """The model of `config` over mapped weights.
 
-    Raises ModelError for missing or misshapen tensors, and for tensors (biases, say) that it would leave out: without
-    them it would be another model.
+    Raises ModelError for missing or misshapen tensors, and for tensors that it would leave out: without them it would
+    be another model.
     """
     weights.used.clear()  # what others looked at before does not count
     ropes = RopeTables(config, _rope_factors(config, weights))
@@ -31,7 +33,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     sublayers = tuple(each for i in range(config.n_layers) for each in loader.layer(i))
     embedding = ops.place((weights.embedding(config),))
     head = ops.place((weights.head(config),)) if weights.has_head else embedding
-    norm = loader.vector("output_norm.weight", config.d_model)
+    norm, norm_bias = loader.norm("output_norm")
+    assert norm is not None
     left = sorted(set(weights.file.tensors) - weights.used)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -39,13 +42,37 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
             f"the file has tensors that kv's {config.arch} does not use: {left[0]}{more}",
             "kv would compute another model than this one",
         )
-    return Decoder(config, DecoderWeights(embedding, sublayers, norm, head), ops, ropes)
+    return Decoder(config, DecoderWeights(embedding, sublayers, norm, head, norm_bias), ops, ropes)
 
 
-def _rope_factors(config: ModelConfig, weights: Weights) -> torch.Tensor | None:
-    """What the frequencies of RoPE are divided by, where the file says so."""
-    rope, name = config.layers[0].rope, "rope_freqs.weight"
-    return weights.vector(name, rope.dim // 2) if rope and config.block.rope_factors and name in weights else None
+def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
+    """What frequencies of RoPE are divided by, where the file says so; see `RopeTables`."""
+    wanted = {rope.scaling: rope.dim for x in config.layers if (rope := x.rope) and rope.scaling in FACTORS}
+    if not wanted.keys().isdisjoint(("long", "short")):  # of which a context takes one
+        weights.used.update(FACTORS[each] for each in ("long", "short"))
+    return {scaling: weights.vector(FACTORS[scaling], dim // 2) for scaling, dim in wanted.items()}
+
+
+def _amplitudes(layer: LayerConfig) -> tuple[float, float]:
+    """What all scores are multiplied by, and what the dims of queries that RoPE turns.
+
+    RoPE's amplitude multiplies queries and keys, which is to multiply queries twice: keys stay as long as they are.
+    """
+    square = layer.rope.amplitude**2 if layer.rope else 1.0
+    return (square, 1.0) if layer.rope is None or layer.rope.dim == layer.dim_k else (1.0, square)
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """One of q, k and v: a matrix [heads * dim, d_model], and what is added to its product."""
+
+    matrix: QuantTensor
+    bias: torch.Tensor | None
+
+    def halved(self, heads: int, rope_dim: int) -> _Projection:
+        """With what RoPE turns together half a head apart, from neighbours."""
+        bias = self.bias if self.bias is None else half_split(self.bias, heads, rope_dim)
+        return _Projection(half_split_rows(self.matrix, heads, rope_dim), bias)
 
 
 class _Loader:
@@ -57,43 +84,93 @@ class _Loader:
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self.weights.vector(name, size).to(self.ops.device)
 
+    def norm(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights and bias of a norm of the residual stream."""
+        d = self.config.d_model
+        bias = self.bias(name, d) if self.config.block.norm == LAYER else None
+        return self.vector(f"{name}.weight", d), bias
+
+    def bias(self, name: str, size: int) -> torch.Tensor | None:
+        """The bias of that product or norm, where the file has one."""
+        return self.vector(f"{name}.bias", size) if f"{name}.bias" in self.weights else None
+
     def layer(self, i: int) -> Iterator[Sublayer]:
         """The sublayers of model layer `i`, in their order."""
-        c, w, name = self.config, self.weights, f"blk.{i}.{{}}.weight".format
-        d, block, place = c.d_model, c.block, self.ops.place
-        out = w.matrix(name("attn_output"), d, c.n_heads * c.layers[i].dim_v)
-        post = self.vector(name("post_attention_norm"), d) if block.post_norms else None
-        yield Sublayer(self.vector(name("attn_norm"), d), self._attention(i), place((out,)), post)
-        gate_up = w.matrix(name("ffn_gate"), c.d_ff, d), w.matrix(name("ffn_up"), c.d_ff, d)
-        down = w.matrix(name("ffn_down"), d, c.d_ff)
-        post = self.vector(name("post_ffw_norm"), d) if block.post_norms else None
-        feed_forward = FeedForward(place(gate_up, paired=True))
-        yield Sublayer(self.vector(name("ffn_norm"), d), feed_forward, place((down,)), post)
+        c, name = self.config, f"blk.{i}.{{}}".format
+        block, heads = c.block, c.n_heads * c.layers[i].dim_v
+        yield self._sublayer(
+            name("attn_norm") if block.pre_norms else "", self._attention(i), name("attn_output"), heads,
+            name("post_attention_norm"),
+        )  # fmt: skip
+        yield self._sublayer(
+            name(block.ffn_norm) if block.pre_norms and not block.parallel else "", self._feed_forward(i),
+            name("ffn_down"), c.d_ff, name("post_ffw_norm"), beside=block.parallel,
+        )  # fmt: skip
+
+    def _sublayer(
+        self, norm: str, inner: Attention | FeedForward, out: str, cols: int, post: str, beside: bool = False
+    ) -> Sublayer:
+        """From names of tensors; `norm` "" = none. `cols` of the matrix that gives what is added."""
+        d = self.config.d_model
+        weight, bias = self.norm(norm) if norm else (None, None)
+        matrices = self.ops.place((self.weights.matrix(f"{out}.weight", d, cols),))
+        post_norm = self.vector(f"{post}.weight", d) if self.config.block.post_norms else None
+        return Sublayer(weight, inner, matrices, post_norm, bias, self.bias(out, d), beside)
+
+    def _feed_forward(self, i: int) -> FeedForward:
+        c, name = self.config, f"blk.{i}.ffn_{{}}".format
+        f, d, place = c.d_ff, c.d_model, self.ops.place
+        if not c.block.gated:
+            return FeedForward(place((self.weights.matrix(f"{name('up')}.weight", f, d),)), self.bias(name("up"), f))
+        if f"{name('gate')}.weight" not in self.weights:  # one matrix of both
+            both = self.weights.matrix(f"{name('up')}.weight", 2 * f, d)
+            halves = both.part(0, f), both.part(f, 2 * f)
+            return FeedForward(place(halves, paired=True), self.bias(name("up"), 2 * f))
+        pair = tuple(self.weights.matrix(f"{name(x)}.weight", f, d) for x in ("gate", "up"))
+        biases = [x for x in (self.bias(name("gate"), f), self.bias(name("up"), f)) if x is not None]
+        return FeedForward(place(pair, paired=True), torch.cat(biases) if biases else None)
 
     def _attention(self, i: int) -> Attention:
-        c, shape, name = self.config, self.config.layers[i], f"blk.{i}.attn_{{}}".format
-        rope = self.ropes.table(shape.rope)
-        qkv = ("q", c.n_heads, shape.dim_k), ("k", shape.kv_heads, shape.dim_k), ("v", shape.kv_heads, shape.dim_v)
-        matrices = tuple(self._matrix(name(part), heads, dim, shape.rope) for part, heads, dim in qkv)
-        bias = q_norm = k_norm = None
-        if c.block.qkv_bias:
-            bias = torch.cat([self._bias(name(part), heads, dim, shape.rope) for part, heads, dim in qkv])
-        if c.block.qk_norm:
-            q_norm, k_norm = (self.vector(name(f"{part}_norm.weight"), shape.dim_k) for part in "qk")
+        c, shape = self.config, self.config.layers[i]
+        rope, heads = self.ropes.table(shape.rope), (c.n_heads, shape.kv_heads)
+        parts = self._projections(i)
+        if c.block.rope_pairs and shape.rope:
+            q, k = (x.halved(n, shape.rope.dim) for x, n in zip(parts, heads, strict=False))
+            parts = q, k, parts[2]
+        biases = [x.bias for x in parts if x.bias is not None]
+        q_norm, k_norm = (self._head_norm(f"blk.{i}.attn_{x}_norm", n, shape) for x, n in zip("qk", heads, strict=True))
+        scale, amplitude = _amplitudes(shape)
         how = AttentionLayer(
-            c.n_heads, c.attn_scale, rope, shape.window, c.attn_softcap, bias, q_norm, k_norm, c.norm_eps,
-            partial(seal_step, self.ops, rope),
+            c.n_heads, c.attn_scale * scale, rope, shape.window, c.attn_softcap,
+            torch.cat(biases) if biases else None, q_norm, k_norm, c.norm_eps, c.block.qk_norm_last, amplitude,
+            shape.temperature, partial(seal_step, self.ops, rope),
         )  # fmt: skip
-        return Attention(i, self.ops.place(matrices), how)
+        return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how)
 
-    def _matrix(self, name: str, heads: int, dim: int, rope: RopeConfig | None) -> QuantTensor:
-        """One of q, k and v, with what RoPE turns together half a head apart."""
-        matrix = self.weights.matrix(f"{name}.weight", heads * dim, self.config.d_model)
-        return half_split_rows(matrix, heads, rope.dim) if rope and self._in_pairs(name) else matrix
+    def _projections(self, i: int) -> tuple[_Projection, _Projection, _Projection]:
+        """q, k and v, which files have one by one or as one matrix."""
+        c, shape, name = self.config, self.config.layers[i], f"blk.{i}.attn_{{}}".format
+        rows = c.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k, shape.kv_heads * shape.dim_v
+        if f"{name('qkv')}.weight" not in self.weights:
+            q, k, v = (self._projection(name(x), n) for x, n in zip("qkv", rows, strict=True))
+            if len({x.bias is None for x in (q, k, v)}) > 1:
+                raise ModelError(f"layer {i} has a bias for some of q, k and v only", "the file is incomplete")
+            return q, k, v
+        whole, (n_q, n_k, n_v) = self._projection(name("qkv"), sum(rows)), rows
+        spans = (0, n_q), (n_q, n_q + n_k), (n_q + n_k, n_q + n_k + n_v)
+        q, k, v = (
+            _Projection(whole.matrix.part(*x), None if whole.bias is None else whole.bias[slice(*x)]) for x in spans
+        )
+        return q, k, v
 
-    def _bias(self, name: str, heads: int, dim: int, rope: RopeConfig | None) -> torch.Tensor:
-        bias = self.vector(f"{name}.bias", heads * dim)
-        return half_split(bias, heads, rope.dim) if rope and self._in_pairs(name) else bias
+    def _projection(self, name: str, rows: int) -> _Projection:
+        return _Projection(self.weights.matrix(f"{name}.weight", rows, self.config.d_model), self.bias(name, rows))
 
-    def _in_pairs(self, name: str) -> bool:
-        return self.config.block.rope_pairs and not name.endswith("_v")
+    def _head_norm(self, name: str, heads: int, shape: LayerConfig) -> torch.Tensor | None:
+        """The weights of the norm of q or k, in the order of their rows; None where there is none."""
+        block = self.config.block
+        if not block.qk_norm:
+            return None
+        n = heads if block.qk_norm == ALL else 1
+        weight = self.vector(f"{name}.weight", n * shape.dim_k)
+        return half_split(weight, n, shape.rope.dim) if block.rope_pairs and shape.rope else weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -16,11 +18,10 @@ class RopeTable:
     """Cosines and sines of one RoPE configuration; angles in float64, so large positions stay right."""
 
     def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None) -> None:
-        """`factors` float32 [dim / 2] also divide the frequencies (the `rope_freqs` tensor of "llama3" scaling)."""
-        half = rope.dim // 2
+        """`factors` float32 [dim / 2] also divide the frequencies (see `RopeConfig.scaling`)."""
         self._last: tuple[Spans, Angles]
         self._on_device: dict[torch.device, torch.Tensor] = {}
-        self.frequencies = rope.base ** (-np.arange(half, dtype=np.float64) * 2 / rope.dim) / rope.factor
+        self.frequencies = _frequencies(rope)
         if factors is not None:
             self.frequencies /= factors.double().numpy()
         self._last = ((0, 1),), self.at_positions(np.zeros(1))
@@ -72,6 +73,20 @@ class RopeTable:
         return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
 
 
+def _frequencies(rope: RopeConfig) -> np.ndarray:
+    """Angles of position 1 without factors of the file, float64 [dim / 2]."""
+    base, i = rope.base, np.arange(rope.dim // 2, dtype=np.float64)
+    if rope.scaling == "dynamic":
+        stretched = rope.factor * rope.length / rope.original - (rope.factor - 1)
+        base *= stretched ** (rope.dim / (rope.dim - 2))
+    plain = base ** (-i * 2 / rope.dim)
+    if rope.scaling == "yarn":
+        first, last = rope.ramp
+        part = ((i - first) / (last - first)).clip(0, 1)
+        return plain * (1 - part) + plain / rope.factor * part
+    return plain if rope.scaling == "dynamic" else plain / rope.factor
+
+
 def _positions(spans: Spans) -> np.ndarray:
     """float64 [sum of n]."""
     return np.concatenate([np.arange(start, start + n, dtype=np.float64) for start, n in spans])
@@ -80,8 +95,10 @@ def _positions(spans: Spans) -> np.ndarray:
 class RopeTables:
     """One table per distinct RoPE configuration of a model."""
 
-    def __init__(self, config: ModelConfig, factors: torch.Tensor | None = None) -> None:
-        self._tables = {x.rope: RopeTable(x.rope, factors) for x in config.layers if x.rope is not None}
+    def __init__(self, config: ModelConfig, factors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """`factors`: those of the file, by `RopeConfig.scaling`."""
+        ropes = {x.rope for x in config.layers if x.rope is not None}
+        self._tables = {rope: RopeTable(rope, (factors or {}).get(rope.scaling)) for rope in ropes}
 
     def table(self, rope: RopeConfig | None) -> RopeTable | None:
         return None if rope is None else self._tables[rope]

@@ -25,7 +25,7 @@ from kvcli.kernels.gpu.rows import Queries, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.config import LAYER, RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
@@ -46,7 +46,21 @@ def unsupported(model: Decoder) -> str:
             return f"{name} is {size}, which is no multiple of {GROUP}"
         if size > GROUP * MAX_GROUPS:
             return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
-    return ""
+    return _missing(model)
+
+
+def _missing(model: Decoder) -> str:
+    """What of the model's layers has no kernel here; "" = nothing."""
+    c, block = model.config, model.config.block
+    biased = any(x.bias is not None or getattr(x.inner, "bias", None) is not None for x in model.weights.sublayers)
+    parts = {
+        "layer norms": block.norm == LAYER, "layers without norms before them": not block.pre_norms,
+        "feed-forward parts beside attention": block.parallel, "feed-forward parts without gates": not block.gated,
+        f"the activation {block.activation}": block.activation not in ("silu", "gelu"),
+        "biases of other products than q, k and v": biased, "a scale of what layers add": c.residual_scale != 1,
+        "a scale of logits": c.logit_scale != 1, "a soft cap of logits": c.logit_softcap > 0,
+    }  # fmt: skip
+    return next((f"{what} have no kernel there yet" for what, there in parts.items() if there), "")
 
 
 class TokenGraph:
@@ -179,8 +193,10 @@ class TokenGraph:
         """Every kernel of a token, for up to `bucket` rows."""
         c, w, pdl = self.model.config, self.model.weights, self.pdl
         expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
+        assert w.sublayers[0].norm is not None
         advance(self.row, self.residual, w.sublayers[0].norm, self.x, self.norm.squares)
         for each, next_norm in w.with_next_norms():
+            assert next_norm is not None, "see `unsupported`"
             if isinstance(each.inner, Attention):
                 self._add(each, self._attention(each.inner, bucket), next_norm)
             else:  # 16 bits for what has the outliers, and for the logits; both cost a percent or two

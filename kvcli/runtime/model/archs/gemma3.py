@@ -6,7 +6,7 @@ sees everything, and base 10,000 where they slide.
 
 from __future__ import annotations
 
-from kvcli.runtime.config import Block, ModelConfig
+from kvcli.runtime.config import HEAD, Block, ModelConfig
 from kvcli.runtime.model.architecture import Architecture, Windows
 
 
@@ -18,8 +18,8 @@ def _query_dim(config: ModelConfig) -> int:
 ARCHITECTURE = Architecture(
     gguf=("gemma3",),
     hf=("gemma3", "gemma3_text"),
-    block=Block("gelu", qk_norm=True, post_norms=True),
-    windows=Windows(every=6, rope_base=10000.0),
+    block=Block("gelu", qk_norm=HEAD, post_norms=True),
+    windows=Windows(every=6, rope_base=10000.0, scaled=False),
     embed_scale=lambda d_model: d_model**0.5,
     query_dim=_query_dim,
 )

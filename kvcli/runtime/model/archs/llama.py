@@ -5,6 +5,4 @@ from __future__ import annotations
 from kvcli.runtime.config import Block
 from kvcli.runtime.model.architecture import Architecture
 
-ARCHITECTURE = Architecture(
-    gguf=("llama",), hf=("llama", "mistral"), block=Block("silu", rope_pairs=True, rope_factors=True)
-)
+ARCHITECTURE = Architecture(gguf=("llama",), hf=("llama", "mistral"), block=Block(rope_pairs=True))

@@ -1,8 +1,7 @@
-"""Qwen2 and Qwen2.5, the dense models (arXiv 2407.10671, 2412.15115)."""
+"""Qwen2 and Qwen2.5, the dense models (arXiv 2407.10671, 2412.15115): biases of queries, keys and values."""
 
 from __future__ import annotations
 
-from kvcli.runtime.config import Block
 from kvcli.runtime.model.architecture import Architecture
 
-ARCHITECTURE = Architecture(gguf=("qwen2",), hf=("qwen2",), block=Block("silu", qkv_bias=True))
+ARCHITECTURE = Architecture(gguf=("qwen2",), hf=("qwen2",))
