@@ -66,7 +66,7 @@ _NOTES = {
     "-e --escape --no-escape": "has no counterpart: text is taken as it is; in bash $'a\\nb' is a line break",
     "--no-display-prompt --simple-io --log-disable": _SAME + "only the answer goes to stdout",
     "--warmup --no-warmup": _SAME + "nothing is computed that was not asked for",
-    "--verbose-prompt": "is the command kv tokenize here",
+    "--verbose-prompt": "is the command kv prompt here",
     "--grammar --grammar-file -j --json-schema --json-schema-file --format --response-format": (
         "has no counterpart: answers cannot be bound to a grammar or a schema"
     ),
@@ -122,7 +122,8 @@ _COMMANDS = {
     "sessions session chats logs history export": "kv chat ls lists saved chats, kv chat export NAME writes one",
     "download get fetch": "kv pull MODEL downloads one",
     "search": "kv models ls --all lists the models known by name",
-    "generate complete completions ask prompt cli": "kv run answers one prompt",
+    "generate complete completions ask cli": "kv run answers one prompt",
+    "template render": "kv prompt shows a prompt with its chat template, kv inspect MODEL the template",
     "create convert quantize": "kv uses GGUF files as they are: kv run -m FILE.gguf",
     "prune clean clear": "kv cache prune clears prompt caches, kv storage rm KIND anything that kv keeps",
     "update upgrade": "pip install -U does it, from where kv was installed",

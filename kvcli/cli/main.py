@@ -39,6 +39,7 @@ COMMANDS = (
     "models",
     "inspect",
     "tokenize",
+    "prompt",
     "cache",
     "storage",
     "config",

@@ -148,6 +148,7 @@ def _calls(folder: Path) -> list[tuple[str, tuple[str, ...], int]]:
         ),
         ("eval recall", ("eval", "recall", *small, "--ctx", "200", "--depths", "50", "-ct", "int8", "--json"), 0),
         ("tokenize", ("tokenize", "-m", model, "hello", "--json"), 0),
+        ("prompt", ("prompt", "-m", model, "hello", "--json"), 0),
         ("models ls", ("models", "ls", "--json", "--all"), 0),
         ("models verify", ("models", "verify", "--json"), 0),
         ("models rm", ("models", "rm", "--all", "--json"), 0),

@@ -1,0 +1,62 @@
+"""`kv prompt`: what a model reads for a prompt, with its chat template around it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcli.cli import render
+from kvcli.cli.commands.tokenize import tokens_object
+from kvcli.cli.flags.prompt import PromptFlags
+from kvcli.cli.flags.shared import DEFAULT_MODEL, ModelName, SystemFlags, grouped
+from kvcli.cli.helptext import PROMPT, STORES
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.locate import locate_model
+from kvcli.cli.streams import TextOut
+
+EXAMPLES = """
+kv prompt "Why is the sky blue?"
+kv prompt -sys "Be brief." -f report.txt "Summarize this." --json | jq .tokens
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("prompt", rich_help_panel=STORES, epilog=EXAMPLES)(prompt)
+
+
+@grouped
+def prompt(
+    ctx: typer.Context,
+    flags: PromptFlags,
+    system: SystemFlags,
+    model: ModelName = DEFAULT_MODEL,
+    json: JsonFlag = False,
+    instruction: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", rich_help_panel=PROMPT, help="The prompt, as for kv run.")
+    ] = None,
+) -> None:
+    """Show what a model reads for a prompt: the text with its chat template around it. Nothing is generated.
+
+    Only the text goes to stdout. --json has its tokens, too.
+    """
+    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.text.modeltext import ModelText
+
+    invocation: Invocation = ctx.obj
+    asked, path = flags.question(instruction, system, invocation), locate_model(model, invocation)
+    with GGUFFile.open(path) as file:
+        warn = render.telling(invocation).warn
+        text = ModelText.of(file.metadata, path.name, chat_anyway=flags.raw is False, tell=warn)
+    question = asked.of(text, invocation)
+    whole = "".join(part for part, _ in question.segments(text, question.prompt))
+    if json:
+        origin = None if question.raw or text.template is None else text.template.origin
+        tokens = tokens_object(text.tokenizer, model, question.ids(text))
+        render.print_json("prompt", {"text": whole, "source": origin, **tokens})
+    else:
+        out = TextOut.stdout()
+        out.write(whole)
+        if out.tty:
+            out.end_line()
+        out.flush()
