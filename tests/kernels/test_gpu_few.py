@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpucases import DEVICE
-from support.kernelcases import packed
+from gpucases import DEVICE
+from kernelcases import packed
 
-from kvcli.blockformats import FORMATS
+from kvcli.blockformats import FORMATS, FORMS, PLAIN
 from kvcli.kernels.gpu import few, formats
-from kvcli.kernels.gpu.formats import PLAIN
 
-TYPES = [
-    t for t in (*formats.FORMATS, *formats.STORED_AS) if formats.FORMATS[formats.STORED_AS.get(t, t)].kind != PLAIN
-]
+TYPES = [name for name, form in FORMS.items() if form.kind != PLAIN]
 
 
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize(("rows", "t", "parts"), [(70, 1, 2), (64, 16, 1), (130, 21, 3)])
 def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
-    cols = 768 if FORMATS[type_].elements == 256 else 288
+    cols = {64: 320, 128: 384, 256: 768}.get(FORMATS[type_].elements, 288)
     weights = packed(type_, rows, cols)
     matrix = formats.repack((weights,), torch.device(DEVICE), False)
     x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()

@@ -50,7 +50,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, toler
 def test_the_compiled_kernels_have_every_format_of_weights(type: str):
     need_native()
     form = FORMATS[type]
-    assert library().kv_block(form.id) == (form.elements << 16 | form.bytes if form.weights else 0)
+    assert library().kv_block(form.id) == (form.elements << 16 | form.bytes if form.form else 0)
 
 
 @pytest.mark.slow

@@ -10,66 +10,84 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.formats import D_M, PAIR, PLAIN, D, DeviceMatrix
-from kvcli.kernels.gpu.language import half_of
+from kvcli.kernels.gpu.codes import (
+    D_M,
+    E4M3,
+    OF_16,
+    PAIR,
+    QUARTERS,
+    factors,
+    load_planar,
+    unpack,
+    values_of,
+)
+from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.launching import launch
 
 GROUPS = 64  # groups of 32 elements a program expands
-ONE_SCALE, SCALE_AND_MIN, PAIRS = tl.constexpr(D), tl.constexpr(D_M), tl.constexpr(PAIR)
 SLICE_BYTES = 256 << 20  # of float16 weights expanded at a time: matrices of most models whole
 SLICE_ROWS = 256  # slices are of so many rows or a multiple, as the vendor's library has its tiles
 
 
 @triton.jit
-def decode_groups(CODES, HIGH, SCALES, SUPERS, row, g, seen, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-                  OFFSET: tl.constexpr):  # fmt: skip
+def bytes_of(words, P: tl.constexpr):
+    """Words int32 [P, 1, 4] -> their bytes, signed, as float32 [P, 16]."""
+    shift = 24 - 8 * tl.arange(0, 4)
+    each = (words[:, :, :, None] << shift[None, None, None, :]) >> 24
+    return tl.reshape(each, (P, 16)).to(tl.float32)
+
+
+@triton.jit
+def decode_groups(CODES, HIGH, SCALES, SUPERS, TABLE, row, g, seen, G: tl.constexpr, CODING: tl.constexpr,
+                  WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
+                  UNIT: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """Groups `g` of rows `row`, int64 [P] each, where `seen`: their first and last 16 elements, float32 [P, 16] each.
-    CODES and HIGH as bytes."""
+
+    CODES and HIGH as bytes where codes are integers of four bits or more.
+    """
     at = row * G + g
     i = tl.arange(0, 16)[None, :]
-    if BITS == 8:
+    if WORDS < 4:
+        w0, w1, w2, high = load_planar(CODES, HIGH, row[:, None], g[:, None], seen[:, None], G, CODING, WORDS)
+        a0, a1 = unpack(w0, w1, w2, high, TABLE, CODING, WORDS)
+        low, high = bytes_of(a0, P), bytes_of(a1, P)
+    elif CODING == OF_16:
+        words = CODES + at[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+        a0, a1 = values_of(tl.load(words, mask=seen[:, None, None], other=0), TABLE)
+        low, high = bytes_of(a0, P), bytes_of(a1, P)
+    elif CODING == 8:
         low = tl.load(CODES + at[:, None] * 32 + i, mask=seen[:, None], other=0).to(tl.int8).to(tl.float32)
         high = tl.load(CODES + at[:, None] * 32 + 16 + i, mask=seen[:, None], other=0).to(tl.int8).to(tl.float32)
     else:
         codes = tl.load(CODES + at[:, None] * 16 + i, mask=seen[:, None], other=0).to(tl.int32)
         low, high = codes & 15, codes >> 4
         b, j = i // 4, i % 4
-        if BITS == 5:
+        if CODING == 5:
             bits = tl.load(HIGH + at[:, None] * 4 + j, mask=seen[:, None], other=0).to(tl.int32)
             low += ((bits >> b) & 1) << 4
             high += ((bits >> (b + 4)) & 1) << 4
-        if BITS == 6:
+        if CODING == 6:
             bits = tl.load(HIGH + at[:, None] * 8 + (b // 2) * 4 + j, mask=seen[:, None], other=0).to(tl.int32)
             bits = bits >> ((b % 2) * 4)
             low += (bits & 3) << 4
             high += ((bits >> 2) & 3) << 4
         low, high = low.to(tl.float32), high.to(tl.float32)
-    s = tl.load(SCALES + at, mask=seen, other=0)
-    if KIND == ONE_SCALE:
-        d = s.to(tl.float32)[:, None]
-        return d * (low - OFFSET), d * (high - OFFSET)
-    elif KIND == SCALE_AND_MIN:
-        d, m = half_of(s, False)[:, None], half_of(s, True)[:, None]
-        return d * low + m, d * high + m
-    else:
-        both = tl.load(SUPERS + row * (G // 8) + g // 8, mask=seen, other=0)
-        c = s.to(tl.int32)
-        if KIND == PAIRS:
-            d = (half_of(both, False) * (c & 255).to(tl.float32))[:, None]
-            m = (half_of(both, True) * ((c >> 8) & 255).to(tl.float32))[:, None]
-            return d * low - m, d * high - m
-        else:
-            d = both.to(tl.float32)
-            return (
-                (d * ((c << 24) >> 24).to(tl.float32))[:, None] * (low - OFFSET),
-                (d * ((c << 16) >> 24).to(tl.float32))[:, None] * (high - OFFSET),
-            )
+    s = tl.load(SCALES + (row * (G // SPAN) + g // SPAN), mask=seen, other=0)
+    d = s
+    if KIND >= PAIR and KIND != E4M3:
+        d = tl.load(SUPERS + (row * (G // 8) + g // 8), mask=seen, other=0)
+    f0, m0, f1, m1 = factors(s, d, KIND, UNIT)
+    low, high = f0[:, None] * (low - OFFSET), f1[:, None] * (high - OFFSET)
+    if KIND >= D_M and KIND <= QUARTERS:
+        low, high = low - m0[:, None], high - m1[:, None]
+    return low, high
 
 
 @triton.jit(do_not_specialize=["first", "total"])
-def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G: tl.constexpr, BITS: tl.constexpr,
-                  KIND: tl.constexpr, OFFSET: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """Rows from `first` on, or rows IDS, as floats [rows, 32 G]; CODES and HIGH as bytes."""
+def expand_groups(CODES, HIGH, SCALES, SUPERS, TABLE, IDS, OUT, first, total, scale, G: tl.constexpr,
+                  CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
+                  SPAN: tl.constexpr, UNIT: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """Rows from `first` on, or rows IDS, as floats [rows, 32 G]."""
     p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     seen = p < total
     row, g = p // G, p % G
@@ -79,10 +97,19 @@ def expand_groups(CODES, HIGH, SCALES, SUPERS, IDS, OUT, first, total, scale, G:
         )  # negative: an error that the host has yet to see
     else:
         source = row + first
-    low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, source, g, seen, G, BITS, KIND, OFFSET)
+    low, high = decode_groups(
+        CODES, HIGH, SCALES, SUPERS, TABLE, source, g, seen, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, P
+    )  # fmt: skip
     out = OUT + p[:, None] * 32 + tl.arange(0, 16)[None, :]
     tl.store(out, low * scale, mask=seen[:, None])
     tl.store(out + 16, high * scale, mask=seen[:, None])
+
+
+def arrays(matrix: DeviceMatrix) -> tuple[torch.Tensor, ...]:
+    """The arrays of a packed matrix as `decode_groups` takes them."""
+    as_bytes = 4 <= matrix.format.coding <= 8
+    codes, high = (x.view(torch.uint8) if as_bytes else x for x in (matrix.codes, matrix.high))
+    return codes, high, matrix.scales, matrix.supers, matrix.table
 
 
 def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Tensor | None = None,
@@ -96,10 +123,9 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
             else matrix.codes.index_select(0, ids.clamp(min=0))
         )
         return out.copy_(picked) if scale == 1.0 else out.copy_(picked.float() * scale)
-    codes, high = matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8)
     launch(expand_groups, (triton.cdiv(count, GROUPS),))(
-        codes, high, matrix.scales, matrix.supers, ids if ids is not None else matrix.scales, out, first, count, scale,
-        G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, GATHER=ids is not None, P=GROUPS, num_warps=4,
+        *arrays(matrix), ids if ids is not None else matrix.scales, out, first, count, scale, G=matrix.groups,
+        **constants(f), GATHER=ids is not None, P=GROUPS, num_warps=4,
     )  # fmt: skip
     return out
 

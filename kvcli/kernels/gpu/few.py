@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.expand import decode_groups
-from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.expand import arrays, decode_groups
+from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.launching import launch
 
 MOST = 64  # rows
@@ -27,9 +27,9 @@ PROGRAMS = 264  # at least as many, if need be with parts of the columns: they a
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
 def _few(
-    X, CODES, HIGH, SCALES, SUPERS, OUT, rows, count, pitch, each,
-    G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr,
+    X, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
+    G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
+    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """N rows of the matrix, `each` steps of STEP groups of columns: X [count, 32 G] . W^T, a part of the sum, into OUT
     [parts, count, pitch]."""
@@ -45,7 +45,10 @@ def _few(
     acc = tl.zeros((N, T), tl.float32)
     for step in tl.range(part * each, part * each + each, num_stages=STAGES):
         group = step * STEP + p_group
-        low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, p_row, group, group < G, G, BITS, KIND, OFFSET)
+        low, high = decode_groups(
+            CODES, HIGH, SCALES, SUPERS, TABLE, p_row, group, group < G, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT,
+            N * STEP,
+        )  # fmt: skip
         here = (t < count)[:, None] & (step * (STEP * 32) + column < 32 * G)[None, :]
         x_low = tl.load(x_at + step * (STEP * 32), mask=here, other=0.0)
         x_high = tl.load(x_at + step * (STEP * 32) + 16, mask=here, other=0.0)
@@ -71,10 +74,9 @@ def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
 
     Weights are rounded to float16 as by `expand`, sums are float32.
     """
-    f, (count, t, _) = matrix.format, out.shape
+    count, t, _ = out.shape
     each = triton.cdiv(triton.cdiv(matrix.groups, STEP), count)
     launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
-        x, matrix.codes.view(torch.uint8), matrix.high.view(torch.uint8), matrix.scales, matrix.supers, out,
-        matrix.rows, t, out.stride(1), each, G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset, N=ROWS,
-        T=max(16, triton.next_power_of_2(t)), STEP=STEP, STAGES=STAGES, num_warps=4,
+        x, *arrays(matrix), out, matrix.rows, t, out.stride(1), each, G=matrix.groups, **constants(matrix.format),
+        N=ROWS, T=max(16, triton.next_power_of_2(t)), STEP=STEP, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

@@ -1,70 +1,109 @@
-"""How weights lie in GPU memory: repacked from GGML blocks into arrays that a kernel reads 16 bytes at a time.
+"""How weights lie in GPU memory: repacked from GGML blocks into arrays that a kernel reads in whole words.
 
-A row is cut into groups of 32 elements. Every format is w = s * q + m with q an integer of 4 to 8 bits:
+A row is cut into groups of 32 elements. A weight is f * (code - offset) - m, with f and m from the scales of its group.
+What a format's arrays are is its `Form` (kvcli/blockformats.py):
 
 | array | holds |
 |---|---|
-| codes | int32 words: in 4-bit parts byte j of word b has element 4b + j low, 16 + 4b + j high; else bytes |
-| high | the bits above 4: one word a group for 5-bit codes, two for 6-bit ones |
-| scales | one entry a group: float16 d, or d and m as a float16 pair, or two bytes that `supers` multiplies |
-| supers | one entry for 8 groups: d and dmin as a float16 pair, or d |
+| codes | int32 words, by the form's coding: see below |
+| high | bits of codes above those |
+| scales | an entry a group, or one for `span` groups |
+| supers | one entry for 8 groups: d, or d and dmin as a float16 pair |
 
-Nothing is rounded: the numbers are those of the file.
+| coding | words of a group |
+|---|---|
+| 4, OF_16 | four: byte j of word b has element 4b + j low, 16 + 4b + j high; OF_16: the number of one of 16 values |
+| 5, 6 | so, and in `high` the bits above: one or two words |
+| 8 | eight, of bytes |
+| 2 | two, for 16 elements each: bits [2b, 2b + 2) of byte j are element 4b + j |
+| 1 | one: bit b of byte j is element 4b + j |
+| 3 | as 2, and in `high` a word as for 5 |
+| EIGHTS | the numbers of four entries of 8 elements (a byte each; two more bits each in `high`), and a word of signs |
+| FOURS | the numbers of eight entries of 4 (two words; a bit more each in `high`), and a word of signs |
+| TERNARY | the numbers of four entries of 8; in `high` three more bits each, and whether an eighth is subtracted |
+
+Codings of one to three words keep the first words of all groups of a row before the second ones.
+
+| kind | scales of a group |
+|---|---|
+| D, D_M | float16 d; a pair of d and minus m |
+| PAIR | bytes s and m, of d and dmin |
+| HALVES | signed bytes, a scale for each 16 elements, of d |
+| QUARTERS | the same of nibbles s and m, of d and dmin |
+| NIBBLES | two nibbles s, a scale 2 s + 1 for each 16 elements, of d * unit |
+| BYTE | a signed byte, of d |
+| EXPONENT | a byte e: 2^(e - 128) |
+| E4M3 | two 8-bit floats, one for each 16 elements |
+
+Nothing is rounded but numbers of more than 24 bits to float32: weights are those of the file.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvcli import blockformats
-from kvcli.errors import ModelError
-from kvcli.kernels.reference import fields
+from kvcli.blockformats import (
+    BYTE,
+    D_M,
+    E4M3,
+    EXPONENT,
+    FORMATS,
+    FORMS,
+    GROUP,
+    HALVES,
+    NIBBLES,
+    PAIR,
+    PLAIN,
+    QUARTERS,
+    SUPER,
+    D,
+    Form,
+)
+from kvcli.kernels import grids
+from kvcli.kernels.reference import fields, ggml, lookup
 from kvcli.kernels.reference.matmul import QuantTensor
 
-GROUP = 32  # elements
-SUPER = 8  # groups that share an entry of `supers`
 REPACK_BYTES = 16 << 20  # packed bytes on the device at a time; on the way they take about ten times that
-
-# How scales are kept; constants of the kernels.
-PLAIN, D, D_M, PAIR, HALVES = 0, 1, 2, 3, 4
-
-
-@dataclass(frozen=True)
-class Format:
-    """`bits` a code, the kind of scales, and what is subtracted from codes (kinds D and HALVES)."""
-
-    name: str
-    bits: int
-    kind: int
-    offset: int = 0
-
-    @property
-    def bits_per_weight(self) -> float:
-        """With scales, as resident."""
-        extra = {PLAIN: 0, D: 16, D_M: 32, PAIR: 16 + 32 / SUPER, HALVES: 16 + 16 / SUPER}[self.kind]
-        return self.bits + extra / GROUP
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("Q4_0", 4, D, 8), Format("Q4_1", 4, D_M), Format("Q5_0", 5, D, 16), Format("Q5_1", 5, D_M),
-        Format("Q8_0", 8, D), Format("Q4_K", 4, PAIR), Format("Q5_K", 5, PAIR), Format("Q6_K", 6, HALVES, 32),
-        Format("F16", 16, PLAIN), Format("BF16", 16, PLAIN), Format("F32", 32, PLAIN),
-    )
+SCALES = {
+    D: torch.float16, D_M: torch.int32, PAIR: torch.int16, HALVES: torch.int16, QUARTERS: torch.int16,
+    NIBBLES: torch.uint8, BYTE: torch.int8, EXPONENT: torch.uint8, E4M3: torch.int16,
 }  # fmt: skip
-STORED_AS = {"Q3_K": "Q6_K"}  # formats that another one holds without loss
+SUPERS = {
+    PAIR: torch.int32, QUARTERS: torch.int32, HALVES: torch.float16, NIBBLES: torch.float16, BYTE: torch.float16,
+}  # fmt: skip
+HIGH = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int32}  # by bits a group
+
+
+def constants(form: Form) -> dict[str, int | float]:
+    """What kernels are compiled for."""
+    return {
+        "CODING": form.coding, "WORDS": form.words, "KIND": form.kind, "OFFSET": form.offset, "SPAN": form.span,
+        "UNIT": form.unit,
+    }  # fmt: skip
+
+
+@functools.cache
+def table(name: str, device: torch.device) -> Tensor:
+    """What codes are looked up in, as int32 words of signed bytes; one word where there is nothing to look up."""
+    if name in grids.GRIDS:
+        entries = torch.from_numpy(grids.grids()[name])
+        if name == "IQ1_S":  # in eighths, and none negative: a form's offset makes up for it
+            entries = entries * 8 + 9
+    else:
+        entries = torch.tensor(getattr(grids, name, (0,) * 4), dtype=torch.int8)
+    return entries.contiguous().view(torch.int32).flatten().to(device)
 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
     """A matrix [rows, cols] on a GPU. `paired`: rows alternate in runs of 32, gates then what they gate."""
 
-    format: Format
+    format: Form
     rows: int
     cols: int
     codes: Tensor
@@ -82,6 +121,11 @@ class DeviceMatrix:
         return self.codes, self.high, self.scales, self.supers
 
     @property
+    def table(self) -> Tensor:
+        """What codes are looked up in; see `table`."""
+        return table(self.format.table, self.codes.device)
+
+    @property
     def groups(self) -> int:
         return self.cols // GROUP
 
@@ -89,18 +133,12 @@ class DeviceMatrix:
 def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = False) -> DeviceMatrix:
     """Stack matrices of one type on the device, or pair the rows of two of the same shape.
 
-    Done in slices, so that the packed form never stands whole beside the other one. Raises ModelError for a type that
-    has no form here.
+    Done in slices, so that the packed form never stands whole beside the other one.
     """
     first = parts[0]
-    fmt = FORMATS.get(STORED_AS.get(first.type, first.type))
-    if fmt is None or (fmt.kind != PLAIN and first.cols % GROUP):
-        raise ModelError(
-            f"weights stored as {first.type} cannot be computed with on a GPU",
-            f"use `device=cpu`, or a file of {', '.join((*FORMATS, *STORED_AS))}",
-        )
+    form = FORMS[first.type]
     rows = sum(p.rows for p in parts)
-    matrix = empty_matrix(fmt, rows, first.cols, device, paired)
+    matrix = empty_matrix(form, rows, first.cols, device, paired)
     step = max(GROUP, REPACK_BYTES // first.blocks.shape[1] // GROUP * GROUP)
     done = 0
     for number, part in enumerate(parts):
@@ -123,22 +161,19 @@ def _cut(piece: Tensor, paired: bool) -> Tensor:
     return piece.unflatten(0, (-1, GROUP)) if paired else piece
 
 
-def empty_matrix(fmt: Format, rows: int, cols: int, device: torch.device, paired: bool) -> DeviceMatrix:
+def empty_matrix(form: Form, rows: int, cols: int, device: torch.device, paired: bool) -> DeviceMatrix:
     make = partial(torch.empty, device=device)
-    if fmt.kind == PLAIN:
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[fmt.name]
+    if form.kind == PLAIN:
         none = make(0, 1, dtype=torch.int32)
-        return DeviceMatrix(fmt, rows, cols, make(rows, cols, dtype=dtype), none, none, none, paired)
-    groups = cols // GROUP
-    words, extra = (8, 0) if fmt.bits == 8 else (4, fmt.bits - 4)
-    scale = {D: torch.float16, D_M: torch.int32, PAIR: torch.int16, HALVES: torch.int16}[fmt.kind]
-    above = {D: 0, D_M: 0, PAIR: groups // SUPER, HALVES: groups // SUPER}[fmt.kind]
+        codes = make(rows, cols, dtype=getattr(torch, form.table))
+        return DeviceMatrix(form, rows, cols, codes, none, none, none, paired)
+    groups, high, above = cols // GROUP, HIGH.get(form.high, torch.int32), form.kind in SUPERS
     return DeviceMatrix(
-        fmt, rows, cols,
-        make(rows, groups * words, dtype=torch.int32),
-        make(rows if extra else 0, max(1, groups * extra), dtype=torch.int32),
-        make(rows, groups, dtype=scale),
-        make(rows if above else 0, max(1, above), dtype=torch.float16 if fmt.kind == HALVES else torch.int32),
+        form, rows, cols,
+        make(rows, groups * form.words, dtype=torch.int32),
+        make(rows if form.high else 0, max(1, groups * form.high // (8 * high.itemsize)), dtype=high),
+        make(rows, groups // form.span, dtype=SCALES[form.kind]),
+        make(rows if above else 0, max(1, groups // SUPER), dtype=SUPERS.get(form.kind, torch.int32)),
         paired,
     )  # fmt: skip
 
@@ -148,20 +183,39 @@ Arrays = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 def _convert(type_: str, blocks: Tensor) -> Arrays:
     """uint8 [n, row bytes] of GGML blocks -> codes, high, scales, supers of those rows."""
-    if type_ in ("F16", "BF16", "F32"):
-        dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[type_]
-        return blocks.contiguous().view(dtype), None, None, None
-    b = blocks.unflatten(-1, (-1, blockformats.FORMATS[type_].bytes))
+    form = FORMS[type_]
+    if form.kind == PLAIN:
+        return ggml.decode(type_, blocks.contiguous()).to(getattr(torch, form.table)), None, None, None
+    b = blocks.unflatten(-1, (-1, FORMATS[type_].bytes))
+    if type_ in _ENTRIES:
+        words, high, scales, supers = _ENTRIES[type_](b)
+        return _planar(words), high, scales, supers
     codes, scales, supers = _PARTS[type_](b)
-    fmt = FORMATS[STORED_AS.get(type_, type_)]
-    words = _words(codes.flatten(1)) if fmt.bits < 8 else _flat(codes, torch.int32)
-    high = None if fmt.bits in (4, 8) else _high_bits(codes.flatten(1) >> 4, fmt.bits - 4)
-    return words, high, scales, supers
+    codes = codes.flatten(1)
+    if form.coding == 8:
+        return _flat(b[..., 2:34], torch.int32), None, scales, supers
+    if form.coding < 4:
+        high = _high_bits(codes >> 2, 1) if form.coding == 3 else None
+        return _planar(_few_bits(codes, form.coding)), high, scales, supers
+    return _words(codes), _high_bits(codes >> 4, form.high // 32) if form.high else None, scales, supers
 
 
 def _flat(fields: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [n, blocks, bytes] -> [n, all of them as dtype]."""
-    return fields.contiguous().view(dtype).flatten(1)
+    """uint8 [n, ...] -> [n, all of them as dtype]."""
+    return fields.flatten(1).contiguous().view(dtype)
+
+
+def _planar(words: Tensor) -> Tensor:
+    """int32 [n, groups, words] -> [n, words * groups], the first ones of all groups before the second ones."""
+    return words.transpose(1, 2).flatten(1)
+
+
+def _few_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [n, cols], their low bits (one; of two or three, two) -> int32 [n, groups, words]."""
+    kept = min(bits, 2)
+    c = codes.unflatten(1, (-1, kept, 8 // kept, 4)) & (1 << kept) - 1  # [n, groups, word, b, j]
+    shift = torch.arange(0, 8, kept, dtype=torch.uint8, device=codes.device)[:, None]
+    return (c << shift).sum(3, dtype=torch.uint8).contiguous().view(torch.int32).squeeze(-1)
 
 
 def _words(codes: Tensor) -> Tensor:
@@ -210,22 +264,105 @@ def _q6_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q3_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As Q6_K: codes - 4 and scales - 32 both fit."""
     low = fields.planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
-    codes = (low | fields.planes(b[..., 0:32], 1).flatten(-2) << 2) + 28
+    codes = low | fields.planes(b[..., 0:32], 1).flatten(-2) << 2
     scales = fields.nibbles(b[..., 96:104]) | fields.planes(b[..., 104:108], 2).flatten(-2) << 4
     return codes, _flat(scales - 32, torch.int16), _flat(b[..., 108:110], torch.float16)
 
 
+def _q2_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes = fields.planes(b[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3)
+    return codes, _flat(b[..., 0:16], torch.int16), _flat(b[..., 80:84], torch.int32)
+
+
+def _iq4_xs(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes = fields.nibbles(b[..., 8:136].unflatten(-1, (8, 16))).flatten(-2)
+    return codes, lookup.iq4_xs_scales(b).flatten(1), _flat(b[..., 0:2], torch.float16)
+
+
+def _half(field: Tensor) -> Tensor:
+    return _flat(field, torch.float16)
+
+
+# Codes uint8 [n, blocks, elements] (of Q8_0: none), scales, supers.
 _PARTS = {
-    "Q4_0": lambda b: (fields.nibbles(b[..., 2:18]), _flat(b[..., 0:2], torch.float16), None),
+    "Q4_0": lambda b: (fields.nibbles(b[..., 2:18]), _half(b[..., 0:2]), None),
     "Q4_1": lambda b: (fields.nibbles(b[..., 4:20]), _flat(b[..., 0:4], torch.int32), None),
-    "Q5_0": lambda b: (
-        fields.nibbles(b[..., 6:22]) | fields.fifth_bits(b[..., 2:6]), _flat(b[..., 0:2], torch.float16), None
-    ),
+    "Q5_0": lambda b: (fields.nibbles(b[..., 6:22]) | fields.fifth_bits(b[..., 2:6]), _half(b[..., 0:2]), None),
     "Q5_1": lambda b: (
         fields.nibbles(b[..., 8:24]) | fields.fifth_bits(b[..., 4:8]), _flat(b[..., 0:4], torch.int32), None
     ),
-    "Q8_0": lambda b: (b[..., 2:34], _flat(b[..., 0:2], torch.float16), None),
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q8_0": lambda b: (b[..., 2:34], _half(b[..., 0:2]), None),
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q1_0": lambda b: (fields.in_turn(b[..., 2:18], 1), _half(b[..., 0:2]), None),
+    "TQ1_0": lambda b: (fields.base_3(b[..., 0:52]).byte(), _half(b[..., 52:54]), None),
+    "TQ2_0": lambda b: (
+        fields.planes(b[..., 0:64].unflatten(-1, (2, 32)), 2).flatten(-3), _half(b[..., 64:66]), None
+    ),
+    "IQ4_NL": lambda b: (fields.nibbles(b[..., 2:18]), _half(b[..., 0:2]), None),
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": lambda b: (fields.nibbles(b[..., 1:17]), b[..., 0], None),
+    "NVFP4": lambda b: (
+        fields.nibbles(b[..., 4:36].unflatten(-1, (4, 8))).flatten(-2), _flat(b[..., 0:4], torch.int16), None
+    ),
+}  # fmt: skip
+
+
+def _together(*words: Tensor) -> Tensor:
+    """Bytes uint8 [n, ...], a multiple of four a group -> int32 [n, groups, words], one's behind the other's."""
+    groups = words[-1].flatten(1).shape[1] // 4
+    return torch.cat([_flat(w, torch.int32).unflatten(1, (groups, -1)) for w in words], 2)
+
+
+def _twice(scales: Tensor) -> Tensor:
+    """A nibble for 32 elements, [..., groups] -> one for each 16, uint8 [n, all groups]."""
+    return (scales | scales << 4).byte().flatten(1)
+
+
+def _iq2_xxs(b: Tensor) -> Arrays:
+    runs = b[..., 2:66].unflatten(-1, (8, 8))
+    signs, scales = lookup.words_of_signs(runs[..., 4:8].flatten(-2))
+    return _together(runs[..., 0:4], signs.byte()), None, _twice(scales), _half(b[..., 0:2])
+
+
+def _iq2_xs(b: Tensor) -> Arrays:
+    index = fields.u16(b[..., 2:66])
+    above = (index >> 8 & 1).unflatten(-1, (8, 4)) << torch.tensor([0, 2, 4, 6], device=b.device)
+    words = _together((index & 255).byte(), lookup.eight_signs(index >> 9).byte())
+    return words, above.sum(-1).byte().flatten(1), b[..., 66:74].flatten(1), _half(b[..., 0:2])
+
+
+def _iq2_s(b: Tensor) -> Arrays:
+    words = _together(b[..., 2:34], b[..., 34:66])
+    return words, b[..., 66:74].flatten(1), b[..., 74:82].flatten(1), _half(b[..., 0:2])
+
+
+def _iq3_xxs(b: Tensor) -> Arrays:
+    signs, scales = lookup.words_of_signs(b[..., 66:98])
+    return _together(b[..., 2:66], signs.byte()), None, _twice(scales), _half(b[..., 0:2])
+
+
+def _iq3_s(b: Tensor) -> Arrays:
+    words, scales = _together(b[..., 2:66], b[..., 74:106]), fields.alternating(b[..., 106:110])
+    return words, b[..., 66:74].flatten(1), _twice(scales), _half(b[..., 0:2])
+
+
+def _iq1_s(b: Tensor) -> Arrays:
+    qh, i = fields.u16(b[..., 34:50]), torch.arange(4, device=b.device)
+    each = (qh.unsqueeze(-1) >> 3 * i & 7 | (qh >> 15 << 3).unsqueeze(-1)) << 4 * i
+    return _together(b[..., 2:34]), each.sum(-1).short().flatten(1), _twice(qh >> 12 & 7), _half(b[..., 0:2])
+
+
+def _iq1_m(b: Tensor) -> Arrays:
+    d, scales = lookup.iq1_m_scales(b)
+    return (
+        _together(b[..., 0:32]), _flat(b[..., 32:48], torch.int16),
+        (scales[..., 0::2] | scales[..., 1::2] << 4).byte().flatten(1), _half(d),
+    )  # fmt: skip
+
+
+# Words int32 [n, groups, words], high, scales, supers of formats whose codes are numbers of entries of a grid.
+_ENTRIES = {
+    "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s, "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
 }  # fmt: skip

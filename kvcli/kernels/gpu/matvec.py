@@ -15,6 +15,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.codes import (
+    D_M,
+    E4M3,
+    HALVES,
+    OF_16,
+    PAIR,
+    QUARTERS,
+    D,
+    factors,
+    load_once,
+    load_planar,
+    unpack,
+    values_of,
+)
 from kvcli.kernels.gpu.language import (
     FINE,
     dot4,
@@ -30,48 +44,50 @@ STORE, RESIDUAL, GATED = 0, 1, 2
 
 
 @triton.jit
-def load_once(at, seen):
-    """Weights are read once: they should not push anything out of the cache."""
-    return tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_rows(CODES, HIGH, SCALES, SUPERS, n, g, G: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
-              KIND: tl.constexpr):  # fmt: skip
-    """The packed groups g of rows n: words [RC, BG, 4] twice (the same if a group has four), high, scales, supers."""
-    W: tl.constexpr = 8 if BITS == 8 else 4
-    word = tl.arange(0, 4)
+def load_rows(CODES, HIGH, SCALES, SUPERS, n, g, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
+              KIND: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """The packed groups g of rows n: three words (see `load_planar`; where a group has four or eight, these are two of
+    [RC, BG, 4], the same one if it has four), high, scales, supers."""
     seen = (g < G)[None, :]
-    each = seen[:, :, None]
     at = tl.max_contiguous(n[:, None] * G + g[None, :], (1, 1))
-    words = CODES + (n[:, None, None] * (G * W) + (g[None, :, None] * W + word[None, None, :]))
-    w0 = load_once(words, each)
-    w1, high, d = w0, 0, 0
-    if BITS == 8:
-        w1 = load_once(words + 4, each)
-    if BITS == 5:
-        high = load_once(HIGH + at, seen)
-    if BITS == 6:
-        pair = tl.arange(0, 2)
-        high = load_once(HIGH + (n[:, None, None] * (G * 2) + (g[None, :, None] * 2 + pair[None, None, :])), each)
-    s = load_once(SCALES + at, seen)
-    if KIND >= 3:
+    w2, high, d = 0, 0, 0
+    if WORDS < 4:
+        w0, w1, w2, high = load_planar(CODES, HIGH, n[:, None], g[None, :], seen, G, CODING, WORDS)
+    else:
+        word = tl.arange(0, 4)
+        each = seen[:, :, None]
+        words = CODES + (n[:, None, None] * (G * WORDS) + (g[None, :, None] * WORDS + word[None, None, :]))
+        w0 = load_once(words, each)
+        w1 = w0
+        if WORDS == 8:
+            w1 = load_once(words + 4, each)
+        if CODING == 5:
+            high = load_once(HIGH + at, seen)
+        if CODING == 6:
+            pair = tl.arange(0, 2)
+            high = load_once(HIGH + (n[:, None, None] * (G * 2) + (g[None, :, None] * 2 + pair[None, None, :])), each)
+    if SPAN == 1:
+        s = load_once(SCALES + at, seen)
+    else:
+        s = load_once(SCALES + (n[:, None] * (G // SPAN) + g[None, :] // SPAN), seen)
+    if KIND >= PAIR and KIND != E4M3:
         d = load_once(SUPERS + (n[:, None] * (G // 8) + g[None, :] // 8), seen)
-    return w0, w1, high, s, d
+    return w0, w1, w2, high, s, d
 
 
 @triton.jit
-def dot_words(a0, a1, xa, xb, NIBBLES: tl.constexpr):
-    """Words a0 times xa and a1 times xb, summed over the last axis: int32; NIBBLES: both parts are in a0."""
-    if NIBBLES:
+def dot_words(a0, a1, xa, xb, TOGETHER: tl.constexpr):
+    """Words a0 times xa and a1 times xb, summed over the last axis: int32; TOGETHER: both parts are in a0."""
+    if TOGETHER:
         return tl.sum(dot_nibbles(a0, xa, xb), 2)
     else:
         return tl.sum(dot4(a0, xa) + dot4(a1, xb), 2)
 
 
 @triton.jit
-def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
-             KIND: tl.constexpr, OFFSET: tl.constexpr, PLANES: tl.constexpr):  # fmt: skip
+def dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, BG: tl.constexpr,
+             CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,
+             PLANES: tl.constexpr):  # fmt: skip
     """Packed groups [RC, BG] times the vector's groups -> float32 [RC, BG].
 
     xa, xb: the coarse codes of the first and second 16 elements of each group as words [BG, 4], ya, yb the fine ones
@@ -84,38 +100,53 @@ def dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC: tl.constexpr, B
         yb = tl.broadcast_to(yb[None], (RC, BG, 4))
     b = tl.arange(0, 4)[None, None, :]
     a0, a1 = w0, w1
-    if BITS == 5:
+    if WORDS < 4:
+        a0, a1 = unpack(w0, w1, w2, high, TABLE, CODING, WORDS)
+    elif CODING == OF_16:
+        a0, a1 = values_of(w0, TABLE)
+    elif CODING == 5:
         h = high[:, :, None]
         a0 = (w0 & 0x0F0F0F0F) | (((h >> b) & 0x01010101) << 4)
         a1 = ((w0 >> 4) & 0x0F0F0F0F) | (((h >> (b + 4)) & 0x01010101) << 4)
-    if BITS == 6:
+    elif CODING == 6:
         h = tl.reshape(tl.broadcast_to(high[:, :, :, None], (RC, BG, 2, 2)), (RC, BG, 4)) >> ((b % 2) * 4)
         a0 = (w0 & 0x0F0F0F0F) | ((h & 0x03030303) << 4)
         a1 = ((w0 >> 4) & 0x0F0F0F0F) | ((h & 0x0C0C0C0C) << 2)
-    if KIND == 4:  # d * s * (q - offset), a scale for each 16
+    if KIND >= QUARTERS and KIND <= E4M3:  # scales for each 16
         t0 = tl.sum(dot4(a0, xa), 2) * FINE
         t1 = tl.sum(dot4(a1, xb), 2) * FINE
         if PLANES == 2:
             t0 += tl.sum(dot4(a0, ya), 2)
             t1 += tl.sum(dot4(a1, yb), 2)
-        c = s.to(tl.int32)
-        c0 = ((c << 24) >> 24).to(tl.float32)
-        c1 = ((c << 16) >> 24).to(tl.float32)
-        scaled = c0 * t0.to(tl.float32) + c1 * t1.to(tl.float32)
-        y = d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * (c0 * s0[None, :] + c1 * s1[None, :]))
+        if KIND == HALVES:  # d * s * (q - offset)
+            c = s.to(tl.int32)
+            c0 = ((c << 24) >> 24).to(tl.float32)
+            c1 = ((c << 16) >> 24).to(tl.float32)
+            scaled = c0 * t0.to(tl.float32) + c1 * t1.to(tl.float32)
+            y = d.to(tl.float32) * (xd[None, :] * scaled - OFFSET * (c0 * s0[None, :] + c1 * s1[None, :]))
+        else:
+            f0, m0, f1, m1 = factors(s, d, KIND, UNIT)
+            y = xd[None, :] * (f0 * t0.to(tl.float32) + f1 * t1.to(tl.float32))
+            if OFFSET:
+                y -= OFFSET * (f0 * s0[None, :] + f1 * s1[None, :])
+            if KIND == QUARTERS:
+                y -= m0 * s0[None, :] + m1 * s1[None, :]
     else:
-        t = dot_words(a0, a1, xa, xb, BITS == 4) * FINE
+        t = dot_words(a0, a1, xa, xb, CODING == 4) * FINE
         if PLANES == 2:
-            t += dot_words(a0, a1, ya, yb, BITS == 4)
-        if KIND == 1:  # s * (q - offset)
+            t += dot_words(a0, a1, ya, yb, CODING == 4)
+        if KIND == D:  # s * (q - offset)
             y = s.to(tl.float32) * (xd[None, :] * t.to(tl.float32) - OFFSET * (s0 + s1)[None, :])
-        elif KIND == 2:  # s * q + m
+        elif KIND == D_M:  # s * q + m
             y = half_of(s, False) * (xd[None, :] * t.to(tl.float32)) + half_of(s, True) * (s0 + s1)[None, :]
-        else:  # d * s * q - dmin * m; with 5 bits the product is below 2^31 yet
+        elif KIND == PAIR:  # d * s * q - dmin * m; with 5 bits the product is below 2^31 yet
             c = s.to(tl.int32)
             scaled = (t * (c & 255)).to(tl.float32)
             low = half_of(d, True) * ((c >> 8) & 255).to(tl.float32)
             y = half_of(d, False) * (xd[None, :] * scaled) - low * (s0 + s1)[None, :]
+        else:  # one factor, no offset
+            f0, m0, f1, m1 = factors(s, d, KIND, UNIT)
+            y = f0 * (xd[None, :] * t.to(tl.float32))
     return y
 
 
@@ -178,11 +209,12 @@ def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, S
 
 
 @triton.jit
-def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES,
-                  X_SQUARES, SQUARES, N, eps, G: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-                  OFFSET: tl.constexpr, PLANES: tl.constexpr, ROLE: tl.constexpr,
-                  PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr,
-                  BG: tl.constexpr, RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS,
+                  VALUES, X_SQUARES, SQUARES, N, eps, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
+                  KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+                  PLANES: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr,
+                  GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
     g = tl.arange(0, BG)
@@ -190,7 +222,7 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     first = pid * BN
     NCH: tl.constexpr = BN // RC
     n = tl.minimum(first + row, N - 1)
-    w0, w1, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
+    w0, w1, w2, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN)
     wait_for_previous(PDL)
     word = tl.arange(0, 4)
     seen = g < G
@@ -210,11 +242,18 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, XCODES, XSCALES, XSUMS, OUT, H,
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
         n = tl.minimum(first + (c + 1) * RC + row, N - 1)
-        v0, v1, next_high, next_s, next_d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, BG, BITS, KIND)
-        y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
+        v0, v1, v2, next_high, next_s, next_d = load_rows(
+            W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN
+        )
+        y = dot_rows(
+            w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, KIND, OFFSET, UNIT, PLANES
+        )
+        y = tl.sum(y, 1)
         out = tl.where(chunk[:, None] == c, y[None, :], out)
-        w0, w1, high, s, d = v0, v1, next_high, next_s, next_d
-    y = tl.sum(dot_rows(w0, w1, high, s, d, xa, xb, ya, yb, xd, s0, s1, RC, BG, BITS, KIND, OFFSET, PLANES), 1)
+        w0, w1, w2, high, s, d = v0, v1, v2, next_high, next_s, next_d
+    y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
+                 UNIT, PLANES)  # fmt: skip
+    y = tl.sum(y, 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
     finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS,
            VALUES, SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip

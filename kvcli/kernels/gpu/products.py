@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.language import AFTER, LEADING, SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
@@ -85,7 +85,7 @@ def tiles(matrix: DeviceMatrix, role: int) -> Tiles:
         bn, rc, warps = (64, 4, min(16, bg // 32)) if bg > 64 else (64, 16, 8)
     else:
         bn, rc, warps = (32, 16, max(1, bg // 16)) if bg <= 128 else (32, 4, min(16, bg // 64))
-    if matrix.format.bits == 8 and role != RESIDUAL:
+    if matrix.format.words == 8 and role != RESIDUAL:
         rc //= 2
     return Tiles(bn, bg, rc, warps)
 
@@ -137,9 +137,8 @@ def matvec(
         launch(matvec_plain, grid)(matrix.codes, x.values, *tensors, K=matrix.cols, BK=t.bg, **common)
     else:
         launch(matvec_packed, grid)(
-            *matrix.arrays, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
-            G=matrix.groups, BITS=f.bits, KIND=f.kind, OFFSET=f.offset,
-            PLANES=planes or planes_of(matrix), BG=t.bg, **common,
+            *matrix.arrays, matrix.table, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
+            G=matrix.groups, **constants(f), PLANES=planes or planes_of(matrix), BG=t.bg, **common,
         )  # fmt: skip
 
 

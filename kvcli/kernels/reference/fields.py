@@ -54,3 +54,14 @@ def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat((first & 63, (low & 15) | ((first >> 6) << 4)), -1)
     minima = torch.cat((second & 63, (low >> 4) | ((second >> 6) << 4)), -1)
     return scales.float().unsqueeze(-1), minima.float().unsqueeze(-1)
+
+
+def base_3(qs: Tensor) -> Tensor:
+    """uint8 [..., 52] -> int32 [..., 256], 0 to 2: the elements of TQ1_0.
+
+    The digits in base 3 of a byte, first one first, are the upper byte of 3 * (byte * 3^k mod 256). Element 32 k + l,
+    k < 5: digit k of qs[l]; element 160 + 16 k + l, k < 5: of qs[32 + l]; element 240 + 4 k + l, k < 4: of qs[48 + l].
+    """
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=qs.device)[:, None]
+    runs = [qs[..., None, lo:hi] * powers[:n] for lo, hi, n in ((0, 32, 5), (32, 48, 5), (48, 52, 4))]
+    return torch.cat([run.flatten(-2) for run in runs], -1).int() * 3 >> 8

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.blockformats import FORMATS
 from kvcli.kernels.reference import lookup
-from kvcli.kernels.reference.fields import f16, fifth_bits, in_turn, nibbles, planes, six_bit_scales
+from kvcli.kernels.reference.fields import base_3, f16, fifth_bits, in_turn, nibbles, planes, six_bit_scales
 
 
 def decode(type: str, blocks: Tensor) -> Tensor:
@@ -143,15 +143,8 @@ def _q1_0(b: Tensor) -> Tensor:
 
 
 def _tq1_0(b: Tensor) -> Tensor:
-    """54 bytes, 256 elements: qs[52], f16 d. Value: d * (t - 1).
-
-    The digits t in base 3 of a byte, first one first, are the upper byte of 3 * (byte * 3^k mod 256). Element 32 k + l,
-    k < 5: digit k of qs[l]; element 160 + 16 k + l, k < 5: of qs[32 + l]; element 240 + 4 k + l, k < 4: of qs[48 + l].
-    """
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=b.device)[:, None]
-    runs = [b[..., None, lo:hi] * powers[:n] for lo, hi, n in ((0, 32, 5), (32, 48, 5), (48, 52, 4))]
-    digits = torch.cat([run.flatten(-2) for run in runs], -1)
-    return f16(b[..., 52:54]) * ((digits.int() * 3 >> 8) - 1).float()
+    """54 bytes, 256 elements: qs[52], f16 d. Value: d * (t - 1), t as `base_3` has them."""
+    return f16(b[..., 52:54]) * (base_3(b[..., 0:52]) - 1).float()
 
 
 def _tq2_0(b: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def _scaled(d: Tensor, factors: Tensor, unit: float, weights: Tensor) -> Tensor:
     return (step.unsqueeze(-1) * weights.flatten(-2).unflatten(-1, (factors.shape[-1], -1))).flatten(-2)
 
 
-def _words_of_signs(words: Tensor) -> tuple[Tensor, Tensor]:
+def words_of_signs(words: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [..., 32], 8 words of four seven-bit signs and a scale above them -> signs [..., 32], scales [..., 8]."""
     halves = u16(words).unflatten(-1, (-1, 2))
     word = halves[..., 0] | halves[..., 1] << 16
@@ -64,7 +64,7 @@ def _iq2_xxs(b: Tensor) -> Tensor:
     four are s.
     """
     runs = b[..., 2:66].unflatten(-1, (8, 8))
-    signs, scales = _words_of_signs(runs[..., 4:8].flatten(-2))
+    signs, scales = words_of_signs(runs[..., 4:8].flatten(-2))
     return _scaled(f16(b[..., 0:2]), scales, 0.25, _signed("IQ2_XXS", runs[..., 0:4].flatten(-2).int(), signs))
 
 
@@ -94,7 +94,7 @@ def _iq3_xxs(b: Tensor) -> Tensor:
 
     Entries have four elements; a run of 32 has eight of them and a word.
     """
-    signs, scales = _words_of_signs(b[..., 66:98])
+    signs, scales = words_of_signs(b[..., 66:98])
     return _scaled(f16(b[..., 0:2]), scales, 0.5, _signed("IQ3_XXS", b[..., 2:66].int(), signs))
 
 
@@ -128,6 +128,13 @@ def _iq1_s(b: Tensor) -> Tensor:
     return _ternary(f16(b[..., 0:2]), qh >> 12 & 7, b[..., 2:34].int() | above.flatten(-2) << 8, down)
 
 
+def iq1_m_scales(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of IQ1_M -> d, uint8 [..., 2], and s, int32 [..., 16]."""
+    parts = b[..., 49:56:2] >> 4
+    shift = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=b.device)
+    return parts[..., 0::2] | parts[..., 1::2] << 4, (u16(b[..., 48:56]).unsqueeze(-1) >> shift & 7).flatten(-2)
+
+
 def _iq1_m(b: Tensor) -> Tensor:
     """56 bytes, 256 elements: idx[32], qh[16], u16 sc[4]. Value: (d * (2 s + 1)) * (g +- 1/8).
 
@@ -135,11 +142,8 @@ def _iq1_m(b: Tensor) -> Tensor:
     whether 1/8 is subtracted. Run r of 16 elements: s is bits [3 (r % 4), 3 (r % 4) + 3) of sc[r / 4]. The upper four
     bits of sc[0] to sc[3], lowest first, are the f16 d.
     """
-    scales, above = u16(b[..., 48:56]), alternating(b[..., 32:48]).int()
-    shift = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=b.device)
-    d = f16((b[..., 49:56:2] >> 4).unflatten(-1, (2, 2)).mul(torch.tensor([1, 16], device=b.device)).sum(-1).byte())
-    factors = (scales.unsqueeze(-1) >> shift & 7).flatten(-2)
-    return _ternary(d, factors, b[..., 0:32].int() | (above & 7) << 8, above >> 3)
+    above, (d, factors) = alternating(b[..., 32:48]).int(), iq1_m_scales(b)
+    return _ternary(f16(d), factors, b[..., 0:32].int() | (above & 7) << 8, above >> 3)
 
 
 def _iq4_nl(b: Tensor) -> Tensor:

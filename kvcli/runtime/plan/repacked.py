@@ -1,41 +1,25 @@
 """How many bytes weights take on a GPU, where they lie in other arrays than in the file. No torch.
 
 The arrays are described in `kvcli/kernels/gpu/formats.py`; this is their size, which a plan needs before anything is
-loaded. Codes keep their width; what differs are the scales.
+loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from math import prod
 
+from kvcli.blockformats import FORMS
 from kvcli.runtime.config import ALL, ModelConfig
 
 MOST_HEAD_DIM = 256
 VECTOR_BYTES = 4  # norms and other vectors are kept as float32
 
-# Bits per weight. Codes, and for each 32 of them: d (16 bits), d and m (32), or a pair of scale bytes (16). The
-# formats of 256 have besides, for all of them, d and dmin (32) or d (16).
-BITS = {
-    "Q4_0": 4 + Fraction(16, 32), "Q4_1": 4 + Fraction(32, 32),
-    "Q5_0": 5 + Fraction(16, 32), "Q5_1": 5 + Fraction(32, 32), "Q8_0": 8 + Fraction(16, 32),
-    "Q4_K": 4 + Fraction(16, 32) + Fraction(32, 256), "Q5_K": 5 + Fraction(16, 32) + Fraction(32, 256),
-    "Q6_K": 6 + Fraction(16, 32) + Fraction(16, 256),
-    "F16": Fraction(16), "BF16": Fraction(16), "F32": Fraction(32),
-}  # fmt: skip
-BITS["Q3_K"] = BITS["Q6_K"]  # which holds its codes and scales
-
-
-def can_be_held(type_: str) -> bool:
-    """Whether a GPU computes with matrices of this type."""
-    return type_ in BITS
-
 
 def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
     """Why a model with matrices of these types (by tensor name) cannot be computed on a GPU; "" = it can."""
     for name, type_ in types.items():
-        if not can_be_held(type_):
+        if type_ not in FORMS:
             return f"{name} is stored as {type_}"
     for layer in config.layers:
         for dim in (layer.dim_k, layer.dim_v):
@@ -66,4 +50,5 @@ def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:
     """Bytes of a tensor on a GPU; those of the file for a type that a GPU cannot hold."""
     if len(shape) == 1:
         return VECTOR_BYTES * prod(shape)
-    return int(BITS[type_] * prod(shape) / 8) if type_ in BITS else in_file
+    form = FORMS.get(type_)
+    return int(form.bits_per_weight * prod(shape) / 8) if form else in_file
