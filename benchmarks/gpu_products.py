@@ -17,9 +17,11 @@ from collections.abc import Callable
 
 import torch
 
+from kvcli.blockformats import D_M, E4M3, EXPONENT, FORMATS, FORMS, GROUP, PAIR, PLAIN, QUARTERS, D
+from kvcli.kernels import QuantTensor
 from kvcli.kernels.gpu import expand
-from kvcli.kernels.gpu.formats import D_M, FORMATS, GROUP, HALVES, PAIR, D, DeviceMatrix, Format, empty_matrix
-from kvcli.kernels.gpu.language import AFTER
+from kvcli.kernels.gpu.formats import DeviceMatrix, empty_matrix, repack
+from kvcli.kernels.gpu.language import AFTER, SERIAL
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, Tiles, advance, matvec, parts_of, planes_of, tiles
 
@@ -34,23 +36,28 @@ ROTATE_BYTES = 200 << 20
 DEVICE = torch.device("cuda")
 
 
-def random_matrix(fmt: Format, rows: int, cols: int, role: int) -> DeviceMatrix:
-    """Random codes, scales such that a weight is about 1 / sqrt(cols)."""
-    m = empty_matrix(fmt, rows, cols, DEVICE, role == GATED)
-    if m.codes.dtype != torch.int32:
+def random_matrix(type_: str, rows: int, cols: int, role: int) -> DeviceMatrix:
+    """Random blocks, with scales that are no larger than 1 / sqrt(cols)."""
+    form, block = FORMS[type_], FORMATS[type_]
+    if form.kind == PLAIN:
+        m = empty_matrix(form, rows, cols, DEVICE, role == GATED)
         m.codes.normal_(std=cols**-0.5)
         return m
-    for codes in (m.codes, m.high):
-        codes.random_(-(2**31), 2**31)
-    d = (torch.rand(m.scales.shape, device=DEVICE) + 0.5) * cols**-0.5 / (1 << fmt.bits - 2)
-    if fmt.kind == D:
+    parts = 2 if role == GATED else 1
+    raw = torch.randint(0, 256, (rows, cols // block.elements * block.bytes), dtype=torch.uint8, device=DEVICE)
+    m = repack(tuple(QuantTensor(type_, part, cols) for part in raw.chunk(parts)), DEVICE, role == GATED)
+    d = torch.rand((m.supers if m.supers.numel() else m.scales).shape, device=DEVICE) * cols**-0.5 / 64
+    pairs = torch.stack((d, d * 8), -1).half().view(torch.int32).squeeze(-1)
+    if form.kind == D:
         m.scales.copy_(d)
-    elif fmt.kind == D_M:
-        m.scales.copy_(torch.stack((d, -d * (1 << fmt.bits - 1)), -1).half().view(torch.int32).squeeze(-1))
-    elif fmt.kind in (PAIR, HALVES):
-        m.scales.random_(-(2**15), 2**15)
-        d = (torch.rand(m.supers.shape, device=DEVICE) + 0.5) * cols**-0.5 / 64 / (1 << fmt.bits - 2)
-        m.supers.copy_(d if fmt.kind == HALVES else torch.stack((d, d * 8), -1).half().view(torch.int32).squeeze(-1))
+    elif form.kind == D_M:
+        m.scales.copy_(pairs)
+    elif form.kind == EXPONENT:
+        m.scales.random_(110, 120)
+    elif form.kind == E4M3:
+        m.scales.bitwise_and_(0x1F1F)
+    else:
+        m.supers.copy_(pairs if form.kind in (PAIR, QUARTERS) else d)
     return m
 
 
@@ -79,7 +86,7 @@ def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
 class Case:
     """One product with its vectors, and as many copies of the matrix as no cache holds."""
 
-    def __init__(self, fmt: Format, rows: int, cols: int, role: int) -> None:
+    def __init__(self, fmt: str, rows: int, cols: int, role: int) -> None:
         self.role, self.norm_weights = role, torch.rand(max(rows, cols), device=DEVICE) + 0.5
         first = random_matrix(fmt, rows, cols, role)
         copies = min(24, max(1, -(-ROTATE_BYTES // first.nbytes)))
@@ -104,9 +111,9 @@ class Case:
         """Relative error against float64, given the same vector."""
         m = self.matrices[0]
         self.out.zero_()
-        self.launch(m)
+        self.launch(m, pdl=SERIAL)
         w = expand.rows(m, torch.empty(m.rows, m.cols, device=DEVICE))
-        packed = m.codes.dtype == torch.int32
+        packed = m.format.kind != PLAIN
         plain = self.x.codes.double() * torch.tensor([[254.0], [1.0]], device=DEVICE)
         plain = (plain[: planes_of(m)]).sum(0)
         codes = plain.view(-1, GROUP) * self.x.scales.double()[:, None]
@@ -127,14 +134,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def table(formats: list[str]) -> list[dict[str, object]]:
     rows = []
-    print(f"{'product':12} {'format':6} {'error':>8} {'us':>8} {'GB/s':>7}  tiles")
+    print(f"{'product':12} {'format':7} {'error':>8} {'us':>8} {'GB/s':>7}  tiles")
     for (name, (n, k, role)), fmt in itertools.product(SHAPES.items(), formats):
-        case = Case(FORMATS[fmt], n, k, role)
+        case = Case(fmt, n, k, role)
         us = graph_us([lambda m=m, case=case: case.launch(m) for m in case.matrices * 2])
         rate = case.matrices[0].nbytes / us / 1e3
         rows.append({"product": name, "format": fmt, "error": case.error(), "us": us, "GB/s": rate})
         t = tiles(case.matrices[0], role)
-        print(f"{name:12} {fmt:6} {rows[-1]['error']:8.1e} {us:8.2f} {rate:7.0f}  {t}", flush=True)
+        print(f"{name:12} {fmt:7} {rows[-1]['error']:8.1e} {us:8.2f} {rate:7.0f}  {t}", flush=True)
     return rows
 
 
@@ -142,7 +149,7 @@ def tune(fmt: str, names: list[str]) -> list[dict[str, object]]:
     rows = []
     for name in names:
         n, k, role = SHAPES[name]
-        case = Case(FORMATS[fmt], n, k, role)
+        case = Case(fmt, n, k, role)
         usual = tiles(case.matrices[0], role)
         found = []
         bns = {STORE: (4, 8, 16, 32), RESIDUAL: (32,), GATED: (64,)}[role]
@@ -164,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", metavar="FORMAT")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--formats", default="Q4_K,Q6_K,Q8_0,Q5_K,Q4_1,Q4_0,Q5_0,Q5_1,BF16")
+    parser.add_argument("--formats", default=",".join(name for name, form in FORMS.items() if form.table != "float32"))
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.tune:

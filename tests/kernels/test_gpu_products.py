@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import synthetics
 import torch
 from gpucases import DEVICE, error, expect_activations, planes
 from kernelcases import one_thread, packed
 
-from kvcli.blockformats import FORMATS, WEIGHT_FORMATS
+from kvcli.blockformats import FORMATS, FORMS, WEIGHT_FORMATS
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.gpu import expand, formats, products
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
@@ -182,6 +183,15 @@ def test_gates(type_, gelu):
         assert error(into.values, expected) < VECTORS_CLOSE
         expect_activations(into.values, into)
         assert unharmed(*into.arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", [name for name in TYPES if FORMS[name].table != "float32"])
+def test_what_the_benchmark_times_is_right(type_, monkeypatch):
+    script = synthetics.module("gpu_products")
+    monkeypatch.setattr(script, "DEVICE", torch.device(DEVICE))
+    monkeypatch.setattr(script, "ROTATE_BYTES", 1)
+    assert 0 < script.Case(type_, 64, 256, GATED).error() < VECTORS_CLOSE
 
 
 @pytest.mark.parametrize("tiled", [None, products.Tiles(16, 32, 8, 4), products.Tiles(32, 16, 16, 1)])

@@ -1,4 +1,4 @@
-"""benchmarks/synthetic.py as a module, and its smallest models as files for tests."""
+"""Scripts of benchmarks/ as modules, and the smallest models of synthetic.py as files for tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from conftest import ROOT
 
 
 @functools.cache
-def module() -> ModuleType:
-    """The script, imported."""
-    spec = importlib.util.spec_from_file_location("synthetic", ROOT / "benchmarks/synthetic.py")
+def module(name: str = "synthetic") -> ModuleType:
+    """The script of that name, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = found  # dataclasses look their module up

@@ -245,9 +245,8 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, 
         v0, v1, v2, next_high, next_s, next_d = load_rows(
             W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN
         )
-        y = dot_rows(
-            w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, KIND, OFFSET, UNIT, PLANES
-        )
+        y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
+                     UNIT, PLANES)  # fmt: skip
         y = tl.sum(y, 1)
         out = tl.where(chunk[:, None] == c, y[None, :], out)
         w0, w1, w2, high, s, d = v0, v1, v2, next_high, next_s, next_d
