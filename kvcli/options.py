@@ -10,13 +10,14 @@ from pathlib import Path
 class LoadOptions:
     """How to find and hold the weights."""
 
-    model: str  # a recipe name, a path to a .gguf file, or a hub repository
+    model: str  # a recipe name, a path to a .gguf file or a folder of safetensors, or a hub repository
     threads: int = 0  # 0 = the physical cores this process may use
     backend: str = "auto"  # "auto" = the fastest one that works here; "reference" = plain torch
     offline: bool = False
     force: bool = False  # go on with an unknown pre-tokenizer
     memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
     device: str = "auto"  # "auto" = the first GPU that can be used, else the CPU; "cpu", "cuda", "cuda:1"
+    quantize: str = ""  # what the matrices of a folder are packed as: a key of FORMATS; "" = as they are
     exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
     chat_anyway: bool = False  # take the architecture's chat template where the file has none
 

@@ -33,6 +33,13 @@ def check_load(options: LoadOptions) -> None:
     parse_device(options.device)
 
 
+def block_format(quantize: str | None) -> str:
+    """The block format that the matrices of a folder are to be packed as; "" = none is named. Raises UsageError."""
+    from kvcli.runtime.formats.packing import named
+
+    return named(quantize) if quantize is not None else ""
+
+
 def check_cache(options: CacheOptions) -> None:
     """Raises UsageError for a value out of range, or for values that exclude each other."""
     types = check_cache_type(options.type_k), check_cache_type(options.type_v)

@@ -34,6 +34,7 @@ def load(
     exact: bool = False,
     backend: str = "auto",
     memory_limit: str | None = None,
+    quantize: str | None = None,
     offline: bool = False,
     force_pretokenizer: bool = False,
     cache: CacheOptions = DEFAULTS,
@@ -42,7 +43,8 @@ def load(
 ) -> Model:
     """Open a model, downloading it first where it is a known one that is missing.
 
-    model: a name (`kv models ls`), a .gguf file, or a repository of the hub (`org/repo:Q4_K_M`).
+    model: a name (`kv models ls`), a .gguf file, a folder of safetensors, or a repository of the hub
+        (`org/repo:Q4_K_M`).
     cache_type: how keys and values are stored: "f16", "int8", "int4", ..., or "int8/int4" for each.
     ctx: most tokens in a sequence; 0 = as trained, or as many as fit.
     evict: what is forgotten where the context is full: "none", "window" or "sink".
@@ -52,6 +54,7 @@ def load(
     exact: on a GPU, 16-bit activations throughout.
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.
+    quantize: what the weights of a folder are packed as while they are read: "q8_0", "q4_k", ...
     offline: download nothing.
     force_pretokenizer: go on with a pre-tokenizer that is not known; tokens may be wrong.
     cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window` and `keep` stand above it.
@@ -69,7 +72,15 @@ def load(
     if ctx is not None:
         cache = replace(cache, ctx_size=ctx)
     options = LoadOptions(
-        fspath(model), threads, backend, offline, force_pretokenizer, memory_limit, device, exact=exact
+        fspath(model),
+        threads,
+        backend,
+        offline,
+        force_pretokenizer,
+        memory_limit,
+        device,
+        exact=exact,
+        quantize=checks.block_format(quantize),
     )
     checks.check_load(options)
     checks.check_cache(cache)

@@ -36,6 +36,7 @@ COMMANDS = (
     "perplexity",
     "eval",
     "pull",
+    "convert",
     "models",
     "inspect",
     "tokenize",

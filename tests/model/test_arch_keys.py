@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from archcases import IDS, Loaded
 from kernelcases import one_thread
-from test_archs import IDS, Loaded
 
 from kvcli.errors import ModelError
 from kvcli.runtime.cache.sequence import Sequence

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tiny
 import torch
+from archcases import IDS, LENGTH, Loaded
 from kernelcases import backend, one_thread, packed
 
 from kvcli.errors import ModelError
 from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.pointwise import rope_
-from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import ARCHITECTURES, RUNNABLE, from_gguf
@@ -23,41 +19,11 @@ from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
 
-LENGTH = 90  # pages of 16, several windows of 20
-IDS = torch.randint(3, 370, (LENGTH,), generator=torch.manual_seed(3)).tolist()
-
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     with one_thread():
         yield
-
-
-class Loaded:
-    """A model on the backend of that name, with keys changed, in a context of `ctx` tokens (0 = as trained)."""
-
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        changed: dict[str, object] | None = None,
-        types: str = "f32",
-        retention: Retention | None = None,
-        ctx: int = 0,
-    ) -> None:
-        file = GGUFFile.open(path)
-        file.metadata.update(changed or {})
-        config = from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
-        self.config = config.at(ctx) if ctx else config
-        self.model = load(self.config, Weights(file), backend(name))
-        self.pool = PagePool(KVLayout.build(self.config, types, types, 16).evicting(retention))
-
-    @torch.inference_mode()
-    def run(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
-        """Logits of the next rows, [n, vocab]."""
-        hidden = self.model.hidden(Step((seq.reserve(ids),)))
-        seq.commit(ids)
-        return self.model.logits(hidden)
 
 
 def test_every_architecture_has_a_tiny_model():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from archcases import IDS, Loaded
 from kernelcases import one_thread
-from test_archs import IDS, Loaded
 
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.sequence import Sequence

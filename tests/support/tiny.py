@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import tinyvocab
 import torch
+from safetensors.torch import save_file
 
 CONTEXT, WINDOW = 512, 20
 
@@ -235,6 +236,20 @@ def build(variant: Variant, path: Path) -> Tiny:
     reference = _reference(variant, n_tokens + variant.padding)
     write(path, variant, reference, tokenizer)
     return Tiny(path, reference, n_tokens)
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The variant of that name as transformers saves it, with its tokenizer."""
+    path, model = Path(_folder().name) / name, make(name).reference
+    path.mkdir()
+    if isinstance(model, _Headed):
+        save_file({key: weight.contiguous() for key, weight in model.state_dict().items()}, path / "model.safetensors")
+        model.config.save_pretrained(path)
+    else:
+        model.save_pretrained(path)
+    tinyvocab.byte_level()[1].save(str(path / "tokenizer.json"))
+    return path
 
 
 @functools.cache

@@ -31,20 +31,22 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A name (kv models ls), a .gguf file or org/repo[:quant].")],
+    model: Annotated[
+        str, typer.Argument(help="A name (kv models ls), a .gguf file, a folder of safetensors or org/repo[:quant].")
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     template: Annotated[bool, typer.Option("--template", help="Print only the chat template.")] = False,
     json: JsonFlag = False,
 ) -> None:
     """Show a model's sizes, attention, layers, quantization, tokenizer and template."""
     from kvcli.errors import ModelError, UsageError
-    from kvcli.runtime.formats.gguf import GGUFFile
     from kvcli.runtime.headers.facts import read_facts
+    from kvcli.runtime.headers.opening import open_model
 
     invocation: Invocation = ctx.obj
     if template and (tensors or json):
         raise UsageError("--template prints the template alone", "leave --tensors and --json out")
-    with GGUFFile.open(locate_model(model, invocation)) as file:
+    with open_model(locate_model(model, invocation)) as file:
         facts = read_facts(file)
         listed = list(file.tensors.values()) if tensors else []
     if template:

@@ -60,13 +60,13 @@ def tokenize(
     Files and stdin are read exactly as they are, including a byte-order mark and a newline at the end. A token that is
     not made of whole characters is shown by its bytes, <0xF0> for each, as in the pieces of --json.
     """
-    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.headers.opening import open_model
     from kvcli.runtime.text.tokenizer import Tokenizer
 
     if json and ids:
         raise UsageError("--json and --ids cannot be used together", "--json has the ids too")
     texts = _texts(text, file, null, render.telling(ctx.obj))
-    with GGUFFile.open(locate_model(model, ctx.obj)) as opened:
+    with open_model(locate_model(model, ctx.obj)) as opened:
         tokenizer = Tokenizer.from_gguf(opened.metadata, force_pretokenizer)
     for each in texts:
         found = tokenizer.encode(each, add_bos=not no_bos, parse_special=special)

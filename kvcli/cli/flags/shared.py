@@ -23,6 +23,7 @@ from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions
+from kvcli.runtime.formats.packing import named
 from kvcli.runtime.host.memory import main_memory, parse_size
 
 DEFAULT_MODEL = "smollm2"
@@ -105,7 +106,7 @@ ModelName = Annotated[
         "-m",
         "--model",
         metavar="MODEL",
-        help="A name (kv models ls), a .gguf file or org/repo[:quant] of the hub.",
+        help="A name (kv models ls), a .gguf file, a folder of safetensors or org/repo[:quant] of the hub.",
         callback=check_model,
     ),
 ]
@@ -151,6 +152,16 @@ class ModelFlags:
         bool,
         _model("--exact", help="On a GPU: keep activations in 16 bits (slower). A CPU always computes in float32."),
     ] = False
+    quantize: Annotated[
+        str | None,
+        _model(
+            "--quantize",
+            metavar="TYPE",
+            help="Pack the weights of a folder of safetensors while they are read: q8_0, q6_k, q4_k, ...",
+            show_default="as they are",
+            callback=checked(named),
+        ),
+    ] = None
     force_pretokenizer: Annotated[
         bool, _model("--force-pretokenizer", help="Go on if the model's pre-tokenizer is unknown; tokens may be wrong.")
     ] = False
@@ -172,6 +183,7 @@ class ModelFlags:
         return LoadOptions(
             *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
             exact=self.exact,
+            quantize=named(self.quantize) if self.quantize else "",
         )
 
 

@@ -15,7 +15,7 @@ from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.engine import guard, sampling
 from kvcli.runtime.engine.terms import Terms
-from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.headers.opening import open_model
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
@@ -47,9 +47,9 @@ class LoadedModel:
         """
         began = time.perf_counter()
         self.bytes_before, self.cards_before = process_bytes(), gpus()  # of the process, and of GPUs
-        self.file = file = GGUFFile.open(path)
+        self.file = file = open_model(path, load.quantize)
         self.path, self.title = path, title_of(path, file.size, file.metadata)
-        self.notices: list[str] = []
+        self.notices: list[str] = list(file.notices)
         self.doubts: list[str] = []
         self._tell = tell
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})

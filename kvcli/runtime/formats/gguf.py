@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import ModelError
@@ -13,21 +12,18 @@ from kvcli.runtime.formats import splitgguf
 from kvcli.runtime.formats.ggufheader import Header, TensorInfo, parse_header
 from kvcli.runtime.formats.ggufvalues import DAMAGED, quote
 from kvcli.runtime.formats.localfile import LocalFile
+from kvcli.runtime.formats.modelfile import ModelFile
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class GGUFFile:
-    """An open, checked model in one GGUF file or several, whose tensor data stays on disk until it is touched.
-
-    `paths` are its files, `path` the first; `size` is the bytes of all.
-    """
+class GGUFFile(ModelFile):
+    """An open, checked model in one GGUF file or several; `path` is the first."""
 
     def __init__(self, paths: Sequence[Path], header: Header, files: Sequence[LocalFile]) -> None:
-        self.paths, self.path, self.header = tuple(paths), paths[0], header
-        self.size = sum(file.size for file in files)
-        self._files: Sequence[LocalFile] | None = files
+        super().__init__(paths[0], paths, files)
+        self.header = header
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
@@ -42,7 +38,6 @@ class GGUFFile:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Keys to Python scalars and sequences (list; for long arrays NumberArray, StringArray)."""
         return self.header.metadata
 
     @property
@@ -54,29 +49,10 @@ class GGUFFile:
         return self.header.alignment
 
     def data(self, name: str) -> np.ndarray:
-        """The packed bytes of a tensor: uint8 [nbytes], a read-only view. ModelError if there is none."""
-        if self._files is None:
-            raise ValueError(f"{self.path} is closed")
-        tensor = self.tensors.get(name)
+        """A view of the mapped file."""
+        files, tensor = self.open_files(), self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {quote(name)}", DAMAGED)
         import numpy as np
 
-        return np.frombuffer(self._files[tensor.part].buffer, np.uint8, tensor.nbytes, tensor.offset)
-
-    def check(self) -> None:
-        """Raises ModelError if a file was truncated since it was opened: what was read of it since may be zeros."""
-        for file in self._files or ():
-            file.check()
-
-    def close(self) -> None:
-        """Let go of the files. The memory stays mapped until the last view or lazy array of it is gone."""
-        self._files = None
-
-    def __enter__(self) -> GGUFFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return np.frombuffer(files[tensor.part].buffer, np.uint8, tensor.nbytes, tensor.offset)

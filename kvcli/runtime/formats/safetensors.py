@@ -12,11 +12,13 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.formats.boundedjson import load_object
+from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.formats.ggufvalues import DAMAGED, Buffer, NeedMoreBytes, quote
+from kvcli.runtime.formats.localfile import LocalFile
 
 # Bits of one element. Where they are not eight or more, whole tensors must still fill whole bytes.
 DTYPES = {
@@ -33,6 +35,12 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS, MAX_DIMS, MAX_DIM = 1 << 17, 8, 1 << 48  # far above any real file
 MAX_SHARDS = 1024
 LENGTH_BYTES = 8
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds the weights of a model."""
+    return (folder / INDEX).exists() or (folder / SINGLE).exists()
 
 
 @dataclass(frozen=True)
@@ -172,3 +180,28 @@ def merge_shards(headers: dict[str, Header], weight_map: dict[str, str], label: 
         if name not in headers[file].tensors:
             raise ModelError(f"{label}: tensor {quote(name)} is not in {file}", DAMAGED)
     return merged
+
+
+def weight_files(folder: Path) -> tuple[dict[str, LocalFile], dict[str, str]]:
+    """The files of a folder's weights by name, and its index: tensor -> file name ({} for a model in one file).
+
+    Raises ModelError for a folder without weights, or without a file that the index names.
+    """
+    if (folder / INDEX).exists():
+        weight_map = _index(LocalFile(folder / INDEX))
+        names = list(dict.fromkeys(weight_map.values()))
+        if missing := [name for name in names if not (folder / name).exists()]:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise ModelError(f"{folder} lacks {missing[0]}{more}, which its index names", "download the whole model")
+        return {name: LocalFile(folder / name) for name in names}, weight_map
+    if (folder / SINGLE).exists():
+        return {SINGLE: LocalFile(folder / SINGLE)}, {}
+    found = sorted(folder.glob("*.gguf"))
+    hint = f"it holds {found[0]}" if found else "give a .gguf file, or a folder with model.safetensors"
+    raise ModelError(f"{folder} is a folder without {SINGLE} and {INDEX}", hint)
+
+
+def _index(file: LocalFile) -> dict[str, str]:
+    if file.size > MAX_DOCUMENT_BYTES:
+        raise ModelError(f"{file.label} has {file.size:,} bytes, {MAX_DOCUMENT_BYTES:,} at most are expected", DAMAGED)
+    return parse_index(bytes(file.buffer), file.label)

@@ -1,4 +1,4 @@
-"""What a GGUF file says about itself, as plain data for `kv inspect`. No torch."""
+"""What a model's file says about itself, as plain data for `kv inspect`. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcli.blockformats import FORMATS
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
-from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.text.template import ChatTemplate, template_note
@@ -86,7 +86,7 @@ class ModelFacts:
         return sum(group.layers * group.row_bytes for group in self.groups if not group.window)
 
 
-def read_facts(file: GGUFFile) -> ModelFacts:
+def read_facts(file: ModelFile) -> ModelFacts:
     """The facts of an open file; vocabulary-only files and unknown architectures are fine.
 
     Raises ModelError for a chat template that is not text.
@@ -113,7 +113,7 @@ def read_facts(file: GGUFFile) -> ModelFacts:
     )
 
 
-def _quants(file: GGUFFile) -> tuple[QuantShare, ...]:
+def _quants(file: ModelFile) -> tuple[QuantShare, ...]:
     shares = []
     for kind in {tensor.type for tensor in file.tensors.values()}:
         members = [tensor for tensor in file.tensors.values() if tensor.type == kind]

@@ -32,6 +32,11 @@ _GATING = {"softmax": 1, "sigmoid": 2}  # expert_gating_func
 _SIGMOID = ("glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "bailing_moe_v2")  # where no key says it
 
 
+def config_of(data: Mapping[str, Any]) -> HFConfig:
+    """The sizes in a parsed config.json."""
+    return HFConfig(data, Given())
+
+
 def metadata_of(data: Mapping[str, Any], given: Given | None = None) -> dict[str, Any]:
     """The keys of a parsed config.json, `given` standing in for sizes that are missing.
 

@@ -11,7 +11,6 @@ from kvcli.runtime.formats import ggufheader, safetensors, splitgguf
 from kvcli.runtime.formats.ggufvalues import DAMAGED, Buffer, NeedMoreBytes
 
 GGUF, SAFETENSORS = "gguf", "safetensors"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 CONFIG = "config.json"
 FIRST_GGUF_BYTES, MAX_GGUF_BYTES = 1 << 20, 64 << 20  # of the growing prefix
 FIRST_PART_BYTES = 1 << 16  # later parts of a split model have no vocabulary

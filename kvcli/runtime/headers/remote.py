@@ -8,12 +8,11 @@ from dataclasses import replace
 from kvcli.errors import DownloadError
 from kvcli.runtime.formats import safetensors
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
+from kvcli.runtime.formats.safetensors import INDEX, SINGLE
 from kvcli.runtime.headers.modelheaders import (
     CONFIG,
-    INDEX,
     MAX_CONFIG_BYTES,
     SAFETENSORS,
-    SINGLE,
     Alternative,
     ModelHeader,
     document,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import DownloadError, ModelError, UsageError
+from kvcli.runtime.formats.safetensors import is_model_folder
 from kvcli.runtime.hub import hubcache, hubnames, sources, store
 from kvcli.runtime.hub.modelref import ModelRef, exists
 from kvcli.runtime.hub.recipes import Recipe
@@ -79,14 +80,16 @@ def _pull(
 
 
 def check_path(name: str) -> Path:
-    """The path if a file is there. Raises ModelError saying what is there instead."""
+    """The path if a file is there, or a folder of safetensors. Raises ModelError saying what is there instead."""
     path = Path(name).expanduser()
     if not exists(str(path)):
         raise ModelError(f"no such file: {name}", "kv models ls lists the models known by name")
     if path.is_dir():
+        if is_model_folder(path):
+            return path
         files = sorted(path.glob("*.gguf"))
-        hint = f"it holds {files[0]}" if files else "give the path of a .gguf file"
-        raise ModelError(f"{name} is a directory, not a .gguf file", hint)
+        hint = f"it holds {files[0]}" if files else "give a .gguf file, or a folder with model.safetensors"
+        raise ModelError(f"{name} is a directory without a model", hint)
     return path
 
 

@@ -11,15 +11,16 @@ from kvcli.errors import ModelError
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.reference import ggml
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.modelfile import ModelFile
 
 HEAD = "output.weight"
 
 
 class Weights:
-    """Tensors of an open GGUF file. Matrices stay packed and mapped; vectors (norms) are decoded to float32."""
+    """Tensors of an open model. Matrices stay packed, and mapped where the file has them so; vectors are decoded to
+    float32."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: ModelFile) -> None:
         self.file = file
         self.used: set[str] = set()  # names that were asked for
 

@@ -9,7 +9,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import fingerprint
@@ -25,7 +25,7 @@ class Loaded(Protocol):
     config: ModelConfig
     decoder: Decoder
     exact: bool
-    file: GGUFFile
+    file: ModelFile
     threads: int
     title: str
     tokenizer: Tokenizer

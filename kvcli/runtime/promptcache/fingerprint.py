@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from kvcli import paths
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
-from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.host.cores import usable_cpus
 
 _BLOCK = 8 << 20
@@ -27,7 +27,7 @@ _TEXT_HASHES = ("tokenizer", "template")
 LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")  # of which a file may be converted
 
 
-def identity(file: GGUFFile, config: ModelConfig, layout: KVLayout) -> dict[str, str]:
+def identity(file: ModelFile, config: ModelConfig, layout: KVLayout) -> dict[str, str]:
     """Every field that must be the same where rows are to be used again, in the order in which they are compared."""
     return {
         **model_hashes(file),
@@ -58,20 +58,20 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
     }
 
 
-def model_hashes(file: GGUFFile) -> dict[str, str]:
+def model_hashes(file: ModelFile) -> dict[str, str]:
     """Hashes of the weights, the tokenizer and the chat template of a model; its files are read only once."""
-    key = _stamp(file.paths)
+    key = _stamp(file)
     hashes = _recorded(file.path, key)
     if hashes is None:
         hashes = {"weights": _weights_hash(file), **_text_hashes(file.metadata)}
-        if _stamp(file.paths) == key:
+        if _stamp(file) == key:
             _keep(_record(file.path), {"file": key, "hashes": hashes})
     return hashes
 
 
-def text_hashes(file: GGUFFile) -> dict[str, str]:
+def text_hashes(file: ModelFile) -> dict[str, str]:
     """The hashes of `model_hashes` that decide which token ids a text has; no weights are read for them."""
-    hashes = _recorded(file.path, _stamp(file.paths)) or _text_hashes(file.metadata)
+    hashes = _recorded(file.path, _stamp(file)) or _text_hashes(file.metadata)
     return {name: hashes[name] for name in _TEXT_HASHES}
 
 
@@ -91,9 +91,9 @@ def _record(path: Path) -> Path:
     return paths.cache_dir() / "fingerprints" / f"{name}.json"
 
 
-def _stamp(paths: Sequence[Path]) -> list[Any]:
-    stamp: list[Any] = []
-    for path in paths:
+def _stamp(file: ModelFile) -> list[Any]:
+    stamp: list[Any] = [file.form] if file.form else []
+    for path in file.paths:
         status = os.stat(path)
         stamp += [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     return stamp
@@ -118,7 +118,7 @@ def _text_hashes(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {"tokenizer": tokenizer_hash(metadata), "template": _sha256(template)}
 
 
-def _weights_hash(file: GGUFFile) -> str:
+def _weights_hash(file: ModelFile) -> str:
     tensors = [file.tensors[name] for name in sorted(file.tensors)]
     with ThreadPoolExecutor(len(usable_cpus())) as threads:
         digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
@@ -127,7 +127,7 @@ def _weights_hash(file: GGUFFile) -> str:
     return _sha256(described)
 
 
-def _digest(file: GGUFFile, name: str) -> str:
+def _digest(file: ModelFile, name: str) -> str:
     data, digest = memoryview(file.data(name).data).cast("B"), hashlib.blake2b(digest_size=32)
     for start in range(0, len(data), _BLOCK):
         digest.update(data[start : start + _BLOCK])

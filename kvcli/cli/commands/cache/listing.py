@@ -106,11 +106,11 @@ def _lines(file: Described, label: str) -> list[str]:
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:
     """Raises CacheFileError for a model with another tokenizer."""
     from kvcli.cli import locate
-    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.headers.opening import open_model
     from kvcli.runtime.promptcache import fingerprint
     from kvcli.runtime.text.tokenizer import Tokenizer
 
-    metadata = GGUFFile.open(locate.locate_model(model, invocation)).metadata
+    metadata = open_model(locate.locate_model(model, invocation)).metadata
     if fingerprint.tokenizer_hash(metadata) != tokenizer_hash:
         raise CacheFileError(
             f"the tokens are not those of {model}: it has a different tokenizer", "name the cache's model"

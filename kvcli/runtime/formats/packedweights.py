@@ -1,0 +1,287 @@
+"""Weights of a safetensors model as plain numbers: those that lie there so, and those that were quantized. No torch.
+
+A `Source` is one weight as the model knows it, whatever tensors it is made of:
+
+| layout | tensors of the weight w | value |
+|---|---|---|
+| plain | w | |
+| FP8 in blocks | w (F8_E4M3), w_scale_inv | w * scale of its block |
+| compressed-tensors | w (F8_E4M3 or I8), w_scale | w * scale of its row, group or of all |
+| compressed-tensors, packed | w_packed, w_scale, w_shape, perhaps w_zero_point and w_g_idx | (q - zero) * scale |
+| GPTQ | qweight, qzeros, scales, perhaps g_idx, in place of "weight" | (q - zero) * scale |
+| AWQ | qweight, qzeros, scales, with columns in another order | (q - zero) * scale |
+
+Products are computed in float32 and rounded to the type that the config names, bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcli.errors import ModelError
+from kvcli.runtime.formats.safetensors import TensorInfo
+
+# How elements of a type lie in memory: bfloat16, which numpy lacks, as the upper halves of float32.
+STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_PLAIN = {**STORAGE, "F64": np.float64}
+_RAW = {
+    **_PLAIN, "F8_E4M3": np.uint8, "I8": np.int8, "U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
+}  # fmt: skip
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight stands at this nibble
+_PARTS = ("_scale_inv", "_scale", "_shape", "_zero_point", "_g_idx")  # behind the name of a weight
+_OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+_AS_THEY_LIE = "plain"
+
+Read = Callable[[str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One weight. `read()` gives its elements in the memory of `type`, a key of STORAGE; of `direct` ones a view of the
+    file. `layout` says how it lies there, "plain" or for a notice."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    read: Callable[[], np.ndarray]
+    direct: bool = False
+    layout: str = _AS_THEY_LIE
+
+
+def widened(type: str, values: np.ndarray) -> np.ndarray:
+    """Elements as float32 (a view where they are)."""
+    if type == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def narrowed(type: str, values: np.ndarray) -> np.ndarray:
+    """float32 in the memory of `type`, rounded to the nearest, ties to even."""
+    if type == "BF16":
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return values.astype(STORAGE[type], copy=False)
+
+
+def sources_of(
+    tensors: Mapping[str, TensorInfo], raw: Callable[[TensorInfo], np.ndarray], config: Mapping[str, Any]
+) -> dict[str, Source]:
+    """All weights by name. `raw`: the bytes of a tensor, uint8 [nbytes]; `config`: the whole config.json.
+
+    Raises ModelError for a quantization whose layout kv does not read, by its name.
+    """
+    return _Sources(tensors, raw, config).all()
+
+
+class _Sources:
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], raw: Callable[[TensorInfo], np.ndarray], config: Mapping[str, Any]
+    ) -> None:
+        self.tensors, self.raw = tensors, raw
+        how = config.get("quantization_config") or config.get("compression_config") or {}
+        text = config.get("text_config")
+        if not how and isinstance(text, Mapping):
+            how = text.get("quantization_config") or {}
+        if not isinstance(how, Mapping):
+            raise ModelError("quantization_config in config.json is no table", "the file is damaged")
+        self.how = how
+        self.method = str(how.get("quant_method", "")) if how else ""
+        kinds = (config.get("dtype"), config.get("torch_dtype"))
+        self.type = "F16" if "float16" in kinds else "BF16"  # what products are rounded to
+
+    def all(self) -> dict[str, Source]:
+        found: dict[str, Source] = {}
+        for name, tensor in self.tensors.items():
+            if (source := self._source(name, tensor)) is not None:
+                found[source.name] = source
+        return found
+
+    def _source(self, name: str, tensor: TensorInfo) -> Source | None:
+        """The weight that this tensor is the main part of, None for the other parts and for what is no weight."""
+        if name.endswith(".qweight"):
+            return self._grouped(name.removesuffix("qweight"))
+        if name.endswith("_packed"):
+            return self._packed(name.removesuffix("_packed"))
+        if self._is_part(name):
+            return None
+        if tensor.dtype in _PLAIN:
+            if name.endswith(".weight") and f"{name}_scale" in self.tensors:
+                raise ModelError(f"tensor {name} is stored as {tensor.dtype} with a scale, which kv does not read")
+            return self._plain(name, tensor)
+        if tensor.dtype in ("F8_E4M3", "I8"):
+            return self._scaled(name, tensor)
+        if tensor.dtype in ("I64", "I32", "BOOL", "U8", "I16") and not name.endswith(".weight"):
+            return None  # counters and masks
+        raise ModelError(f"tensor {name} is stored as {tensor.dtype}{self._by()}, which kv does not read")
+
+    def _is_part(self, name: str) -> bool:
+        """Whether a tensor only helps to read another one."""
+        stem, _, last = name.rpartition(".")
+        if last in ("qzeros", "scales", "g_idx"):
+            return f"{stem}.qweight" in self.tensors
+        weights = [name.removesuffix(end) for end in _PARTS if name.endswith(end)]
+        if any(weight in self.tensors or f"{weight}_packed" in self.tensors for weight in weights):
+            return True
+        return bool(self.method) and last in _OF_ACTIVATIONS
+
+    def _by(self) -> str:
+        return f" ({self.method})" if self.method else ""
+
+    def _elements(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A tensor's elements as they lie there. Raises ModelError if it is missing or misshapen."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"tensor {name} is missing beside the others of its weight", "the model is incomplete")
+        if tensor.dtype not in _RAW:
+            raise ModelError(f"tensor {name} is stored as {tensor.dtype}{self._by()}, which kv does not read")
+        if shape is not None and tensor.shape != shape:
+            raise ModelError(f"tensor {name} has the shape {list(tensor.shape)}, {list(shape)} is needed")
+        return self.raw(tensor).view(_RAW[tensor.dtype]).reshape(tensor.shape)
+
+    def _numbers(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """The same as float32, of a tensor of plain or FP8 numbers."""
+        values, kind = self._elements(name, shape), self.tensors[name].dtype
+        return _fp8()[values] if kind == "F8_E4M3" else widened(kind, values)
+
+    def _plain(self, name: str, tensor: TensorInfo) -> Source:
+        if tensor.dtype == "F64":
+            return Source(name, tensor.shape, "F32", lambda: self._elements(name).astype(np.float32))
+        return Source(name, tensor.shape, tensor.dtype, lambda: self._elements(name), direct=True)
+
+    def _made(self, name: str, shape: tuple[int, ...], make: Callable[[], np.ndarray], layout: str) -> Source:
+        return Source(name, shape, self.type, lambda: narrowed(self.type, make()), layout=layout)
+
+    def _scaled(self, name: str, tensor: TensorInfo) -> Source:
+        """FP8 or int8 numbers with scales."""
+        inverse = f"{name}_scale_inv" in self.tensors
+        scales = f"{name}_scale_inv" if inverse else f"{name}_scale"
+        if scales not in self.tensors:
+            raise ModelError(f"tensor {name} is stored as {tensor.dtype} and has no tensor {scales}")
+        scale_shape = self.tensors[scales].shape
+        blocks = _blocks(tensor.shape, scale_shape, self.how.get("weight_block_size"))
+        if blocks is None:
+            raise ModelError(f"tensor {scales} has the shape {list(scale_shape)}, of no use to {list(tensor.shape)}")
+
+        def make() -> np.ndarray:
+            values = self._elements(name)
+            wide = _fp8()[values] if tensor.dtype == "F8_E4M3" else values.astype(np.float32)
+            return wide * _spread(self._numbers(scales), tensor.shape, blocks)
+
+        return self._made(name, tensor.shape, make, "FP8" if tensor.dtype == "F8_E4M3" else "int8")
+
+    def _packed(self, name: str) -> Source:
+        """compressed-tensors: integers of a row in 32-bit words, the first in the lowest bits."""
+        bits = _bits_of(self.how)
+        if self.tensors[f"{name}_packed"].dtype != "I32" or bits not in (4, 8):
+            raise ModelError(f"tensor {name}_packed is of a form{self._by()} that kv does not read")
+        rows, cols = (int(n) for n in self._elements(f"{name}_shape", (2,)))
+        each = 32 // bits
+        self._elements(f"{name}_packed", (rows, -(-cols // each)))
+        groups = self.tensors[f"{name}_scale"].shape[-1] if f"{name}_scale" in self.tensors else 0
+
+        def make() -> np.ndarray:
+            q = _unpacked(self._elements(f"{name}_packed"), bits)[:, :cols].astype(np.float32)
+            scale, zero = self._numbers(f"{name}_scale", (rows, groups)), np.float32(1 << (bits - 1))
+            group = self._group_of(f"{name}_g_idx", cols, groups)
+            if f"{name}_zero_point" not in self.tensors:
+                return (q - zero) * scale[:, group]
+            zeros = _unpacked(self._elements(f"{name}_zero_point").T, bits).T[:rows].astype(np.float32)
+            return (q - zeros[:, group]) * scale[:, group]
+
+        return self._made(name, (rows, cols), make, f"{bits}-bit integers")
+
+    def _grouped(self, stem: str) -> Source:
+        """GPTQ and AWQ: a matrix by columns, in groups along its inputs."""
+        bits, awq = int(self.how.get("bits") or self.how.get("w_bit") or 0), self.method == "awq"
+        if self.method not in ("gptq", "awq") or bits not in ((4,) if awq else (2, 4, 8)):
+            raise ModelError(f"tensor {stem}qweight is of a form{self._by()} with {bits} bits that kv does not read")
+        if awq and str(self.how.get("version", "gemm")).lower() != "gemm":
+            raise ModelError(f"AWQ in the form {self.how.get('version')!r} is not read by kv", "it reads 'gemm'")
+        each = 32 // bits
+        packed = self.tensors[f"{stem}qweight"].shape
+        rows, cols = (packed[1] * each, packed[0]) if awq else (packed[1], packed[0] * each)
+        groups = self.tensors[f"{stem}scales"].shape[0] if f"{stem}scales" in self.tensors else 0
+        zero_shift = 0 if awq or self.how.get("checkpoint_format") == "gptq_v2" else 1
+
+        def make() -> np.ndarray:
+            if awq:
+                q = _unpacked(self._elements(f"{stem}qweight"), bits, _AWQ_ORDER)
+                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows // each)), bits, _AWQ_ORDER)
+            else:
+                q = _unpacked(self._elements(f"{stem}qweight").T, bits).T
+                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows // each)), bits)
+            scale = self._numbers(f"{stem}scales", (groups, rows))
+            group = self._group_of(f"{stem}g_idx", cols, groups)
+            zeros = ((zeros + zero_shift) & ((1 << bits) - 1)).astype(np.float32)
+            return ((q.astype(np.float32) - zeros[group]) * scale[group]).T
+
+        return self._made(f"{stem}weight", (rows, cols), make, f"{self.method.upper()}, {bits} bits")
+
+    def _group_of(self, name: str, cols: int, groups: int) -> np.ndarray:
+        """The group of each column: as the file says, else in turn."""
+        if not groups:
+            raise ModelError(f"the scales beside {name} are missing", "the model is incomplete")
+        if name not in self.tensors:
+            size = -(-cols // groups)
+            return np.arange(cols) // size
+        found = self._elements(name, (cols,))
+        if found.min(initial=0) < 0 or found.max(initial=0) >= groups:
+            raise ModelError(f"tensor {name} names groups that are not there", "the file is damaged")
+        return found
+
+
+def _bits_of(how: Mapping[str, Any]) -> int:
+    """Of compressed-tensors, which has a table of them for groups of layers; kv reads models with one kind."""
+    groups = how.get("config_groups")
+    tables = list(groups.values()) if isinstance(groups, Mapping) else []
+    found = {each["weights"].get("num_bits") for each in tables if isinstance(each.get("weights"), Mapping)}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Words int32 [..., n] -> integers uint8 [..., n * 32 / bits], the lowest bits first or as `order` says."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    if order is not None:
+        shifts = shifts[list(order)]
+    parts = (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return parts.astype(np.uint8).reshape(*words.shape[:-1], -1)
+
+
+def _blocks(shape: tuple[int, ...], scales: tuple[int, ...], said: Any) -> tuple[int, ...] | None:
+    """The sizes of the blocks that share a scale, None where the shapes do not fit."""
+    if scales in ((), (1,)):
+        return shape
+    if len(scales) == len(shape) - 1 and scales == shape[:-1]:
+        scales = (*scales, 1)
+    if len(scales) != len(shape):
+        return None
+    blocks = tuple(-(-n // count) if count else 0 for n, count in zip(shape, scales, strict=True))
+    if isinstance(said, list) and len(said) == 2 and all(isinstance(n, int) and n > 0 for n in said):
+        blocks = (*blocks[:-2], *said)
+    fits = all(block and -(-n // block) == count for n, block, count in zip(shape, blocks, scales, strict=True))
+    return blocks if fits else None
+
+
+def _spread(scales: np.ndarray, shape: tuple[int, ...], blocks: tuple[int, ...]) -> np.ndarray:
+    """Scales for each element."""
+    if scales.ndim != len(shape):
+        scales = scales.reshape(*scales.shape, *[1] * (len(shape) - scales.ndim))
+    for axis, block in enumerate(blocks):
+        if scales.shape[axis] > 1:
+            scales = np.repeat(scales, block, axis)[(slice(None),) * axis + (slice(shape[axis]),)]
+    return scales
+
+
+@functools.cache
+def _fp8() -> np.ndarray:
+    """The 256 values of F8_E4M3 (arXiv 2209.05433): no infinities, 0x7F and 0xFF are NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, values, -values).astype(np.float32)

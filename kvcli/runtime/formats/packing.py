@@ -1,0 +1,75 @@
+"""Packing of weights into GGML block formats: which tensors, and by what. No torch.
+
+Most formats are packed by the `gguf` package, which has none of the K formats; these are packed by kquants.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvcli.blockformats import FORMATS
+from kvcli.errors import UsageError
+from kvcli.words import listed, meant, near
+
+if TYPE_CHECKING:
+    import numpy as np
+
+K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "BF16", "F16")
+# For rows that are no whole blocks, as llama.cpp has it.
+_NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_HEAD_BITS = 6.5  # the matrix that logits are computed with gets as many at least
+_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|norm)\.weight$")  # small, and much rests on them
+
+
+def named(text: str) -> str:
+    """The format that a user names, "q8_0" or "Q4_K_M"; the mixture of a _M or _S is not kv's. Raises UsageError."""
+    name = re.sub(r"(?<=_K)_[SML]$", "", text.strip().upper())
+    if name in PACKED:
+        return name
+    close = meant(each.lower() for each in near(name, PACKED))
+    raise UsageError(f"`quantize` cannot be '{text}'", close or f"there are {listed(map(str.lower, PACKED))}")
+
+
+def packed_types(tensors: Mapping[str, tuple[tuple[int, ...], str]], type: str) -> dict[str, str]:
+    """What each tensor, of which shape and type are given, is stored as where matrices are to be packed as `type`.
+
+    Vectors and routers of experts stay; so do matrices whose rows are no whole blocks of any format that would do.
+    """
+    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
+    return {
+        name: now if len(shape) < 2 or not name.endswith(".weight") or _KEPT.search(name) else
+        _fitting(shape[-1], _of_head(type) if name == head else type) or now
+        for name, (shape, now) in tensors.items()
+    }  # fmt: skip
+
+
+def _of_head(type: str) -> str:
+    form = FORMATS[type]
+    return type if 8 * form.bytes / form.elements >= _HEAD_BITS else "Q6_K"
+
+
+def _fitting(cols: int, type: str) -> str:
+    """The format for rows of so many elements; "" = none."""
+    while type and cols % FORMATS[type].elements:
+        type = _NARROWER.get(type, "")
+    return type
+
+
+def pack(type: str, values: np.ndarray) -> np.ndarray:
+    """float32 [..., n] in a block format: uint8 [..., bytes], or in the memory of numbers of 16 bits."""
+    import numpy as np
+
+    if type in ("F16", "BF16"):
+        from kvcli.runtime.formats.packedweights import narrowed
+
+        return narrowed(type, values)
+    if type in K_FORMATS:
+        from kvcli.runtime.formats import kquants
+
+        return kquants.pack(type, values)
+    import gguf
+
+    return gguf.quants.quantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[type])

@@ -1,0 +1,83 @@
+"""`write_gguf`: a model as one GGUF file, written by the `gguf` package one tensor after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcli.blockformats import FORMATS
+from kvcli.runtime.formats.modelfile import ModelFile
+
+_ARCHITECTURE = "general.architecture"  # which the writer itself adds
+_CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
+# Values of general.file_type, by what most weights are stored as.
+_FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18,
+    "BF16": 32,
+}  # fmt: skip
+
+
+def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int], None] | None = None) -> None:
+    """Write `model` to `path`, which is there afterwards, whole, or not at all after an error.
+
+    `progress(stage, done, total)` counts bytes. Raises ModelError for a folder that changes meanwhile, and OSError.
+    """
+    import gguf
+    import numpy as np
+
+    part = path.with_name(f"{path.name}.part")
+    writer = gguf.GGUFWriter(part, model.metadata[_ARCHITECTURE])
+    try:
+        for key, value in (model.metadata | _file_type(model)).items():
+            if key != _ARCHITECTURE:
+                _add(writer, key, value)
+        for tensor in model.tensors.values():
+            shape = list(tensor.shape)
+            form = FORMATS[tensor.type]
+            if form.elements > 1 or tensor.type == "BF16":  # the writer counts bytes of these
+                shape[-1] = shape[-1] // form.elements * form.bytes
+            kind = gguf.GGMLQuantizationType[tensor.type]
+            dtype: Any = {"F32": np.float32, "F16": np.float16}.get(tensor.type, np.uint8)
+            writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), tensor.nbytes, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        done, total = 0, sum(tensor.nbytes for tensor in model.tensors.values())
+        for tensor in model.tensors.values():
+            writer.write_tensor_data(model.data(tensor.name))
+            model.check()
+            done += tensor.nbytes
+            if progress:
+                progress("convert", done, total)
+        writer.close()
+        part.replace(path)
+    finally:
+        writer.close()
+        part.unlink(missing_ok=True)
+
+
+def _file_type(model: ModelFile) -> dict[str, Any]:
+    nbytes: Counter[str] = Counter()
+    for tensor in model.tensors.values():
+        if len(tensor.shape) > 1:
+            nbytes[tensor.type] += tensor.nbytes
+    most = nbytes.most_common(1)[0][0] if nbytes else ""
+    return {"general.file_type": _FILE_TYPES[most]} if most in _FILE_TYPES else {}
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """A key with the type that llama.cpp expects: whole numbers without a sign where they have none."""
+    if key == _CHARSMAP:
+        writer.add_array(key, bytes(value))
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        (writer.add_int32 if value < 0 else writer.add_uint32 if value < 1 << 32 else writer.add_uint64)(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, Sequence) and len(value):
+        writer.add_array(key, list(value))

@@ -1,0 +1,184 @@
+"""The tensors of a safetensors model as those of a GGUF file of it: llama.cpp's names, and what its converter does.
+
+Names are those of the `gguf` package. On the way rows of queries and keys are put in the order of neighbours where a
+family's files have that, 1 is added to the norms of Gemma, experts become one tensor, and vectors float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvcli.errors import ModelError
+from kvcli.runtime.formats.packedweights import Source, widened
+from kvcli.runtime.formats.packing import pack, packed_types
+from kvcli.runtime.headers import families
+from kvcli.runtime.headers.hfconfig import HFConfig
+from kvcli.runtime.headers.hfrope import factor_tensors
+
+_ONE_MORE = ("gemma", "gemma2", "gemma3")  # norms multiply by 1 + w, and files hold that
+# transformers itself turns neighbours in these, so that nothing is to be reordered.
+_NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+# What a model that also sees, hears or predicts several tokens has beside its language model.
+_ELSEWHERE = re.compile(
+    r"(model\.)?(vision|visual|audio|image|sound|multi_modal|mm_|embed_(audio|vision)|talker|code2wav|token2wav|projector|"
+    r"connector|mlp1\.|mtp\.|vit\.|aligner)"
+)
+_COMPUTED = re.compile(
+    r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\..*))$"
+)
+_FLOAT32 = re.compile(
+    r"\.(ffn_gate_inp|ffn_gate_inp_shexp)\.weight$"
+)  # small, and which expert is chosen rests on them
+_SPELLED = (
+    (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
+    (re.compile(r"^language_model\."), ""),
+    (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
+)
+
+
+@dataclass(frozen=True)
+class Presented:
+    """A tensor under llama.cpp's name. `read()`: its elements in the memory of `type` (see `packedweights`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    read: Callable[[], np.ndarray]
+    direct: bool
+
+    @classmethod
+    def of(cls, name: str, source: Source) -> Presented:
+        """A source as it is, vectors as float32."""
+        if source.type == "F32" or (len(source.shape) > 1 and not _FLOAT32.search(name)):
+            return cls(name, source.shape, source.type, source.read, source.direct)
+        return cls(name, source.shape, "F32", lambda: widened(source.type, source.read()), False)
+
+    def then(self, change: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...] | None = None) -> Presented:
+        """The same with its elements changed: moved, or computed with where they are float32."""
+        return replace(self, shape=shape or self.shape, read=lambda: change(self.read()), direct=False)
+
+
+def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFConfig) -> dict[str, Presented]:
+    """All tensors by their names in GGUF files. `data`: the whole config.json.
+
+    Raises ModelError for a tensor without a name there, and for one that is missing.
+    """
+    arch = families.gguf_name(config.model_type)
+    names = _names(arch, config.n_layers)
+    tied = data.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    found: dict[str, Presented] = {}
+    experts: dict[str, dict[int, Presented]] = {}
+    for original, source in sources.items():
+        spelled = _spelled(original)
+        if _left_out(spelled, config.n_layers) or (spelled == "lm_head.weight" and tied):
+            continue
+        one = _EXPERT.fullmatch(spelled)
+        name = names(f"{one[1]}.{one[3]}" if one else spelled)
+        if name is None:
+            raise ModelError(f"tensor {original} has no name in a GGUF file of {arch}", "kv cannot convert this model")
+        if one:
+            experts.setdefault(name, {})[int(one[2])] = Presented.of(name, source)
+            continue
+        if name in found:
+            raise ModelError(f"tensor {original} is in the folder twice, under two names")
+        found[name] = _as_in_files(Presented.of(name, source), arch, config)
+    found |= {name: _stacked(name, parts, config) for name, parts in experts.items()}
+    found |= {f"{name}.weight": _vector(f"{name}.weight", values) for name, values in factor_tensors(config).items()}
+    if "output.weight" not in found and tied is False:
+        raise ModelError("the folder has no lm_head.weight, and its config.json does not tie it to the embedding")
+    return found
+
+
+def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
+    """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that has none."""
+    import gguf
+
+    known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
+    if known is None:
+        raise ModelError(f"kv cannot read a folder of the architecture '{arch}': GGUF files have no names for it")
+    table = gguf.get_tensor_name_map(known, n_layers)
+
+    def name_of(spelled: str) -> str | None:
+        if spelled.endswith(".sinks"):  # of attention, without a suffix
+            spelled += ".weight"
+        return table.get_name(spelled, try_suffixes=(".weight", ".bias"))
+
+    return name_of
+
+
+def _spelled(name: str) -> str:
+    for pattern, spelling in _SPELLED:
+        name = pattern.sub(spelling, name)
+    return name
+
+
+def _left_out(name: str, n_layers: int) -> bool:
+    """Whether a tensor is no part of the language model, or is computed from the config."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return bool(_ELSEWHERE.match(name) or _COMPUTED.search(name) or (layer and int(layer[1]) >= n_layers))
+
+
+def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
+    """What llama.cpp's converter does to it."""
+    if arch in _ONE_MORE and tensor.name.endswith("norm.weight"):
+        return tensor.then(lambda values: values + np.float32(1))
+    part = re.search(r"\.attn_([qk])\.(weight|bias)$", tensor.name)
+    if part and families.of_gguf(arch).block.rope_pairs and config.model_type not in _NEIGHBOURS:
+        heads = config.count("num_attention_heads")
+        if part[1] == "k":
+            heads = config.count("num_key_value_heads", default=heads)
+        return tensor.then(lambda rows: as_neighbours(rows, heads))
+    return tensor
+
+
+def as_neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * dim, ...] of a query or key matrix, of which RoPE turns halves of heads together, in the order in
+    which it turns neighbours: row j * dim / 2 + i of a head becomes row 2i + j."""
+    if rows.shape[0] % (2 * heads):
+        raise ModelError(f"a matrix of {rows.shape[0]} rows cannot be cut into {heads} heads with halves")
+    return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _stacked(name: str, parts: Mapping[int, Presented], config: HFConfig) -> Presented:
+    """All experts of a layer as one tensor, read one after the other."""
+    n, shapes = config.count("num_experts"), {part.shape for part in parts.values()}
+    if sorted(parts) != list(range(n)) or len(shapes) != 1:
+        raise ModelError(
+            f"{name}: the folder has {len(parts)} experts, {n} of one shape are needed", "it is incomplete"
+        )
+    shape, type = shapes.pop(), parts[0].type
+
+    def read() -> np.ndarray:
+        whole = None
+        for i in range(n):
+            values = parts[i].read()
+            if whole is None:
+                whole = np.empty((n, *shape), values.dtype)
+            whole[i] = values
+        assert whole is not None
+        return whole
+
+    return Presented(name, (n, *shape), type, read, False)
+
+
+def _vector(name: str, values: np.ndarray) -> Presented:
+    return Presented(name, values.shape, "F32", lambda: values, False)
+
+
+def quantized(tensors: Mapping[str, Presented], type: str) -> dict[str, Presented]:
+    """The tensors with matrices packed as `type` (see `packing`)."""
+    types = packed_types({name: (tensor.shape, tensor.type) for name, tensor in tensors.items()}, type)
+    return {name: _packed(tensor, types[name]) for name, tensor in tensors.items()}
+
+
+def _packed(tensor: Presented, type: str) -> Presented:
+    if type == tensor.type:
+        return tensor
+    packed = tensor.then(lambda values: pack(type, widened(tensor.type, values)))
+    return replace(packed, type=type)

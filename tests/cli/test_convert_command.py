@@ -1,0 +1,78 @@
+"""kv convert, and commands on folders of safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from conftest import KvHere
+from jsonchecks import check
+
+import kvcli
+from kvcli.errors import UsageError
+from kvcli.runtime.formats.gguf import GGUFFile
+
+
+def answer(model: str, quantize: str | None) -> str:
+    with kvcli.load(model, ctx=64, quantize=quantize) as opened:
+        return "".join(opened.generate("The page", max_tokens=6, temperature=0))
+
+
+def test_a_folder_becomes_a_file_that_answers_alike(kv_here: KvHere, tmp_path: Path) -> None:
+    folder, path = str(tiny.folder("gemma3")), tmp_path / "x.gguf"
+    assert kv_here("convert", folder, "-o", str(path))[:2] == (0, f"{path}\n")
+    from_folder, from_file = (kv_here("tokenize", "--ids", "The page", "-m", each) for each in (folder, str(path)))
+    assert from_folder[0] == 0 and from_folder[1] and from_folder[1] == from_file[1]
+    texts = [answer(each, quantize=None) for each in (folder, str(path))]
+    assert texts[0] == texts[1] != ""
+    shown = [kv_here("inspect", each)[1].splitlines()[2:] for each in (folder, str(path))]
+    assert shown[0] == shown[1] and len(shown[0]) > 5
+
+
+def test_json(kv_here: KvHere, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    _, out, _ = kv_here("convert", str(tiny.folder("llama")), "-o", str(path), "--quantize", "bf16", "--json")
+    found = json.loads(out)
+    check("convert", found)
+    assert (found["path"], found["file_bytes"]) == (str(path), path.stat().st_size)
+    assert {t.type for t in GGUFFile.open(path).tensors.values() if len(t.shape) == 2} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere", "-o", "x.gguf"], "kv: error: nowhere is no folder"),
+        (["FOLDER", "-o", "there"], "kv: error: there is there already"),
+        (["FOLDER", "-o", "x.gguf", "--quantize", "q4_9"], "kv: error: --quantize cannot be 'q4_9'"),
+        (["FOLDER"], "kv: error: --output is missing"),
+    ],
+)
+def test_what_makes_no_sense(
+    words: list[str], told: str, kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").write_text("mine")
+    code, _, err = kv_here("convert", *(str(tiny.folder("llama")) if word == "FOLDER" else word for word in words))
+    assert code == 2 and err.startswith(told)
+    assert Path("there").read_text() == "mine" and not Path("x.gguf").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing(kv_here: KvHere, tmp_path: Path) -> None:
+    code, _, err = kv_here("convert", str(tiny.folder("llama")), "-o", str(tmp_path / "none" / "x.gguf"))
+    assert code != 0 and "cannot be written" in err and list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    code, _, err = kv_here("convert", str(tmp_path / "empty"), "-o", str(tmp_path / "x.gguf"))
+    assert code == 3 and "is a folder without model.safetensors" in err
+
+
+def test_weights_are_packed_while_a_folder_is_read() -> None:
+    folder = str(tiny.folder("llama"))
+    with kvcli.load(folder, ctx=64, quantize="bf16") as model:
+        assert {t.type for t in model.engine.loaded.file.tensors.values() if len(t.shape) == 2} == {"BF16"}
+    assert answer(folder, quantize="bf16")
+    with pytest.raises(UsageError, match="packs the weights of a folder"):
+        answer(str(tiny.make("llama").path), quantize="q8_0")
+    with pytest.raises(UsageError, match="did you mean q4_k"):
+        answer(folder, quantize="q4_kk")

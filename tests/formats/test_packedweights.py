@@ -1,0 +1,162 @@
+"""Weights that were quantized by others, packed here as their layouts are published, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from kvcli.errors import ModelError
+from kvcli.runtime.formats.packedweights import Source, sources_of, widened
+from kvcli.runtime.formats.safetensors import parse_header
+
+RNG = np.random.default_rng(5)
+
+
+def sources(tensors: dict[str, Any], dtype: str = "float16", **quantization: Any) -> dict[str, Source]:
+    """What is made of these tensors, in a file."""
+    data = save(
+        {name: torch.as_tensor(np.asarray(x)) if isinstance(x, np.ndarray) else x for name, x in tensors.items()}
+    )
+    header = parse_header(data, len(data), "x")
+    config = {"dtype": dtype, "quantization_config": quantization} if quantization else {"dtype": dtype}
+    return sources_of(header.tensors, lambda t: np.frombuffer(data, np.uint8, t.nbytes, t.offset), config)
+
+
+def close(source: Source, expected: np.ndarray) -> bool:
+    """Whether a weight is what it should be, rounded once to its 16 bits."""
+    values = widened(source.type, source.read())
+    assert source.shape == values.shape == expected.shape and not source.direct
+    return np.allclose(values, expected, rtol=2**-8 if source.type == "BF16" else 2**-11, atol=1e-6)
+
+
+def words(integers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Integers [..., n] in 32-bit words [..., n * bits / 32]: number order[i] of a word stands at place i."""
+    each = 32 // bits
+    grouped = integers.reshape(*integers.shape[:-1], -1, each).astype(np.uint64)
+    placed = grouped[..., list(order or range(each))] << (np.arange(each, dtype=np.uint64) * bits)
+    return placed.sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_fp8_in_blocks(dtype: str):
+    w = torch.from_numpy(RNG.standard_normal((200, 300)).astype(np.float32)).to(torch.float8_e4m3fn)
+    scales = RNG.uniform(0.5, 2, (2, 3)).astype(np.float32)
+    found = sources(
+        {"a.weight": w, "a.weight_scale_inv": scales}, dtype, quant_method="fp8", weight_block_size=[128, 128]
+    )
+    spread = np.repeat(np.repeat(scales, 128, 0)[:200], 128, 1)[:, :300]
+    assert list(found) == ["a.weight"] and found["a.weight"].layout == "FP8"
+    assert close(found["a.weight"], w.double().numpy() * spread)
+
+
+@pytest.mark.parametrize("shape", ((), (1,), (6, 1), (6,), (6, 4)))
+def test_scales_of_rows_groups_or_all(shape: tuple[int, ...]):
+    w = torch.from_numpy(RNG.standard_normal((6, 32)).astype(np.float32)).to(torch.float8_e4m3fn)
+    scales = RNG.uniform(0.5, 2, shape).astype(np.float32)
+    tensors = {"a.weight": w, "a.weight_scale": torch.tensor(scales), "a.input_scale": torch.ones(1)}
+    found = sources(tensors, quant_method="compressed-tensors")
+    spread = np.repeat(scales, 8, 1) if shape == (6, 4) else scales.reshape(-1, 1) if shape else scales
+    assert list(found) == ["a.weight"] and close(found["a.weight"], w.double().numpy() * spread)
+    integers = RNG.integers(-128, 128, (6, 32)).astype(np.int8)
+    found = sources({"a.weight": integers, "a.weight_scale": torch.tensor(scales)}, quant_method="compressed-tensors")
+    assert close(found["a.weight"], integers * spread.astype(np.float64))
+
+
+def test_every_number_of_fp8():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127]
+    tensors = {"a.weight": codes.view(torch.float8_e4m3fn).view(2, -1), "a.weight_scale": torch.ones(1)}
+    values = widened("F16", sources(tensors, quant_method="fp8")["a.weight"].read())
+    assert np.array_equal(values, codes.view(torch.float8_e4m3fn).float().view(2, -1).numpy())
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("format", ("gptq", "gptq_v2"))
+@pytest.mark.parametrize("ordered", (True, False))
+def test_gptq(bits: int, format: str, ordered: bool):
+    rows, cols, groups = 16, 64, 4
+    top = 1 << bits
+    q, zeros = RNG.integers(0, top, (cols, rows)), RNG.integers(1, top, (groups, rows))
+    scales = RNG.uniform(0.01, 0.1, (groups, rows)).astype(np.float16)
+    group = np.arange(cols) // 16 if ordered else RNG.permutation(np.arange(cols) % groups)
+    tensors = {
+        "m.qweight": words(q.T, bits).T.copy(), "m.scales": scales,
+        "m.bias": RNG.standard_normal(rows).astype(np.float16),
+        "m.qzeros": words(zeros - (format == "gptq"), bits),
+    }  # fmt: skip
+    if not ordered:
+        tensors["m.g_idx"] = group.astype(np.int32)
+    found = sources(tensors, quant_method="gptq", bits=bits, checkpoint_format=format)
+    assert set(found) == {"m.weight", "m.bias"}
+    assert close(found["m.weight"], ((q - zeros[group]) * scales.astype(np.float64)[group]).T)
+
+
+def test_awq():
+    rows, cols, groups, order = 16, 64, 2, (0, 2, 4, 6, 1, 3, 5, 7)
+    q, zeros = RNG.integers(0, 16, (cols, rows)), RNG.integers(0, 16, (groups, rows))
+    scales = RNG.uniform(0.01, 0.1, (groups, rows)).astype(np.float16)
+    tensors = {"m.qweight": words(q, 4, order), "m.qzeros": words(zeros, 4, order), "m.scales": scales}
+    found = sources(tensors, quant_method="awq", bits=4, version="gemm")
+    group = np.arange(cols) // 32
+    assert close(found["m.weight"], ((q - zeros[group]) * scales.astype(np.float64)[group]).T)
+    with pytest.raises(ModelError, match="AWQ in the form 'gemv'"):
+        sources(tensors, quant_method="awq", bits=4, version="gemv")
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_compressed_tensors(bits: int, symmetric: bool):
+    rows, cols, groups = 16, 48, 3
+    q, scales = RNG.integers(0, 1 << bits, (rows, cols)), RNG.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)
+    zeros = np.full((rows, groups), 1 << (bits - 1)) if symmetric else RNG.integers(0, 1 << bits, (rows, groups))
+    tensors = {
+        "m.weight_packed": words(q, bits), "m.weight_scale": scales, "m.weight_shape": np.array([rows, cols]),
+    }  # fmt: skip
+    if not symmetric:
+        tensors["m.weight_zero_point"] = words(zeros.T, bits).T.copy()
+    how = {"group_0": {"weights": {"num_bits": bits, "type": "int"}}}
+    found = sources(tensors, quant_method="compressed-tensors", format="pack-quantized", config_groups=how)
+    group = np.arange(cols) // 16
+    expected = (q - zeros[:, group]) * scales.astype(np.float64)[:, group]
+    assert list(found) == ["m.weight"] and close(found["m.weight"], expected)
+
+
+def test_plain_numbers_are_views_and_counters_are_no_weights():
+    found = sources({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64), "n": torch.tensor([7])})
+    assert set(found) == {"a", "b"} and found["a"].direct and not found["b"].direct
+    assert found["b"].type == "F32" and found["b"].read().dtype == np.float32
+    assert "scale" in sources({"x.output_scale": torch.ones(3), "y.scale": torch.ones(1)}).popitem()[0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "how", "what"),
+    [
+        ({"a.weight": torch.ones(4, 4, dtype=torch.uint8)}, {"quant_method": "bitsandbytes"}, r"U8 \(bitsandbytes\)"),
+        ({"a.weight": torch.ones(4, 4, dtype=torch.float8_e5m2)}, {}, "stored as F8_E5M2"),
+        ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, {"quant_method": "gptq", "bits": 3}, "with 3 bits"),
+        ({"a.weight_packed": torch.ones(4, 4, dtype=torch.uint8)}, {"quant_method": "compressed-tensors"}, "form"),
+        ({"a.weight": torch.ones(4, 4), "a.weight_scale": torch.ones(1)}, {}, "with a scale"),
+        (
+            {"a.weight": torch.ones(4, 4, dtype=torch.int8), "a.weight_scale": torch.ones(3, 1)}, {}, "of no use to"
+        ),
+    ],
+)  # fmt: skip
+def test_what_kv_does_not_read_is_named(tensors: dict[str, Any], how: dict[str, Any], what: str):
+    with pytest.raises(ModelError, match=what):
+        sources(tensors, **how)
+
+
+def test_parts_that_are_missing_or_misshapen_are_named():
+    tensors = {"m.qweight": torch.zeros(8, 16, dtype=torch.int32), "m.scales": torch.ones(4, 16, dtype=torch.float16)}
+    with pytest.raises(ModelError, match=r"tensor m\.qzeros is missing"):
+        sources(tensors, quant_method="gptq", bits=4)["m.weight"].read()
+    tensors["m.qzeros"] = torch.zeros(4, 3, dtype=torch.int32)
+    with pytest.raises(ModelError, match=r"m\.qzeros has the shape \[4, 3\], \[4, 2\] is needed"):
+        sources(tensors, quant_method="gptq", bits=4)["m.weight"].read()
+    tensors |= {"m.qzeros": torch.zeros(4, 2, dtype=torch.int32), "m.g_idx": torch.full((64,), 4, dtype=torch.int32)}
+    with pytest.raises(ModelError, match="names groups that are not there"):
+        sources(tensors, quant_method="gptq", bits=4)["m.weight"].read()
