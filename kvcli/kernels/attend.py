@@ -127,7 +127,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     v = qkv[:, n_q + n_k :].view(t, r.kv_heads, r.dim_v)
     if not layer.norms_last:
         q, k = (_normed(ops, x, norm, layer.eps) for x, norm in ((q, layer.q_norm), (k, layer.k_norm)))
-    _amplify(q, spans, layer)
+    amplify(q, spans, layer)
     sink_q = _sink_queries(ops, q, parts, spans, layer.rope)
     if layer.rope is not None:
         cos, sin = layer.rope.of(spans)
@@ -152,7 +152,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     return out
 
 
-def _amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
+def amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
     """Multiply queries [T, heads, dim_k], not turned yet, by what grows with their position, and by the amplitude."""
     if layer.amplitude != 1 and layer.rope is not None:
         q[..., : 2 * layer.rope.frequencies_on(q.device).numel()] *= layer.amplitude

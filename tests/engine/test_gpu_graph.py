@@ -155,11 +155,18 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
         assert torch.equal(page, other) and not (page == 0xA5).all(1).any()
 
 
+# Those of which each has something that the others do not have.
+FAMILIES = (
+    "llama", "gemma3", "qwen2", "qwen3", "phi3", "glm4", "mistral3", "gemma2", "granite", "olmo2", "starcoder2",
+    "cohere2", "hunyuan-dense", "arcee",
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "types", "quantized"),
     [
-        *((arch, "f16", arch != "llama") for arch in ("llama", "gemma3", "qwen2", "qwen3", "phi3", "glm4")),
+        *((arch, "f16", arch != "llama") for arch in FAMILIES),
         ("llama", "int8", True),
         pytest.param("gemma3", "int4", False, marks=COMPILED),
     ],
@@ -196,7 +203,9 @@ def test_rows_that_pad_the_vocabulary_have_no_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "types"), [("llama", "f16"), ("gemma3", "int4")])
+@pytest.mark.parametrize(
+    ("arch", "types"), [("llama", "f16"), ("gemma3", "int4"), *((x, "f16") for x in ("olmo2", "starcoder2", "cohere2"))]
+)
 def test_prompts_without_a_graph(arch, types):
     ours, theirs = Model(arch, types, True), Model(arch, types, True, reference=True)
     text, first = ids(34), 28

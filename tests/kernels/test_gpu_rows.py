@@ -39,6 +39,9 @@ def _one_thread():
         (("int8", "f16"), (192, 112), 47, 1, {}),
         (("f16", "fp8"), (256, 96), 0, 1, {"norm": True}),
         (("int8", "int8"), (64, 64), 5, 1, {"rope": False}),
+        (("int8", "f16"), (64, 64), 21, 2, {"norm": True, "how": {"norms_last": True}}),
+        (("int8", "f16"), (72, 64), 21, 2, {"how": {"amplitude": 1.4, "temperature": (0.3, 8, 1)}}),
+        (("f16", "f16"), (64, 64), 21, 2, {"rope": False, "how": {"temperature": (0.3, 8, 0)}}),
     ],
 )
 def test_prepare(types, dims, start, t, options):

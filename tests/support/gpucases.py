@@ -46,6 +46,7 @@ with mock.patch.dict(os.environ):
 from sealedcases import Cache, layout  # noqa: E402
 
 from kvcli.kernels import Angles, AttentionLayer, PagedKV  # noqa: E402
+from kvcli.kernels.attend import amplify  # noqa: E402
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
@@ -114,14 +115,16 @@ class Layer:
 
     def __init__(
         self, types: tuple[str, str], dims: tuple[int, int], kv_heads: int, heads: int, norm: bool = False,
-        rope: bool = True, **more: Any,
+        rope: bool = True, how: dict[str, Any] | None = None, **more: Any,
     ) -> None:  # fmt: skip
+        """`how`: fields of its AttentionLayer."""
         self.cache = GpuCache(types, dims, kv_heads, **more)
         self.heads, self.kv_heads, self.dims = heads, kv_heads, dims
         self.generator = torch.manual_seed(heads)
         self.norms = tuple(self.random(dims[0]) + 1 for _ in range(2)) if norm else (None, None)
         self.rope = self.cache.rope if rope else None
         self.scale = dims[0] ** -0.5
+        self.how = AttentionLayer(heads, self.scale, self.rope, eps=1e-6, **how or {})
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -146,11 +149,14 @@ class Layer:
         end = n + self.kv_heads * self.dims[0]
         q, k = (x.unflatten(1, (-1, self.dims[0])).clone() for x in (qkv[:, :n], qkv[:, n:end]))
         v = qkv[:, end:].unflatten(1, (-1, self.dims[1])).clone()
-        if self.norms[0] is not None:
+        if self.norms[0] is not None and not self.how.norms_last:
             q, k = (OPS.rms_norm(x, w, 1e-6) for x, w in zip((q, k), self.norms, strict=True))
+        amplify(q, ((start, len(qkv)),), self.how)
         if self.rope:
             for x in (q, k):
                 OPS.rope_(x, *self.rope.at(start, len(qkv)))
+        if self.norms[0] is not None and self.how.norms_last:
+            q, k = (OPS.rms_norm(x, w, 1e-6) for x, w in zip((q, k), self.norms, strict=True))
         turned = q.clone()
         for x, rotated in zip((q, k, v), (kv.rotated[0], *kv.rotated), strict=True):
             if rotated:
@@ -166,7 +172,7 @@ class Layer:
     def prepare(self, qkv: torch.Tensor, start: int, pages: DevicePages | None = None) -> Queries:
         self.pages = pages or self.cache.on_device()
         q_norm, k_norm = (None if x is None else x.to(DEVICE) for x in self.norms)
-        how = AttentionLayer(self.heads, self.scale, self.rope, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+        how = replace(self.how, q_norm=q_norm, k_norm=k_norm)
         return prepare(qkv.to(DEVICE), how, self.pages, position(start))
 
 

@@ -20,7 +20,7 @@ from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
-from kvcli.kernels.gpu.rows import prepare
+from kvcli.kernels.gpu.rows import normed_together, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import pointwise
@@ -140,6 +140,7 @@ class GpuBackend:
 
     def _attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
         position = torch.tensor([start], device=self.device)
+        layer = normed_together(qkv, layer, kv.record.dim_k)
         known = kv.basis.known
         queries = prepare(qkv, layer, self.pages(kv, None), position)
         angles = layer.seal(kv, start, start + len(qkv))

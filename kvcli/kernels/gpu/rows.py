@@ -6,7 +6,7 @@ query is scaled and kept as float16, a key or a value is written to its page. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import oldest_row, slot
+from kvcli.kernels.gpu.settle import norm_heads_together
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.reference.rotation import block
 
@@ -75,9 +76,9 @@ def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _head(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-          BIASED: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
-    """One head, with its bias, normed and turned: float32 [PAD], and for each element below ROPE the one that it is
-    paired with."""
+          BIASED: tl.constexpr, NORMED: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+    """One head, with its bias, normed and turned, or turned and normed (LAST): float32 [PAD], and for each element
+    below ROPE the one that it is paired with."""
     i = tl.arange(0, PAD)
     x = tl.load(x_at + i, mask=i < DIM, other=0.0)
     if BIASED:
@@ -89,7 +90,7 @@ def _head(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROP
         partner = tl.load(x_at + j, mask=i < ROPE, other=0.0)
         if BIASED:
             partner += tl.load(bias + j, mask=i < ROPE, other=0.0)
-    if NORMED:
+    if NORMED and not LAST:
         r = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
         x = x * r * tl.load(norm + i, mask=i < DIM, other=0.0)
         if ROPE > 0:
@@ -98,6 +99,11 @@ def _head(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROP
     if ROPE > 0:
         turned = x * c + partner * s
         partner = partner * c - x * s
+    if NORMED and LAST:
+        r = tl.rsqrt(tl.sum(turned * turned, 0) / DIM + eps)
+        turned = turned * r * tl.load(norm + i, mask=i < DIM, other=0.0)
+        if ROPE > 0:
+            partner = partner * r * tl.load(norm + j, mask=i < ROPE, other=0.0)
     return turned, partner
 
 
@@ -116,15 +122,15 @@ def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + i, x, mask=i < DIM)
 
 
-@triton.jit(do_not_specialize=["origin", "front", "wrap", "keep", "retained", "offset"])
+@triton.jit(do_not_specialize=["origin", "front", "wrap", "keep", "retained", "offset", "length", "past"])
 def _prepare(
     qkv, position, table, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, origin, front, wrap, keep, retained,
-    offset, eps, factor,
+    offset, eps, factor, amplitude, growth, length, past,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    RING: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, RING: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with KEEPS one more for each second query. TURN_K, TURN_V: blocks of the
     Hadamard rotation; 0 = none."""
@@ -157,8 +163,13 @@ def _prepare(
     wait_for_previous(PDL)
     if head < HEADS:
         x, partner = _head(
-            qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED, Q_NORMED
-        )
+            qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
+            Q_NORMED, LAST,
+        )  # fmt: skip
+        if GAIN:  # see `attend.AttentionLayer`
+            gain = 1.0 + growth * tl.log(1.0 + ((at + past) // length).to(tl.float32))
+            x *= tl.where(i < ROPE, gain * amplitude, gain)
+            partner *= gain * amplitude
         if CENTRED:
             if ROPE > 0:
                 term = tl.where(i < half, x * own + partner * other, x * other - partner * own) * factor
@@ -173,7 +184,7 @@ def _prepare(
         if head < HEADS + KV_HEADS:
             key, _ = _head(
                 qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
-                K_NORMED,
+                K_NORMED, LAST,
             )  # fmt: skip
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
@@ -213,10 +224,23 @@ def prepare(
     )  # something stands for what is not there
     launch(_prepare, (rows, heads * (1 + pages.keeps) + 2 * r.kv_heads))(
         qkv, position, target.table, *present, out.q, out.qc, out.qb, *pages.places, pages.keep, pages.retained,
-        target.offset, layer.eps, layer.scale * LOG2_E, heads, r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v,
-        padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes, o.v_offset,
-        o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0,
-        layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None,
-        pages.ring > 0, pages.keeps, pdl, **launch_options(pdl, 1),
+        target.offset, layer.eps, layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads,
+        r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes,
+        o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k.numbers, o.codec_v.numbers,
+        block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, layer.bias is not None,
+        layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None, layer.norms_last,
+        layer.amplitude != 1 or layer.temperature is not None, pages.ring > 0, pages.keeps, pdl,
+        **launch_options(pdl, 1),
     )  # fmt: skip
     return out
+
+
+def normed_together(qkv: torch.Tensor, layer: AttentionLayer, dim_k: int) -> AttentionLayer:
+    """Add the bias and apply norms that go over all heads, in place: qkv as in `prepare`. Returns the layer without
+    them, or as it is where norms are of each head."""
+    if layer.q_norm is None or layer.k_norm is None or layer.q_norm.numel() == dim_k:
+        return layer
+    if layer.bias is not None:
+        qkv += layer.bias
+    norm_heads_together(qkv, layer.q_norm, layer.k_norm, layer.eps)
+    return replace(layer, bias=None, q_norm=None, k_norm=None)

@@ -64,10 +64,9 @@ class DecoderWeights:
     head: Matrices
     norm_bias: torch.Tensor | None = None
 
-    def with_next_norms(self) -> Iterator[tuple[Sublayer, torch.Tensor | None]]:
-        """Each sublayer, and the norm that the residual stream passes behind it."""
-        norms = (*(each.norm for each in self.sublayers[1:]), self.norm)
-        return zip(self.sublayers, norms, strict=True)
+    def with_next(self) -> Iterator[tuple[Sublayer, Sublayer | None]]:
+        """Each sublayer, and the one behind it; None = the last norm is."""
+        return zip(self.sublayers, (*self.sublayers[1:], None), strict=True)
 
 
 class Decoder:

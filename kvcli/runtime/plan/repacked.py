@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 
 from kvcli.blockformats import FORMS
-from kvcli.runtime.config import ALL, ModelConfig
+from kvcli.runtime.config import ModelConfig
 
 MOST_HEAD_DIM = 256
 VECTOR_BYTES = 4  # norms and other vectors are kept as float32
@@ -29,20 +29,6 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
         gate, up = (types.get(f"blk.{i}.ffn_{x}.weight") for x in ("gate", "up"))
         if gate and gate != up:
             return f"gate and up of layer {i} are stored as {gate} and {up}"
-    return _attention_unfit(config)
-
-
-def _attention_unfit(config: ModelConfig) -> str:
-    """What the GPU's kernels do not do to queries and keys; "" = they do all."""
-    if config.block.qk_norm == ALL:
-        return "the norm of queries and keys goes over all heads"
-    if config.block.qk_norm_last:
-        return "the norm of queries and keys comes after RoPE"
-    for layer in config.layers:
-        if layer.temperature:
-            return "queries have a temperature"
-        if layer.rope and layer.rope.amplitude != 1 and layer.rope.dim != layer.dim_k:
-            return "RoPE of a part of each head has an amplitude"
     return ""
 
 

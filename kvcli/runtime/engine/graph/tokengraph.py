@@ -21,11 +21,12 @@ from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING, SERIAL
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
-from kvcli.kernels.gpu.rows import Queries, prepare
+from kvcli.kernels.gpu.rows import Queries, normed_together, prepare
 from kvcli.kernels.gpu.seal import seal_step
+from kvcli.kernels.gpu.settle import LAYER_NORM, NO_NORM, RMS_NORM, UNCHANGED, NextNorm, activate, settle
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import LAYER, RopeConfig
+from kvcli.runtime.config import LAYER, RMS, RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
@@ -46,21 +47,14 @@ def unsupported(model: Decoder) -> str:
             return f"{name} is {size}, which is no multiple of {GROUP}"
         if size > GROUP * MAX_GROUPS:
             return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
-    return _missing(model)
+    return ""
 
 
-def _missing(model: Decoder) -> str:
-    """What of the model's layers has no kernel here; "" = nothing."""
+def _folds(model: Decoder) -> bool:
+    """Whether all norms between products are folded into these: RMS norms before each, and nothing else."""
     c, block = model.config, model.config.block
-    biased = any(x.bias is not None or getattr(x.inner, "bias", None) is not None for x in model.weights.sublayers)
-    parts = {
-        "layer norms": block.norm == LAYER, "layers without norms before them": not block.pre_norms,
-        "feed-forward parts beside attention": block.parallel, "feed-forward parts without gates": not block.gated,
-        f"the activation {block.activation}": block.activation not in ("silu", "gelu"),
-        "biases of other products than q, k and v": biased, "a scale of what layers add": c.residual_scale != 1,
-        "a scale of logits": c.logit_scale != 1, "a soft cap of logits": c.logit_softcap > 0,
-    }  # fmt: skip
-    return next((f"{what} have no kernel there yet" for what, there in parts.items() if there), "")
+    plain = block.norm == RMS and block.pre_norms and not block.parallel and c.residual_scale == 1
+    return plain and all(each.bias is None for each in model.weights.sublayers)
 
 
 class TokenGraph:
@@ -76,7 +70,8 @@ class TokenGraph:
         self.x = Activations.empty(c.d_model, keep, self.device)
         self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
         self.gated = Activations.empty(c.d_ff, keep, self.device)
-        self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps)
+        self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps) if _folds(model) else None  # folded into products
+        self.up = floats(max(m.rows for x in w.sublayers if isinstance(x.inner, FeedForward) for m in x.inner.gate_up))
         inner = [each.inner for each in w.sublayers]
         self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
         self.y = floats(c.d_model)
@@ -193,20 +188,32 @@ class TokenGraph:
         """Every kernel of a token, for up to `bucket` rows."""
         c, w, pdl = self.model.config, self.model.weights, self.pdl
         expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
-        assert w.sublayers[0].norm is not None
-        advance(self.row, self.residual, w.sublayers[0].norm, self.x, self.norm.squares)
-        for each, next_norm in w.with_next_norms():
-            assert next_norm is not None, "see `unsupported`"
+        first = w.sublayers[0]
+        if self.norm is None:
+            settle(self.row, self.residual, self._next_norm(first), self.x, c.norm_eps, first=True)
+        elif first.norm is not None:
+            advance(self.row, self.residual, first.norm, self.x, self.norm.squares)
+        for each, following in w.with_next():
             if isinstance(each.inner, Attention):
-                self._add(each, self._attention(each.inner, bucket), next_norm)
+                self._add(each, self._attention(each.inner, bucket), following)
             else:  # 16 bits for what has the outliers, and for the logits; both cost a percent or two
-                self._add(each, self._feed_forward(each.inner), next_norm, planes=2)
+                self._add(each, self._feed_forward(each.inner), following, planes=2)
         matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
+        if c.logit_scale != 1:
+            self.logits.mul_(c.logit_scale)
+        if c.logit_softcap:
+            self.logits.div_(c.logit_softcap).tanh_().mul_(c.logit_softcap)
 
     def _feed_forward(self, inner: FeedForward) -> Activations:
-        """From the normed vector to what is gated, quantized."""
-        gelu = self.model.config.block.activation == "gelu"
-        matvec(inner.gate_up[0], self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=self.pdl)
+        """From the normed vector to what is activated, quantized."""
+        block, matrix = self.model.config.block, inner.gate_up[0]
+        if block.gated and inner.bias is None and block.activation in ("silu", "gelu"):
+            gelu = block.activation == "gelu"
+            matvec(matrix, self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=self.pdl)
+            return self.gated
+        matvec(matrix, self.x, STORE, norm=self.norm, out=self.up[: matrix.rows], pdl=self.pdl)
+        run = GROUP if block.gated else 0
+        activate(self.up[: matrix.rows], inner.bias, block.activation, run, self.gated, self.pdl)
         return self.gated
 
     def _attention(self, inner: Attention, bucket: int) -> Activations:
@@ -218,6 +225,7 @@ class TokenGraph:
             out = qkv[0, done : done + matrix.rows]
             matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
             done += matrix.rows
+        how = normed_together(qkv, how, pages.record.dim_k)
         queries = prepare(qkv, how, pages, self.position, self._queries[layer], pdl)
         if pages.open is not None and not pages.tail:  # the query reads its own row sealed
             seal_step(pages, self.position, pdl)
@@ -239,9 +247,18 @@ class TokenGraph:
             self._partials[key] = Partials.empty(1, self.model.config.n_heads, pages, splits)
         return splits, self._partials[key]
 
-    def _add(self, sublayer: Sublayer, x: Activations, next_norm: torch.Tensor, planes: int = 0) -> None:
+    def _add(self, sublayer: Sublayer, x: Activations, following: Sublayer | None, planes: int = 0) -> None:
         """Add the product to the residual, normed first where there is a norm; `self.x` becomes the next vector."""
-        matrix, post, pdl = sublayer.out[0], sublayer.post_norm, self.pdl
+        matrix, post, pdl, eps = sublayer.out[0], sublayer.post_norm, self.pdl, self.model.config.norm_eps
+        if self.norm is None:
+            matvec(matrix, x, STORE, out=self.y, pdl=pdl, planes=planes)
+            settle(
+                self.y, self.residual, self._next_norm(following), self.x, eps, bias=sublayer.bias, post=post,
+                scale=self.model.config.residual_scale, pdl=pdl,
+            )  # fmt: skip
+            return
+        next_norm = self.model.weights.norm if following is None else following.norm
+        assert next_norm is not None, "see `_folds`"
         if post is None:
             matvec(
                 matrix, x, RESIDUAL, residual=self.residual, next_norm=next_norm, into=self.x,
@@ -250,9 +267,16 @@ class TokenGraph:
             return
         squares = self._squares(parts_of(matrix, STORE))
         matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl, planes=planes)
-        advance(
-            self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, self.norm.eps)), pdl
-        )  # fmt: skip
+        advance(self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, eps)), pdl)
+
+    def _next_norm(self, following: Sublayer | None) -> NextNorm:
+        """What the residual stream passes on its way to the sublayer; None = to the logits."""
+        kind, w = LAYER_NORM if self.model.config.block.norm == LAYER else RMS_NORM, self.model.weights
+        if following is None:
+            return NextNorm(kind, w.norm, w.norm_bias)
+        if following.beside:
+            return NextNorm(UNCHANGED)
+        return NextNorm(kind if following.norm is not None else NO_NORM, following.norm, following.norm_bias)
 
     def _squares(self, parts: int) -> torch.Tensor:
         if parts not in self._post_squares:
