@@ -26,7 +26,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.engine import sampling
 from kvcli.runtime.engine.dry import Dry
 
-_BLOCK = 64  # logits per block of the two-level searches
+_BLOCK = 64  # logits in a block of the two-level search
 _NUCLEUS_GUESS = 1024  # top-p over a whole vocabulary sorts this many first
 
 
@@ -81,21 +81,20 @@ class Sampler:
         `logits`: [vocab_size], on any device; not changed. Raises KVError if they are not numbers, or if bias
         rules out every token.
         """
-        logits = self._adjusted(logits, history)
+        found = _Blocks(self._adjusted(logits, history))
         if self.effective["temperature"] == 0:
-            return _argmax(logits)
-        ids, weights = self._weighted(logits)
-        cumulative = weights.cumsum(0)
-        target = cumulative[-1:] * uniform(self.seed, self.sequence, position)
-        index = torch.searchsorted(cumulative, target, right=True)
-        return int(ids[index])
+            return found.argmax()
+        ids, weights = self._weighted(found)
+        cumulative = torch.from_numpy(weights).cumsum(0).numpy()  # six times quicker than numpy's where they are many
+        target = cumulative[-1] * uniform(self.seed, self.sequence, position)
+        return int(ids[cumulative.searchsorted(target, side="right")])
 
-    def distribution(self, logits: Tensor, history: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def distribution(self, logits: Tensor, history: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """What `sample` draws from: ids int64 [n] in ascending order and their probabilities, float64 [n]."""
-        logits = self._adjusted(logits, history)
+        found = _Blocks(self._adjusted(logits, history))
         if self.effective["temperature"] == 0:
-            return torch.tensor([_argmax(logits)]), torch.ones(1, dtype=torch.float64)
-        ids, weights = self._weighted(logits)
+            return np.array([found.argmax()]), np.ones(1)
+        ids, weights = self._weighted(found)
         return ids, weights / weights.sum()
 
     def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
@@ -126,83 +125,82 @@ class Sampler:
         values = torch.where(values > 0, values / repeat, values * repeat).float()
         return logits.index_copy(0, ids, values - (counts * frequency + presence).float())
 
-    def _weighted(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _weighted(self, logits: _Blocks) -> tuple[np.ndarray, np.ndarray]:
         """Ids that pass the filters, ascending, and their unnormalised float64 weights after temperature."""
         top_k, top_p, min_p = (self.effective[name] for name in ("top_k", "top_p", "min_p"))
-        top = _checked_maximum(logits)
+        ids, values = np.arange(self.vocab_size), logits.values
         if 0 < top_k < self.vocab_size:
-            ids = _largest(logits, top_k)
-            values = logits[ids].double().cpu()  # few: quicker there
-            ids = ids.cpu()
-        else:
-            ids = torch.arange(self.vocab_size, device=logits.device)
-            values = logits.double()
-        values = values - top
+            ids = logits.largest(top_k)
+            values = values[ids]
+        values = values.astype(np.float64) - logits.top
         if top_p < 1:
             kept = _nucleus(values, top_p)
             ids, values = ids[kept], values[kept]
         if min_p > 0:
-            kept = values.exp() >= min_p
+            kept = np.exp(values) >= min_p
             ids, values = ids[kept], values[kept]
-        return ids, (values / self.effective["temperature"]).exp()
+        return ids, np.exp(values / self.effective["temperature"])
 
 
-def _checked_maximum(logits: Tensor) -> float:
-    top = float(logits.max())  # NaN if any logit is
-    if top == -math.inf:
-        raise KVError("no token is left to choose from: every logit is -inf", "check `logit_bias`")
-    if not math.isfinite(top):
-        hint = "the model file may be damaged; pull it again"
-        raise KVError(f"the model's output is not a number (largest logit {top})", hint)
-    return top
+class _Blocks:
+    """Logits [v] on the host with the maximum of each block of 64, `top` being the largest of all. Raises KVError if
+    they are not numbers or all -inf.
 
-
-def _blocks(logits: Tensor) -> Tensor:
-    """[v] -> [ceil(v / 64), 64], padded with -inf. A view where no padding is needed."""
-    padding = -len(logits) % _BLOCK
-    if padding:
-        logits = torch.nn.functional.pad(logits, (0, padding), value=-math.inf)
-    return logits.view(-1, _BLOCK)
-
-
-def _argmax(logits: Tensor) -> int:
-    """The lowest id of the largest logit. By block maxima: five times quicker than torch.argmax on a CPU."""
-    _checked_maximum(logits)
-    blocks = _blocks(logits)
-    block = int(blocks.amax(1).argmax())
-    return block * _BLOCK + int(blocks[block].argmax())
-
-
-def _largest(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k largest values, ascending; among equals at the edge the lowest ids. No NaN, 0 < k <= v.
-
-    The k-th largest value is found in the k blocks with the largest maxima: all larger values lie in them.
+    Steps over the few blocks that matter are numpy's: they take less time than calling torch.
     """
-    blocks = _blocks(logits)
-    maxima = blocks.amax(1)
-    best = maxima.topk(min(k, len(maxima))).indices
-    edge = blocks[best].flatten().topk(k).values[-1]
-    alive = (maxima >= edge).nonzero()[:, 0]
-    hits = (blocks[alive] >= edge).nonzero()
-    ids = alive[hits[:, 0]] * _BLOCK + hits[:, 1]
-    surplus = len(ids) - k
-    if surplus:
-        at_edge = (blocks.flatten()[ids] == edge).nonzero()[:, 0]
-        keep = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        keep[at_edge[-surplus:]] = False
-        ids = ids[keep]
-    return ids
+
+    def __init__(self, logits: Tensor) -> None:
+        logits = logits.cpu()
+        self.values: np.ndarray = logits.numpy()
+        if padding := -len(logits) % _BLOCK:
+            logits = torch.nn.functional.pad(logits, (0, padding), value=-math.inf)
+        blocks = logits.view(-1, _BLOCK)
+        self._blocks: np.ndarray = blocks.numpy()
+        self._maxima: np.ndarray = blocks.amax(1).numpy()  # ten times quicker than numpy's
+        self.top = float(self._maxima.max())  # NaN if any logit is
+        if self.top == -math.inf:
+            raise KVError("no token is left to choose from: every logit is -inf", "check `logit_bias`")
+        if not math.isfinite(self.top):
+            hint = "the model file may be damaged; pull it again"
+            raise KVError(f"the model's output is not a number (largest logit {self.top})", hint)
+
+    def argmax(self) -> int:
+        """The lowest id of the largest logit."""
+        block = int(self._maxima.argmax())
+        return block * _BLOCK + int(self._blocks[block].argmax())
+
+    def largest(self, k: int) -> np.ndarray:
+        """Ids of the k largest values, ascending; among equals at the edge the lowest ids. 0 < k <= v.
+
+        The k-th largest value is found in the k blocks with the largest maxima: all larger values lie in them.
+        """
+        least = _kth_largest(self._maxima, min(k, len(self._maxima)))
+        edge = _kth_largest(self._blocks[self._maxima >= least].ravel(), k)
+        alive = (self._maxima >= edge).nonzero()[0]
+        block, place = (self._blocks[alive] >= edge).nonzero()
+        ids = alive[block] * _BLOCK + place
+        if surplus := len(ids) - k:
+            at_edge = (self._blocks.ravel()[ids] == edge).nonzero()[0]  # those of the padding, if any, come last
+            ids = np.delete(ids, at_edge[-surplus:])
+        return ids
 
 
-def _nucleus(values: Tensor, top_p: float) -> Tensor:
-    """Ascending indices of the fewest largest values whose softmax sums to `top_p`. float64 [n], max 0."""
-    total = values.exp().sum()
-    n = min(_NUCLEUS_GUESS, len(values))
+def _kth_largest(values: np.ndarray, k: int) -> Any:
+    """The k-th largest of values [n], 0 < k <= n."""
+    return np.partition(values, len(values) - k)[-k]
+
+
+def _nucleus(values: np.ndarray, top_p: float) -> np.ndarray:
+    """Ascending indices of the fewest largest values whose softmax sums to `top_p`; among equals at the edge the
+    lowest. float64 [n], max 0."""
+    weights = np.exp(values)
+    total, n = weights.sum(), min(_NUCLEUS_GUESS, len(values))
     while True:
-        indices = _largest(values, n)
-        indices = indices[values[indices].sort(descending=True, stable=True).indices]
-        mass = (values[indices].exp() / total).cumsum(0)
-        n_kept = int((mass < top_p).sum()) + 1
-        if n_kept <= n or n == len(values):
-            return indices[:n_kept].sort().values
+        edge = _kth_largest(values, n)
+        indices = (values >= edge).nonzero()[0]
+        indices = indices[(-values[indices]).argsort(kind="stable")]
+        mass = (weights[indices] / total).cumsum()
+        n_kept = int(mass.searchsorted(top_p)) + 1
+        if n_kept <= n or len(indices) == len(values):
+            return np.sort(indices[:n_kept])
         n = min(16 * n, len(values))
