@@ -26,7 +26,8 @@ LLAMA = {
 LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3": {"attention.sliding_window": 8},
-    "starcoder2": LAYER_NORM,
+    **dict.fromkeys(("starcoder2", "nemotron", "stablelm"), LAYER_NORM),
+    "command-r": LAYER_NORM | {"logit_scale": 0.1},
     "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
     "granite": {"logit_scale": 8.0},
 }

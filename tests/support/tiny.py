@@ -63,8 +63,10 @@ _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
     "llama": Family(settings=_EVEN, halves=True),
+    "internlm2": Family("llama", _EVEN, halves=True),
     "mistral3": Family("ministral3", halves=True),
     "qwen2": Family(),
+    "qwen2vl": Family("qwen2_5_vl_text", _EVEN),
     "qwen3": Family(),
     "qwen3vl": Family("qwen3_vl_text"),
     "gemma": Family(one_more=True),
@@ -76,7 +78,13 @@ FAMILIES = {
     "olmo2": Family(settings=_EVEN),
     "glm4": Family(),
     "starcoder2": Family(settings=_EVEN),
+    "nemotron": Family(settings=_EVEN, one_more=True),
+    "stablelm": Family(settings=_EVEN),
+    "exaone": Family("llama", _EVEN),
     "exaone4": Family(),
+    "chatglm": Family("glm", _EVEN),
+    "ernie4_5": Family(),
+    "command-r": Family("cohere", _EVEN),
     "cohere2": Family(settings=_EVEN | _SLIDING),
     "hunyuan-dense": Family("hunyuan_v1_dense"),
     "seed_oss": Family(),
@@ -122,7 +130,7 @@ _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
 _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
-_ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2")
+_ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
 
 VARIANTS = {
     "llama": Variant("llama", _tied(True)),
@@ -154,7 +162,14 @@ VARIANTS = {
         | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.8}
         | {"attention.temperature_scale": 0.3},
     ),
+    # transformers has it with remote code alone; it is a llama by other names.
+    "internlm2": Variant("internlm2", _tied(False)),
     "qwen2": Variant("qwen2", _tied(True)),
+    "qwen2vl": Variant(
+        "qwen2vl",
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        {"rope.dimension_sections": [2, 1, 1, 0]},
+    ),
     "qwen3": Variant("qwen3", _tied(True)),
     "qwen3-untied": Variant("qwen3", _tied(False)),
     "qwen3vl": Variant(
@@ -192,6 +207,15 @@ VARIANTS = {
     ),
     "glm4": Variant("glm4", _tied(False, attention_bias=True)),
     "starcoder2": Variant("starcoder2", _tied(True)),
+    "nemotron": Variant("nemotron", _tied(False), {"rope.scaling.type": "none"}),
+    "stablelm": Variant(
+        "stablelm", _tied(False, use_qkv_bias=True, use_parallel_residual=False), {"use_parallel_residual": False}
+    ),
+    # As internlm2, but that its rows are not reordered.
+    "exaone": Variant("exaone", _tied(False, rope_scaling=_LLAMA3)),
+    "chatglm": Variant("chatglm", _tied(False, attention_bias=True)),
+    "ernie4_5": Variant("ernie4_5", _tied(True)),
+    "command-r": Variant("command-r", _tied(True, logit_scale=0.4), {"logit_scale": 0.4, "rope.scaling.type": "none"}),
     "exaone4": Variant("exaone4", _HYBRID | _tied(True), _HYBRID_KEYS),
     "exaone4-full": Variant(
         "exaone4", _tied(False, sliding_window=None, layer_types=_slides(False, False, False), rope_scaling=_LLAMA3)
@@ -316,7 +340,8 @@ def _reference(variant: Variant, vocab_size: int) -> Any:
 def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(path, variant.arch)
     sizes = model.config
-    norms = {"rms_norm_eps": "layer_norm_rms", "layer_norm_eps": "layer_norm", "norm_epsilon": "layer_norm"}
+    norms = {"rms_norm_eps": "layer_norm_rms"}
+    norms |= dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), "layer_norm")
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
         "embedding_length": sizes.hidden_size,
@@ -376,7 +401,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         for part, heads in (("q", sizes.num_attention_heads), ("k", sizes.num_key_value_heads)):
             if variant.family.halves and f".{part}_proj." in name:
                 weight = _interleaved(weight, heads)
-        if variant.family.one_more and "norm" in name:
+        if variant.family.one_more and name.endswith("norm.weight"):
             weight = weight + 1
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
