@@ -130,6 +130,7 @@ _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
 _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
+BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 _ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
 
 VARIANTS = {
@@ -162,7 +163,6 @@ VARIANTS = {
         | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.8}
         | {"attention.temperature_scale": 0.3},
     ),
-    # transformers has it with remote code alone; it is a llama by other names.
     "internlm2": Variant("internlm2", _tied(False)),
     "qwen2": Variant("qwen2", _tied(True)),
     "qwen2vl": Variant(
@@ -211,7 +211,6 @@ VARIANTS = {
     "stablelm": Variant(
         "stablelm", _tied(False, use_qkv_bias=True, use_parallel_residual=False), {"use_parallel_residual": False}
     ),
-    # As internlm2, but that its rows are not reordered.
     "exaone": Variant("exaone", _tied(False, rope_scaling=_LLAMA3)),
     "chatglm": Variant("chatglm", _tied(False, attention_bias=True)),
     "ernie4_5": Variant("ernie4_5", _tied(True)),

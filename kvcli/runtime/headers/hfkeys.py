@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcli.errors import ModelError
+from kvcli.runtime.config import LAYER
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hflayers import STATE_ONLY, has_both, kinds_of, no_rope_layers, window_of, without
@@ -295,6 +296,11 @@ def _experts(config: HFConfig) -> dict[str, Any]:
 
 def _numbers(config: HFConfig) -> dict[str, Any]:
     keys = {key: value for name, key in _RENAMED.items() if (value := config.number(name)) is not None}
+    rms, layer = _RENAMED["rms_norm_eps"], _RENAMED["layer_norm_eps"]
+    if rms in keys and families.of_gguf(families.gguf_name(config.model_type)).block.norm == LAYER:
+        keys[layer] = keys.pop(rms)  # both have been called norm_eps
+    if config.has("use_parallel_residual"):
+        keys["use_parallel_residual"] = bool(config.get("use_parallel_residual"))
     if scalar := config.number("query_pre_attn_scalar"):
         keys["attention.scale"] = scalar**-0.5
     if config.get("no_rope_layers") or config.get("no_rope_layer_interval"):

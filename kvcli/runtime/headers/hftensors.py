@@ -20,7 +20,7 @@ from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
 
-_ONE_MORE = ("gemma", "gemma2", "gemma3")  # norms multiply by 1 + w, and files hold that
+_ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
 _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
