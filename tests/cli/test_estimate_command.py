@@ -12,6 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import tiny
 from conftest import PACKAGE_ROOT, KvHere
 from estimatecases import CARD, ok, small_file, use_own_folders
 
@@ -306,6 +307,19 @@ def test_a_safetensors_folder(tmp_path: Path, kv_here: KvHere) -> None:
     (folder / "config.json").unlink()
     code, _, err = kv_here("estimate", str(folder))
     assert code == 3 and "config.json" in err
+
+
+def test_a_folder_is_planned_as_it_runs(kv_here: KvHere) -> None:
+    """The same as the file that it would become."""
+    words = ("--json", "--bandwidth", "1", "--device", "cpu", "-ct", "f16")
+    folder, file = (
+        json.loads(ok(kv_here("estimate", str(each), *words)))
+        for each in (tiny.folder("llama-untied"), tiny.make("llama-untied").path)
+    )
+    assert folder["model_info"]["runs"] is file["model_info"]["runs"] is True
+    assert [folder[key] for key in ("attention", "fixed", "types")] == [
+        file[key] for key in ("attention", "fixed", "types")
+    ]
 
 
 def test_lists(kv_here: KvHere) -> None:

@@ -53,7 +53,11 @@ def test_a_folder_is_the_model_of_transformers_and_the_file_that_a_converter_wri
             assert np.array_equal(model.data(name), converted.data(name))
             assert np.allclose(*(x.data(name).view(np.float32) for x in (model, by_hand)), rtol=1e-6, atol=0)
         for key, value in model.metadata.items():
-            assert same(converted.metadata[key], value), key
+            there = converted.metadata[key]
+            if key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):  # llama.cpp wants a text for each row
+                assert len(there) == model.tensors["token_embd.weight"].shape[0]
+                there = list(there)[: len(value)]
+            assert same(there, value), key
     arch = model.metadata["general.architecture"]
     implied = {f"{arch}.{key}" for key in ("n_deepstack_layers", "rope.scaling.type")}
     for key, value in by_hand.metadata.items():
@@ -228,7 +232,7 @@ def test_tensors_that_are_wrong_are_named(tmp_path: Path):
         ),
         ({name: torch.ones(80, 48, dtype=torch.float8_e4m3fn)}, None, f"has no tensor {name}_scale"),
         ({"lm_head.weight": None}, None, "has no lm_head.weight"),
-        ({}, {"model_type": "nonsense"}, "kv cannot read a folder of the architecture 'nonsense'"),
+        ({}, {"model_type": "nonsense"}, "kv does not read folders of the architecture 'nonsense'"),
         ({}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1.0}}, "of the type 'odd'"),
     ]
     for i, (tensors, config, what) in enumerate(cases):

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcli.blockformats import FORMATS
 from kvcli.runtime.formats.modelfile import ModelFile
+from kvcli.runtime.text.vocabulary import UNUSED
 
 _ARCHITECTURE = "general.architecture"  # which the writer itself adds
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
@@ -30,7 +31,7 @@ def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int],
     part = path.with_name(f"{path.name}.part")
     writer = gguf.GGUFWriter(part, model.metadata[_ARCHITECTURE])
     try:
-        for key, value in (model.metadata | _file_type(model)).items():
+        for key, value in (model.metadata | _file_type(model) | _padded(model)).items():
             if key != _ARCHITECTURE:
                 _add(writer, key, value)
         for tensor in model.tensors.values():
@@ -65,6 +66,17 @@ def _file_type(model: ModelFile) -> dict[str, Any]:
             nbytes[tensor.type] += tensor.nbytes
     most = nbytes.most_common(1)[0][0] if nbytes else ""
     return {"general.file_type": _FILE_TYPES[most]} if most in _FILE_TYPES else {}
+
+
+def _padded(model: ModelFile) -> dict[str, Any]:
+    """The vocabulary with a text for each row of the embedding, which llama.cpp demands: [PAD377], of no use."""
+    tokens, rows = model.metadata["tokenizer.ggml.tokens"], model.tensors["token_embd.weight"].shape[0]
+    extra = range(len(tokens), rows)
+    fill: dict[str, list[Any]] = {
+        "tokens": [f"[PAD{i}]" for i in extra], "token_type": [UNUSED] * len(extra), "scores": [-1000.0] * len(extra),
+    }  # fmt: skip
+    keys = ((f"tokenizer.ggml.{name}", more) for name, more in fill.items() if extra)
+    return {key: [*model.metadata[key], *more] for key, more in keys if key in model.metadata}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -19,7 +19,11 @@ from kvcli.runtime.formats.packing import pack, packed_types
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
+from kvcli.runtime.model.archs import RUNNABLE
+from kvcli.words import listed
 
+# Architectures beside those that kv runs whose tensors are those of llama.cpp's converter.
+_CONVERTED = ("qwen2moe", "qwen3moe", "olmoe")
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
 _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
@@ -96,12 +100,12 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
 
 
 def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
-    """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that has none."""
+    """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that was not compared."""
+    if arch not in (*RUNNABLE, *_CONVERTED):
+        raise ModelError(f"kv does not read folders of the architecture '{arch}'", f"it reads {listed(RUNNABLE)}")
     import gguf
 
-    known = next((each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), None)
-    if known is None:
-        raise ModelError(f"kv cannot read a folder of the architecture '{arch}': GGUF files have no names for it")
+    known = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     table = gguf.get_tensor_name_map(known, n_layers)
 
     def name_of(spelled: str) -> str | None:

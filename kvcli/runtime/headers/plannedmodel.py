@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from kvcli.errors import ModelError
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf
+from kvcli.runtime.headers.modelheaders import SAFETENSORS, HeaderTensor, ModelHeader
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.hub import store
@@ -100,9 +102,11 @@ def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bo
     from kvcli.runtime.headers.reading import read_header
 
     header = read_header(ref, offline=offline)
+    problem, remedy = "kv downloads GGUF files, and this is a safetensors model", "kv runs its folder once it is here"
+    if header.container == SAFETENSORS and ref.is_path:
+        header, problem = _as_it_runs(header, Path(ref.name).expanduser())
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-    problem, remedy = "kv runs GGUF files, and this is a safetensors model", "convert it to GGUF first"
-    if header.container == "gguf":
+    if header.metadata:
         problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
         config = config_from_gguf_any(header.metadata, shapes, given)
     elif header.config:
@@ -115,7 +119,7 @@ def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bo
     else:
         weights = footprint.weights_of_tensors(header.tensors, config, kind)
     notices = tuple(header.notices)
-    if kind != CPU and header.container == "gguf":
+    if kind != CPU and header.metadata:
         reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
         notices += (f"this model cannot be computed on a GPU: {reason}",) if reason else ()
     return PlannedModel(
@@ -134,6 +138,19 @@ def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bo
         remedy if problem else "",
         "" if problem else label,
     )
+
+
+def _as_it_runs(header: ModelHeader, path: Path) -> tuple[ModelHeader, str]:
+    """A folder with the keys and tensors of the GGUF file that it runs as, and ""; else as it is, and why."""
+    from kvcli.runtime.headers.folder import SafetensorsModel
+
+    try:
+        with SafetensorsModel(path if path.is_dir() else path.parent) as model:
+            tensors = {name: HeaderTensor(t.shape, t.type, t.nbytes) for name, t in model.tensors.items()}
+            notices = (*header.notices, *model.notices)
+            return replace(header, metadata=model.metadata, tensors=tensors, notices=notices), ""
+    except ModelError as error:
+        return header, error.message
 
 
 def _main_type(tensors: Mapping[str, Tensor]) -> str:
