@@ -29,7 +29,9 @@ kvcli.runtime.model.archs
 kvcli.runtime.model.architecture
 kvcli.runtime.model.ropekeys
 kvcli.runtime.config
-kvcli.kernels kvcli.runtime.formats kvcli.runtime.text
+kvcli.kernels kvcli.runtime.formats
+kvcli.runtime.text
+kvcli.runtime.formats.boundedjson
 kvcli.environment
 kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
 kvcli.errors
