@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a chat template is used, and how long a model may think."""
+
+    template: str | None = None  # its text; None = the model's own
+    variables: Mapping[str, Any] = field(default_factory=dict)  # what the template gets beside the messages
+    reasoning: str = "auto"  # "on", "off"; "auto" = as the template does by itself
+    budget: int = -1  # most tokens of thinking; -1 = as many as the model likes
+
+
+MODELS_OWN = ChatOptions()
 
 
 @dataclass(frozen=True)
@@ -20,6 +35,7 @@ class LoadOptions:
     quantize: str = ""  # what the matrices of a folder are packed as: a key of FORMATS; "" = as they are
     exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
     chat_anyway: bool = False  # take the architecture's chat template where the file has none
+    chat: ChatOptions = MODELS_OWN
 
 
 @dataclass(frozen=True)
@@ -108,3 +124,4 @@ class SampleOptions:
     ignore_eos: bool = False
     loop_stop: bool | None = None  # end an answer that repeats itself; None = unless ignore_eos
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # of how many tokens log probabilities are told, beside the chosen one; None = of none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine.events import End, Event, Timings, Token, Usage
+from kvcli.runtime.engine.events import End, Event, Logprobs, Timings, Token, Usage
 
 
 class Answer:
@@ -22,6 +22,8 @@ class Answer:
         self.prompt_tokens, self.sampling = prompt_tokens, sampling
         self._stopped = stopped = [False]
         self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        self._logprobs: list[Logprobs] = []
         self._end: End | None = None
         self._events = start(lambda: stopped[0])  # without a circle: an answer that nobody has is gone at once
         self._failed = False
@@ -39,6 +41,10 @@ class Answer:
                 raise
             if isinstance(event, End):
                 self._end = event
+            if isinstance(event, Token) and event.logprobs is not None:
+                self._logprobs.append(event.logprobs)
+            if isinstance(event, (Token, End)):
+                self._thoughts.append(event.reasoning)
             text = event.text if isinstance(event, (Token, End)) else ""
             if text:
                 self._pieces.append(text)
@@ -66,6 +72,18 @@ class Answer:
         """All of the text."""
         self._result()
         return "".join(self._pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered; "" = nothing that is told apart."""
+        self._result()
+        return "".join(self._thoughts)
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        """Of each token, where `logprobs` was asked for."""
+        self._result()
+        return list(self._logprobs)
 
     @property
     def ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api.answers import Answer
 from kvcli.errors import ModelError, UsageError
-from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.options import ChatOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.engine import sampling as settling
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.events import Event
     from kvcli.runtime.plan.plan import Plan
+    from kvcli.runtime.text.reasoning import Thinking
 
 DEFAULTS = SampleOptions()
 
@@ -115,22 +116,34 @@ class Model:
         messages: str | Many[Mapping[str, Any]],
         *,
         sequence: Sequence | None = None,
+        reasoning: str = ChatOptions.reasoning,
+        reasoning_budget: int = ChatOptions.budget,
+        template_vars: Mapping[str, Any] | None = None,
+        assistant: str = "",
         sampling: SampleOptions = DEFAULTS,
         **fields: Any,
     ) -> Answer:
         """Answer the last of these messages, each {"role": ..., "content": ...}; a text is one message of a user.
 
+        What the model thinks before it answers is `Answer.reasoning`. `reasoning`: "on", "off", or "auto" = as the chat
+        template has it; `reasoning_budget`: most tokens of it, -1 = no limit. `template_vars`: what the template gets
+        beside the messages (`tools`, `documents`, variables of its own). `assistant`: what the answer begins with.
         `fields`: those of `SampleOptions`, by name (`temperature=0, max_tokens=100`); they stand above `sampling`.
         Raises ModelError where the model has no chat template or its template refuses the messages, ContextOverflow for
         a prompt longer than the context, UsageError for a value out of range.
         """
         engine = self._open()
-        template = engine.loaded.text.template
-        if template is None:
+        if engine.loaded.text.template is None:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
+        if reasoning not in ("on", "off", "auto") or reasoning_budget < -1:
+            raise UsageError("`reasoning` is on, off or auto, and `reasoning_budget` -1 or more")
+        options = ChatOptions(None, template_vars or {}, reasoning, reasoning_budget)
+        template = engine.loaded.text.template.with_options(options)
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        ids = engine.tokenizer.encode_segments(template.render_segments(asked), add_bos=True)
-        return self._answer(ids, sequence, replace(sampling, **fields))
+        segments = template.render_segments(asked)
+        thinking = template.thinking(segments, engine.tokenizer, assistant)
+        ids = engine.tokenizer.encode_segments([*segments, *(thinking.given if thinking else [])], add_bos=True)
+        return self._answer(ids, sequence, replace(sampling, **fields), thinking)
 
     def generate(
         self,
@@ -146,12 +159,14 @@ class Model:
         ids = self.tokenize(prompt, bos=True, special=special) if isinstance(prompt, str) else list(prompt)
         return self._answer(ids, sequence, replace(sampling, **fields))
 
-    def _answer(self, ids: list[int], sequence: Sequence | None, options: SampleOptions) -> Answer:
+    def _answer(
+        self, ids: list[int], sequence: Sequence | None, options: SampleOptions, thinking: Thinking | None = None
+    ) -> Answer:
         engine, rows, caches = self._open(), self._rows(sequence), self._caches
         settled = settling.settled(options, engine.loaded.sampling_defaults, engine.config.vocab_size)
 
         def start(cancelled: Callable[[], bool]) -> Iterator[Event]:
-            return engine.generate(rows, ids, settled, cancelled, caches=caches)
+            return engine.generate(rows, ids, settled, cancelled, caches=caches, thinking=thinking)
 
         answer = Answer(len(ids), settled, start)
         self._running = weakref.ref(answer)  # an answer that nobody has any more is over

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.interrupt import FINISH, Interrupts
 from kvcli.cli.overflow import Cut
-from kvcli.cli.report import CacheFacts, MemoryFacts, Result
+from kvcli.cli.report import CacheFacts, MemoryFacts, Result, logprobs_object
 from kvcli.cli.sinks import Sink
 from kvcli.cli.verification import verify
 from kvcli.errors import KVError, OutputError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
     from kvcli.runtime.promptcache.caches import Caches
+    from kvcli.runtime.text.reasoning import Thinking
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Job:
     verify: bool = False  # compare the memory plan with what the process took
     history: bool = False  # the prompt is a whole conversation, see Engine.generate
     cut: Cut | None = None  # what is missing of the prompt
+    thinking: Thinking | None = None  # how the answer is told apart from it
     told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
 
 
@@ -51,14 +53,15 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     From the first token on an interrupt ends the answer instead of the process.
     """
     job.sink.start(job.model, job.sampling)
-    parts = []
+    parts: list[Token] = []
+    asked = job.sampling, job.interrupts.cancelled, job.history, job.caches, job.thinking
     try:
-        for event in engine.generate(sequence, ids, job.sampling, job.interrupts.cancelled, job.history, job.caches):
+        for event in engine.generate(sequence, ids, *asked):
             if isinstance(event, Prefill):
                 job.sink.prefill(event)
             elif isinstance(event, Token):
                 job.interrupts.stage = FINISH
-                parts.append(event.text)
+                parts.append(event)
                 job.sink.token(event)
             else:
                 end = event
@@ -71,14 +74,20 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     result = result_of(engine, sequence, job, parts, end, memory)
     if job.verify:
         result = replace(result, verification=verify(engine, tokens))
-    job.sink.end(result, end.text)
+    job.sink.end(result)
     return result
 
 
-def result_of(engine: Engine, sequence: Sequence, job: Job, parts: list[str], end: End, memory: MemoryFacts) -> Result:
+def result_of(
+    engine: Engine, sequence: Sequence, job: Job, parts: list[Token], end: End, memory: MemoryFacts
+) -> Result:
     """The answer whose text came in `parts`, and its cache as it is now."""
-    text, cache = "".join(parts) + end.text, cache_facts(engine, sequence)
-    return Result(job.model, text, end, cache, job.sampling, list(job.told), memory, None, job.cut)
+    text = "".join(part.text for part in parts) + end.text
+    reasoning = "".join(part.reasoning for part in parts) + end.reasoning
+    told = [logprobs_object(part.logprobs) for part in parts if part.logprobs is not None]
+    logprobs = None if job.sampling.logprobs is None else told
+    facts = cache_facts(engine, sequence), job.sampling, list(job.told), memory, None, job.cut
+    return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs)
 
 
 def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:

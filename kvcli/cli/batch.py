@@ -103,11 +103,13 @@ class _Asked:
     line: Line
     request: Request
     parts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     end: End | None = None
 
     def take(self, event: Event) -> None:
         if isinstance(event, Token):
             self.parts.append(event.text)
+            self.thoughts.append(event.reasoning)
         elif isinstance(event, End):
             self.end = event
 
@@ -121,6 +123,7 @@ class _Asked:
             "line": self.number,
             "id": self.line.id,
             "text": "".join(self.parts) + self.end.text,
+            "reasoning": "".join(self.thoughts) + self.end.reasoning or None,
             "finish_reason": self.end.finish_reason,
             "stop": self.end.stop,
             **end_objects(self.end),
@@ -222,5 +225,7 @@ def _answer(
 def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: int) -> _Asked:
     """The request of a line. Raises KVError."""
     line = Line.parse(raw, number, form)
-    settled, ids = settle(engine.loaded, line.sampling), line.ids(engine.loaded.text, form)
-    return _Asked(number, line, engine.request(engine.new_sequence(), ids, settled, caches=caches))
+    settled = settle(engine.loaded, line.sampling)
+    ids, thinking = line.ids(engine.loaded.text, form)
+    request = engine.request(engine.new_sequence(), ids, settled, caches=caches, thinking=thinking)
+    return _Asked(number, line, request)

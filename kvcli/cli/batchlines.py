@@ -13,6 +13,7 @@ from kvcli.words import meant, near
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
+    from kvcli.runtime.text.reasoning import Thinking
 
 ROLES = ("system", "user", "assistant")
 SAMPLING = (
@@ -63,19 +64,21 @@ class Line:
         messages = _messages(value["messages"]) if "messages" in value else []
         return cls(value_id(value), prompt, messages, _sampling(value, form.sampling))
 
-    def ids(self, model: ModelText, form: Form) -> list[int]:
-        """The whole prompt. Raises UsageError, and TemplateError."""
+    def ids(self, model: ModelText, form: Form) -> tuple[list[int], Thinking | None]:
+        """The whole prompt, and how its answer is told apart from thinking. Raises UsageError, and TemplateError."""
         raw = form.raw or model.template is None
         if self.prompt is not None and raw:
             if form.system is not None:
                 raise UsageError("a prompt without a chat template has no system message", "put it into the text")
-            return model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
+            return model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special), None
         if raw or model.template is None:
             raise UsageError("`messages` need a chat template", "give `prompt`, or --no-raw")
         messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
         if form.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": form.system}, *messages]
-        return model.tokenizer.encode_segments(model.template.render_segments(messages), add_bos=True)
+        segments = model.template.render_segments(messages)
+        thinking = model.template.thinking(segments, model.tokenizer)
+        return model.tokenizer.encode_segments(segments, add_bos=True), thinking
 
 
 def value_id(value: dict[str, Any]) -> str | int | None:

@@ -16,6 +16,7 @@ from kvcli.options import CacheOptions, LoadOptions
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
+    from kvcli.runtime.text.template import ChatTemplate
 
 
 def tell_aliases(pairs: Iterable[Types], invocation: Invocation) -> None:
@@ -55,6 +56,16 @@ def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 
 def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """`load_model` and `engine_of`, where no prompt decides anything."""
     return engine_of(load_model(load, cache, invocation, interrupts), invocation)
+
+
+def tell_of_thinking(template: ChatTemplate | None, styles: bool, invocation: Invocation) -> None:
+    """Say where options of thinking change nothing for a model; `styles`: it marks thinking in a way that kv knows."""
+    if template is None or styles:
+        return
+    if template.options.budget >= 0:
+        render.warn("--reasoning-budget changes nothing: the model marks no thinking that kv knows", invocation)
+    elif template.options.reasoning != "auto" and not template.switch:
+        render.warn("--reasoning changes nothing: the chat template has no switch for thinking", invocation)
 
 
 def _tell(notices: list[str], doubts: list[str], invocation: Invocation) -> None:

@@ -23,7 +23,8 @@ from kvcli.cli.wrapping import cells, columns
 from kvcli.notices import Tell
 from kvcli.words import human_bytes
 
-_RED, _YELLOW, _BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[33m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+DIM, RESET = "\x1b[2m", "\x1b[0m"
+_RED, _YELLOW, _BOLD = "\x1b[1;31m", "\x1b[33m", "\x1b[1m"
 SPARED_FOR = 24  # columns of a terminal that the last column of a table should have
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
 
@@ -102,7 +103,7 @@ def print_table(
         line = "  ".join(padded).rstrip()
         lines.append(fitting(line) if spare else line)
     if use_color(sys.stdout, invocation.color):
-        lines[0] = f"{_BOLD}{lines[0]}{_RESET}"
+        lines[0] = f"{_BOLD}{lines[0]}{RESET}"
     write_out("\n".join(lines) + "\n")
 
 
@@ -114,7 +115,7 @@ def print_error(message: str, hint: str, when: When = When.auto) -> None:
 
 def _labelled(label: str, style: str, message: str, when: When) -> str:
     line = marked(f"{label} {one_line(message)}") + "\n"
-    return line.replace(label, f"{style}{label}{_RESET}", 1) if use_color(sys.stderr, when) else line
+    return line.replace(label, f"{style}{label}{RESET}", 1) if use_color(sys.stderr, when) else line
 
 
 def warn(message: str, invocation: Invocation) -> None:
@@ -148,7 +149,7 @@ def step(message: str, invocation: Invocation) -> None:
 def aside(message: str, invocation: Invocation) -> None:
     """What need not be looked at, dimmed: said always, not kept."""
     line = marked(message)
-    write_err(f"{_DIM}{line}{_RESET}\n" if use_color(sys.stderr, invocation.color) else f"{line}\n")
+    write_err(f"{DIM}{line}{RESET}\n" if use_color(sys.stderr, invocation.color) else f"{line}\n")
 
 
 def telling(invocation: Invocation) -> Tell:

@@ -17,7 +17,7 @@ from kvcli.cli.wrapping import columns
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.events import End, Logprob, Logprobs
 from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.words import counted, human_bytes
 
@@ -93,6 +93,8 @@ class Result:
     verification: Verification | None = None  # with --verify-estimate
     cut: Cut | None = None  # of the prompt, which was too long
     error: KVError | None = None  # that the run ends with, although the answer is whole
+    reasoning: str = ""  # what the model thought before it
+    logprobs: list[dict[str, Any]] | None = None  # of each token, where they are asked for
 
     @property
     def losses(self) -> list[str]:
@@ -221,6 +223,7 @@ def result_object(result: Result) -> dict[str, Any]:
     return {
         "model": result.model,
         "text": result.text,
+        "reasoning": result.reasoning or None,
         "finish_reason": result.end.finish_reason,
         "stop": result.end.stop,
         "repetition": {"tokens": loop.tokens, "period_tokens": loop.period, "times": loop.times}
@@ -254,8 +257,20 @@ def result_object(result: Result) -> dict[str, Any]:
         },
         "sampling": sampling_object(result.params),
         "warnings": result.warnings,
+        **({"logprobs": result.logprobs} if result.logprobs is not None else {}),
         **({"error": result.error.as_object()} if result.error else {}),
     }
+
+
+def logprobs_object(logprobs: Logprobs) -> dict[str, Any]:
+    """A token with its log probability, and the tokens that the model took for the likeliest."""
+    return {**_logprob(logprobs.chosen), "top": [_logprob(each) for each in logprobs.top]}
+
+
+def _logprob(one: Logprob) -> dict[str, Any]:
+    """JSON has no infinity: a token that is ruled out has null."""
+    value = round(one.logprob, 6) if math.isfinite(one.logprob) else None
+    return {"token_id": one.id, "token": one.token, "logprob": value}
 
 
 def end_objects(end: End) -> dict[str, Any]:
@@ -269,6 +284,7 @@ def end_objects(end: End) -> dict[str, Any]:
             "cache_write_tokens": usage.cache_write_tokens,
             "cache_miss": as_flags(usage.cache_miss) or None,
             "completion_tokens": usage.completion_tokens,
+            "reasoning_tokens": usage.reasoning_tokens,
         },
         "timings": {
             "load_s": round(timings.load_s, 6),

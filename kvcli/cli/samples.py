@@ -48,7 +48,7 @@ class _Sample:
 
     def __init__(self, number: int, job: Job, turns: InTurn, request: Request) -> None:
         self.number, self.job, self.turns, self.request = number, job, turns, request
-        self.parts: list[str] = []
+        self.parts: list[Token] = []
         self.result: Result | None = None
         self._write(lambda sink: sink.start(job.model, job.sampling))
 
@@ -61,7 +61,7 @@ class _Sample:
             self._write(lambda sink: sink.prefill(event))
         elif isinstance(event, Token):
             self.job.interrupts.stage = FINISH
-            self.parts.append(event.text)
+            self.parts.append(event)
             self._write(lambda sink: sink.token(event))
         else:
             self._end(event, engine, predicted)
@@ -70,7 +70,7 @@ class _Sample:
         memory = MemoryFacts(predicted, engine.plan.total)
         self.result = result = result_of(engine, self.request.seq, self.job, self.parts, end, memory)
         self.request.seq.close()
-        self._write(lambda sink: sink.end(result, end.text), last=True)
+        self._write(lambda sink: sink.end(result), last=True)
 
 
 def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:
@@ -82,7 +82,8 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
     for each in reversed(jobs):  # the first one reads the prompt for those that exist already
         seq, cancelled = engine.new_sequence(), job.interrupts.cancelled
         twins = requests if each is jobs[0] else ()
-        requests = [engine.request(seq, ids, each.sampling, cancelled, twins=twins, caches=job.caches), *requests]
+        how = each.sampling, cancelled, False, twins, job.caches, job.thinking
+        requests = [engine.request(seq, ids, *how), *requests]
     turns, scheduler = InTurn(job.sink, count), Scheduler(engine, count)
     samples = {id(r): _Sample(n, jobs[n], turns, r) for n, r in enumerate(requests)}
     for request in requests:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 from kvcli.cli import jsonobjects
 from kvcli.cli.invocation import Invocation
-from kvcli.cli.render import Progress
-from kvcli.cli.report import Result, result_object, sampling_object
-from kvcli.cli.streams import OutputFile, TextOut, say
+from kvcli.cli.render import DIM, RESET, Progress, use_color
+from kvcli.cli.report import Result, logprobs_object, result_object, sampling_object
+from kvcli.cli.streams import OutputFile, TextOut, is_terminal, neutralise, say, write_err
+from kvcli.cli.wrapping import Wrapper, columns
 from kvcli.errors import OutputError
-from kvcli.runtime.engine.events import Prefill, Token
+from kvcli.runtime.engine.events import End, Prefill, Token
 
 BAR_FROM_TOKENS = 512  # a shorter prompt is read before a bar could be looked at
 
@@ -31,7 +33,7 @@ class Sink(Protocol):
 
     def token(self, event: Token) -> None: ...
 
-    def end(self, result: Result, held: str) -> None: ...
+    def end(self, result: Result) -> None: ...
 
     def sample(self, number: int, count: int) -> None:
         """What comes now is the answer `number`, from 1, of several to one prompt."""
@@ -40,12 +42,41 @@ class Sink(Protocol):
     def broken(self) -> None: ...
 
 
+class Thoughts:
+    """What a model thinks, on stderr: dim on a terminal. With -q it is not shown."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        self._shown = not invocation.quiet and sys.stderr is not None
+        self._dim = self._shown and use_color(sys.stderr, invocation.color)
+        self._wrapper = Wrapper(lambda: columns(sys.stderr)) if is_terminal(sys.stderr) else None
+        self._begun = False
+
+    def write(self, text: str) -> None:
+        if self._shown:
+            self._begun = True
+            self._put(self._wrapper.feed(neutralise(text)) if self._wrapper else text)
+
+    def end(self) -> None:
+        """The answer comes, or nothing more: thinking has lines of its own, and on a terminal an empty one below."""
+        if self._begun:
+            self._put(self._wrapper.release() if self._wrapper else "")
+            write_err("\n\n" if self._wrapper else "\n")
+            if self._wrapper:
+                self._wrapper.reset()
+        self._begun = False
+
+    def _put(self, text: str) -> None:
+        if text:
+            write_err(f"{DIM}{text}{RESET}" if self._dim else text)
+
+
 class TextSink:
     """The generated text alone on stdout; a bar on stderr while the prompt is read."""
 
     def __init__(self, out: TextOut, invocation: Invocation, newline: bool = True) -> None:
         self.out, self.newline = out, newline
         self.progress = Progress(invocation, unit="tokens")
+        self.thoughts = Thoughts(invocation)
 
     def start(self, model: str, params: Any) -> None:
         """Nothing is said before the first token."""
@@ -56,11 +87,21 @@ class TextSink:
 
     def token(self, event: Token) -> None:
         self.progress.close()
-        self.out.write(event.text)
+        self._write(event)
 
-    def end(self, result: Result, held: str) -> None:
+    def _write(self, event: Token | End) -> None:
+        if event.reasoning:
+            if self.out.tty and not self.out.at_line_start:
+                self.out.end_line()
+            self.thoughts.write(event.reasoning)
+        if event.text:
+            self.thoughts.end()
+            self.out.write(event.text)
+
+    def end(self, result: Result) -> None:
         self.progress.close()
-        self.out.write(held)
+        self._write(result.end)
+        self.thoughts.end()
         if self.newline:
             self.out.end_line()
         self.out.flush()
@@ -72,6 +113,7 @@ class TextSink:
     def broken(self) -> None:
         """No more text comes, but an error: it gets a line of its own on a terminal."""
         self.progress.close()
+        self.thoughts.end()
         if self.out.tty and not self.out.empty:
             self.out.end_line()
         self.out.flush()
@@ -93,14 +135,14 @@ class CopySink:
         self.file.write(event.text)
         self.sink.token(event)
 
-    def end(self, result: Result, held: str) -> None:
-        self.file.write(held)
+    def end(self, result: Result) -> None:
+        self.file.write(result.end.text)
         if self.newline:
             self.file.end_line()
         self.file.whole = result.end.finish_reason != "interrupted"
         self.left -= 1
         remark = "" if self.left else self.file.keep()
-        self.sink.end(replace(result, error=self.file.failure), held)
+        self.sink.end(replace(result, error=self.file.failure))
         if remark:
             say(remark)
 
@@ -121,7 +163,7 @@ class NoSink(TextSink):
     def token(self, event: Token) -> None:
         """Nothing is shown."""
 
-    def end(self, result: Result, held: str) -> None:
+    def end(self, result: Result) -> None:
         self.progress.close()
 
 
@@ -140,7 +182,7 @@ class JsonSink:
     def token(self, event: Token) -> None:
         self.invocation.answer.append(event.text)
 
-    def end(self, result: Result, held: str) -> None:
+    def end(self, result: Result) -> None:
         self._line("run", result_object(result))
         self.invocation.answered = True
 
@@ -162,7 +204,7 @@ class SamplesSink(JsonSink):
         super().__init__(out, invocation)
         self.count, self.objects = count, list[dict[str, Any]]()
 
-    def end(self, result: Result, held: str) -> None:
+    def end(self, result: Result) -> None:
         self.objects.append({"kv_schema": jsonobjects.VERSION, **result_object(result)})
         if len(self.objects) == self.count:
             self._line("run --n-samples", {"samples": self.objects})
@@ -175,7 +217,7 @@ class TurnSink(JsonSink):
     def start(self, model: str, params: Any) -> None:
         self.invocation.answer.clear()
 
-    def end(self, result: Result, held: str) -> None:
+    def end(self, result: Result) -> None:
         self._line("chat", result_object(result))
         self.invocation.answer.clear()
 
@@ -194,11 +236,16 @@ class JsonlSink(JsonSink):
         self._event("progress", {"stage": "prefill", **counts})
 
     def token(self, event: Token) -> None:
-        self._event("token", {"token_id": event.id, "text": event.text})
+        logprobs = {} if event.logprobs is None else {"logprobs": logprobs_object(event.logprobs)}
+        self._text(event.id, event, logprobs)
 
-    def end(self, result: Result, held: str) -> None:
-        if held:
-            self._event("token", {"token_id": None, "text": held})
+    def _text(self, token_id: int | None, event: Token | End, more: dict[str, Any]) -> None:
+        reasoning = {"reasoning": event.reasoning} if event.reasoning else {}
+        self._event("token", {"token_id": token_id, "text": event.text, **reasoning, **more})
+
+    def end(self, result: Result) -> None:
+        if result.end.text or result.end.reasoning:
+            self._text(None, result.end, {})
         for message in result.warnings:
             self._event("warning", {"message": message})
         self._event("end", result_object(result))
@@ -226,8 +273,8 @@ class WhileRead:
     def token(self, event: Token) -> None:
         self._write(self.sink.token, event)
 
-    def end(self, result: Result, held: str) -> None:
-        self._write(self.sink.end, result, held)
+    def end(self, result: Result) -> None:
+        self._write(self.sink.end, result)
 
     def sample(self, number: int, count: int) -> None:
         self._write(self.sink.sample, number, count)

@@ -10,6 +10,7 @@ from kvcli.cli import render
 from kvcli.cli.commands.tokenize import tokens_object
 from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, ModelName, SystemFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.helptext import PROMPT, STORES
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.locate import locate_model
@@ -30,6 +31,7 @@ def prompt(
     ctx: typer.Context,
     flags: PromptFlags,
     system: SystemFlags,
+    template: TemplateFlags,
     model: ModelName = DEFAULT_MODEL,
     json: JsonFlag = False,
     instruction: Annotated[
@@ -44,10 +46,11 @@ def prompt(
     from kvcli.runtime.text.modeltext import ModelText
 
     invocation: Invocation = ctx.obj
-    asked, path = flags.question(instruction, system, invocation), locate_model(model, invocation)
+    asked, chat = flags.question(instruction, system, invocation), template.options(flags.raw)
+    path = locate_model(model, invocation)
     with GGUFFile.open(path) as file:
         warn = render.telling(invocation).warn
-        text = ModelText.of(file.metadata, path.name, chat_anyway=flags.raw is False, tell=warn)
+        text = ModelText.of(file.metadata, path.name, chat_anyway=flags.raw is False, chat=chat, tell=warn)
     question = asked.of(text, invocation)
     whole = "".join(part for part, _ in question.segments(text, question.prompt))
     if json:

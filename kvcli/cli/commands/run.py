@@ -22,6 +22,7 @@ from kvcli.cli.flags.prompt import PromptFlags, Question
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag, json_option
@@ -78,6 +79,15 @@ class OutputFlags:
             ),
         ),
     ] = False
+    logprobs: Annotated[
+        int | None,
+        _output(
+            "--logprobs",
+            metavar="N",
+            help="With --json or --jsonl: the log probability of each token, and of the N likeliest ones.",
+            callback=in_range("--logprobs", 0, 100),
+        ),
+    ] = None
     raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
 
     def copy(self, reads: Sequence[str]) -> OutputFile | None:
@@ -92,6 +102,12 @@ class OutputFlags:
         if out and any(os.path.isfile(name) and os.path.realpath(name) == os.path.realpath(out) for name in reads):
             raise UsageError(f"{out} would be read and replaced", "name another file with -o")
         return None if out is None else OutputFile(out)
+
+    def asked_logprobs(self) -> int | None:
+        """Raises UsageError where nobody would see them."""
+        if self.logprobs is not None and not (self.json or self.jsonl):
+            raise UsageError("--logprobs needs --json or --jsonl", "they are in no text")
+        return self.logprobs
 
     def sink(self, invocation: Invocation, copy: OutputFile | None) -> Sink:
         """Raises UsageError, OutputError."""
@@ -157,6 +173,8 @@ class BatchFlags:
             "--jsonl": output.jsonl,
             "--n-samples": output.n_samples > 1,
             "--verify-estimate": output.verify_estimate,
+            "--assistant": prompt.assistant is not None,
+            "--logprobs": output.logprobs is not None,
             "--prompt-cache without --prompt-cache-ro": named.prompt_cache is not None and not named.prompt_cache_ro,
         }
         if given := [name for name, there in together.items() if there]:
@@ -221,6 +239,8 @@ def run(
     named: FileFlags,
     prompt: PromptFlags,
     system: SystemFlags,
+    template: TemplateFlags,
+    thought: ThinkingFlags,
     sample: SampleFlags,
     output: OutputFlags,
     many: BatchFlags,
@@ -235,7 +255,9 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         load, policy = model.options(invocation.offline), overflow.on_overflow
+        load = replace(load, chat=template.options(prompt.raw, thought.reasoning_budget))
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
+        sampling = replace(sampling, logprobs=output.asked_logprobs())
         cache_options, kept = (
             replace(cache.options(evict.options(cache.page_size)), sequences=output.n_samples),
             replace(named.add_to(store.options(invocation)), awaited=invocation.json),
@@ -259,12 +281,15 @@ def run(
         engine = engines.engine_of(loaded, invocation, len(ids))
         if cut is not None:
             render.warn(str(cut), invocation)
+        thinking = question.thinking(loaded.text)
+        engines.tell_of_thinking(loaded.text.template, bool(thinking and thinking.styles), invocation)
         sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches, copy or nullcontext():
-            job = Job(load.model, sampling, sink, interrupts, caches, output.verify_estimate, cut=cut, told=told)
+            how = output.verify_estimate, False, cut, thinking, told
+            job = Job(load.model, sampling, sink, interrupts, caches, *how)
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code

@@ -12,7 +12,7 @@ import typer
 from kvcli.cli import render
 from kvcli.cli.flags.shared import SystemFlags
 from kvcli.cli.helptext import PROMPT
-from kvcli.cli.inputs import assemble_prompt
+from kvcli.cli.inputs import argument, assemble_prompt
 from kvcli.cli.invocation import Invocation
 from kvcli.errors import UsageError
 from kvcli.runtime.promptcache.prefixpages import common_length
@@ -20,6 +20,7 @@ from kvcli.runtime.promptcache.prefixpages import common_length
 if TYPE_CHECKING:
     from kvcli.options import LoadOptions
     from kvcli.runtime.text.modeltext import ModelText
+    from kvcli.runtime.text.reasoning import Thinking
 
 _option = partial(typer.Option, rich_help_panel=PROMPT)
 
@@ -55,6 +56,10 @@ class PromptFlags:
         ),
     ] = None
     special: Annotated[bool, _option("--special", help="With --raw: parse special tokens in the text.")] = False
+    assistant: Annotated[
+        str | None,
+        _option("--assistant", metavar="TEXT", help="Beginning of the answer, which the model goes on with."),
+    ] = None
 
     @property
     def source(self) -> str:
@@ -73,22 +78,26 @@ class PromptFlags:
             raise UsageError("the prompt is given twice, as -p and as an argument")
         if self.special and not self.raw:
             raise UsageError("--special needs --raw", "a chat template brings its own special tokens")
+        if self.raw and self.assistant is not None:
+            raise UsageError("--raw and --assistant cannot be used together", "put it at the end of the text")
         tell = render.telling(invocation)
         message = system.text(tell)
         text = instruction if self.prompt is None else self.prompt
         text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
-        return Question(message, text, self.raw, self.special)
+        begins = argument(self.assistant or "", "the beginning of the answer", "--assistant", tell)
+        return Question(message, text, self.raw, self.special, begins)
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked, as text. `raw`: no template, None = as the model is; `special`: the raw text may hold special
-    tokens."""
+    tokens; `begins`: what the answer begins with."""
 
     system: str | None
     prompt: str
     raw: bool | None
     special: bool
+    begins: str = ""
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
@@ -100,9 +109,10 @@ class Question:
         if self.raw is None and model.note:
             render.notice(model.note, invocation)
         raw = self.raw or model.template is None
-        if raw and self.system is not None:
+        if raw and (self.system is not None or self.begins):
+            what = "answer to begin" if self.system is None else "system message"
             raise UsageError(
-                "this model has no chat template, so there is no system message",
+                f"this model has no chat template, so there is no {what}",
                 "put it into the text; --no-raw chats all the same where kv has a template for the architecture",
             )
         return replace(self, raw=raw)
@@ -117,10 +127,19 @@ class Question:
         start = common_length(ids, frame)
         return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
 
+    def thinking(self, model: ModelText) -> Thinking | None:
+        """How the answer is told apart from what the model thinks; None = it is not. Raises TemplateError."""
+        return self._rendered(model, self.prompt)[1]
+
     def segments(self, model: ModelText, text: str) -> list[tuple[str, bool]]:
-        """The prompt with `text` in place of its own, as `ChatTemplate.render_segments` gives it. Raises
-        TemplateError."""
+        """The prompt with `text` in place of its own, as `ChatTemplate.render_segments` gives it, and the beginning of
+        the answer. Raises TemplateError."""
+        segments, thinking = self._rendered(model, text)
+        return [*segments, *(thinking.given if thinking and self.begins else [])]
+
+    def _rendered(self, model: ModelText, text: str) -> tuple[list[tuple[str, bool]], Thinking | None]:
         if self.raw or model.template is None:
-            return [(text, self.special)]
+            return [(text, self.special)], None
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return model.template.render_segments([*messages, {"role": "user", "content": text}])
+        segments = model.template.render_segments([*messages, {"role": "user", "content": text}])
+        return segments, model.template.thinking(segments, model.tokenizer, self.begins)

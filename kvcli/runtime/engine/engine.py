@@ -29,6 +29,7 @@ from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import enginecaches
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, carry
 from kvcli.runtime.promptcache.lookup import PromptCaches
+from kvcli.runtime.text.reasoning import Thinking
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.graph.tokengraph import TokenGraph
@@ -243,13 +244,15 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         history: bool = False,
         caches: Caches = LIVE_ROWS,
+        thinking: Thinking | None = None,
     ) -> Iterator[Event]:
         """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
 
         The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
-        `cancelled`, `history` and `caches`: see `request`.
+        `cancelled`, `history`, `caches` and `thinking`: see `request`.
         """
-        return self._events(self.request(seq, prompt_ids, options, cancelled, history, caches=caches))
+        request = self.request(seq, prompt_ids, options, cancelled, history, caches=caches, thinking=thinking)
+        return self._events(request)
 
     def _events(self, request: Request) -> Iterator[Event]:
         try:
@@ -269,6 +272,7 @@ class Engine:
         history: bool = False,
         twins: Some[Request] = (),
         caches: Caches = LIVE_ROWS,
+        thinking: Thinking | None = None,
     ) -> Request:
         """A request for `step`: continue `prompt_ids`, the whole context, in `seq`. Raises UsageError or
         ContextOverflow.
@@ -276,11 +280,12 @@ class Engine:
         `cancelled` is asked between chunks and tokens. `history`: the prompt may be longer than the context where old
         rows are evicted; it is one that went through the cache before, so nothing is lost that was not told. `twins`:
         requests for the same prompt that go on from copies of this one's rows. `caches`: where rows are looked for and
-        kept besides `seq`; see `prompt_caches`.
+        kept besides `seq`; see `prompt_caches`. `thinking`: how the answer to a chat is told apart from what the model
+        thinks.
         """
         self.terms.check_prompt(prompt_ids, history)
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         sampler = Sampler(options, self.loaded.sampling_defaults, self.config.vocab_size, self.tokenizer.token_bytes)
-        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches)
+        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking)

@@ -15,11 +15,32 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Token:
-    """One generated token. `text` may be shown now; '' while UTF-8 or a possible stop string is held back."""
+class Logprob:
+    """How likely the model took a token for, as a natural logarithm. `token`: its text."""
 
     id: int
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of the token that was chosen, and of those that were the likeliest, likeliest first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `text` may be shown now; '' while UTF-8 or a possible stop string is held back. `reasoning`:
+    text that is thinking, and not of the answer. `id` None: the text was given, and no token generated.
+    `logprobs`: where they are asked for."""
+
+    id: int | None
     text: str
+    reasoning: str = ""
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,7 @@ class Usage:
     disk_tokens: int = 0
     cache_write_tokens: int = 0
     cache_miss: str = ""
+    reasoning_tokens: int = 0  # of the generated ones
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,8 @@ class End:
     losses: tuple[str, ...] = ()
     loop: Loop | None = None
     unwritten: tuple[str, ...] = ()
+    reasoning: str = ""  # like `text`
+    raw: str = ""  # the answer with its thinking and the marks of it; "" = nothing was told apart
 
 
 Event = Prefill | Token | End

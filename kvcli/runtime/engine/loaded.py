@@ -66,7 +66,8 @@ class LoadedModel:
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
-        self.text = ModelText.of(file.metadata, path.name, load.force, load.chat_anyway, self.notice)
+        how = load.force, load.chat_anyway, load.chat, self.notice
+        self.text = ModelText.of(file.metadata, path.name, *how)
         self.tokenizer = self.text.tokenizer
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelError(

@@ -14,10 +14,11 @@ from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.engine.events import End, Event, Loop, Prefill, Timings, Token, Usage
+from kvcli.runtime.engine.events import End, Event, Logprob, Logprobs, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
+from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -60,6 +61,7 @@ class Request:
         cancelled: Callable[[], bool] = lambda: False,
         twins: Some[Request] = (),
         caches: Caches = LIVE_ROWS,
+        thinking: Thinking | None = None,
     ) -> None:
         """Parameters are as those of `Engine.request`, which checks them."""
         self.host, self.seq, self.options = host, seq, options
@@ -76,7 +78,10 @@ class Request:
         self._parked = False
         self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
         self._events: list[Event] = []
-        self._decoder = StreamDecoder(host.tokenizer, continues=True)
+        self._thinking = thinking
+        self._splitter = thinking.splitter() if thinking else None
+        self._thought = 0  # tokens of thinking
+        self._decoder = StreamDecoder(host.tokenizer, True, thinking.marks if thinking else frozenset())
         self._matcher = StopMatcher(options.stop)
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
@@ -196,9 +201,11 @@ class Request:
     def _go_on(self, logits: torch.Tensor | None) -> None:
         """Answer, if a token may come at all."""
         self.answering = True
+        if self._thinking and self._thinking.lead:
+            self._events.append(Token(None, *self._told_apart(self._thinking.lead)))
         if reason := self._full():
             self._finish(reason)
-        else:
+        elif not self._end_thinking():
             self._choose(logits)
 
     # --- tokens
@@ -214,19 +221,53 @@ class Request:
 
     def _accept(self, token: int) -> None:
         """This is the next token."""
-        self._last = time.perf_counter()
-        if len(self.history) == self.n_prompt:
-            self._first = self._last
+        self._tell_time()
         if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
             self._finish("stop")
             return
-        self.history.append(token)
-        self._events.append(Token(token, self._matcher.push(self._decoder.push(token))))
+        self._put(token, self._logprobs())
         if self._matcher.stop is not None:
             self._finish("stop")
         elif self._loops and (loop := self._loops.push(token)):
             self._loop = loop
             self._finish("repetition")
+        else:
+            self._end_thinking()
+
+    def _tell_time(self) -> None:
+        self._last = time.perf_counter()
+        if len(self.history) == self.n_prompt:
+            self._first = self._last
+
+    def _put(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """Append a token to the answer."""
+        self.history.append(token)
+        self._thought += self._splitter is not None and self._splitter.style is not None
+        self._events.append(Token(token, *self._told_apart(self._decoder.push(token)), logprobs))
+
+    def _logprobs(self) -> Logprobs | None:
+        """Of the token that was sampled just now, where they are asked for."""
+        if self.sampler.logprobs is None:
+            return None
+        piece = self.host.tokenizer.piece
+        chosen, *top = (Logprob(i, piece(i), value) for i, value in self.sampler.logprobs)
+        return Logprobs(chosen, tuple(top))
+
+    def _told_apart(self, text: str) -> tuple[str, str]:
+        """What may be shown of the answer, in which stop strings are looked for, and of the thinking."""
+        answer, reasoning = self._splitter.push(text) if self._splitter else (text, "")
+        return self._matcher.push(answer), reasoning
+
+    def _end_thinking(self) -> bool:
+        """Where thinking has taken its budget, end it as the model's family does; whether that is so."""
+        thinking, style = self._thinking, self._splitter.style if self._splitter else None
+        if thinking is None or style is None or not 0 <= thinking.budget <= self._thought:
+            return False
+        self.close()
+        self._tell_time()
+        for token in thinking.ids(style.closing or style.close):
+            self._put(token)
+        return True
 
     def _full(self) -> str:
         """Why nothing further may come, or ''."""
@@ -277,7 +318,11 @@ class Request:
     def _told(self, reason: str) -> End:
         # An answer that was cut short may end inside a character, which is no text yet.
         tail = self._decoder.flush() if reason == "stop" else ""
-        text = self._matcher.push(tail) + self._matcher.flush()
+        text, reasoning = self._told_apart(tail)
+        if self._splitter:
+            more, rest = self._splitter.flush()
+            text, reasoning = text + self._matcher.push(more), reasoning + rest
+        text += self._matcher.flush()
         ids = self.history[self.n_prompt :]
         reuse = self.reuse
         timings = Timings(
@@ -288,6 +333,9 @@ class Request:
             prefill_tokens=self.n_prompt - reuse.tokens,
             decode_tokens=max(0, len(ids) - 1),
         )
-        usage = Usage(self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason)
+        usage = Usage(
+            self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought
+        )
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
-        return End(reason, text, ids, self._matcher.stop, usage, timings, *told)
+        raw = self._splitter.raw if self._splitter else ""
+        return End(reason, text, ids, self._matcher.stop, usage, timings, *told, reasoning, raw)

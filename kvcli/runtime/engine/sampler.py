@@ -71,6 +71,9 @@ class Sampler:
         self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
         self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
         """Every value in force, by option name, with the seed that is used."""
+        self.logprobs: list[tuple[int, float]] | None = None
+        """Of the token that was sampled last, then of the likeliest ones, where they are asked for: natural logarithms
+        by the model's own distribution."""
         self._bias = found.logit_bias
         dry = found.dry_multiplier > 0 and found.dry_penalty_last_n != 0
         self._dry = Dry(self.effective, token_bytes) if dry else None
@@ -81,7 +84,12 @@ class Sampler:
         `logits`: [vocab_size], on any device; not changed. Raises KVError if they are not numbers, or if bias
         rules out every token.
         """
-        found = _Blocks(self._adjusted(logits, history))
+        token = self._drawn(_Blocks(self._adjusted(logits, history)), position)
+        if (most := self.effective["logprobs"]) is not None:
+            self.logprobs = _logprobs(logits, token, most)
+        return token
+
+    def _drawn(self, found: _Blocks, position: int) -> int:
         if self.effective["temperature"] == 0:
             return found.argmax()
         ids, weights = self._weighted(found)
@@ -183,6 +191,17 @@ class _Blocks:
             at_edge = (self._blocks.ravel()[ids] == edge).nonzero()[0]  # those of the padding, if any, come last
             ids = np.delete(ids, at_edge[-surplus:])
         return ids
+
+
+def _logprobs(logits: Tensor, token: int, most: int) -> list[tuple[int, float]]:
+    """Ids, and logarithms of the softmax of `logits` [v]: `token`, then the `most` likeliest ones, of equals the lowest
+    id first."""
+    found = _Blocks(logits.float())
+    values = found.values.astype(np.float64)
+    values -= found.top + math.log(np.exp(values - found.top).sum())
+    ids = found.largest(min(most, len(values))) if most else np.zeros(0, np.int64)
+    ids = ids[(-values[ids]).argsort(kind="stable")]
+    return [(token, float(values[token])), *zip(ids.tolist(), values[ids].tolist(), strict=True)]
 
 
 def _kth_largest(values: np.ndarray, k: int) -> Any:

@@ -38,6 +38,7 @@ _RULES = {
     "dry_base": _Rule("1 or more", lambda v: _is_real(v) and v >= 1),
     "dry_allowed_length": _Rule("1 or more", lambda v: _is_int(v) and v >= 1),
     "dry_penalty_last_n": _Rule("-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
+    "logprobs": _Rule("a whole number from 0 to 100", lambda v: _is_int(v) and 0 <= v <= 100),
     "seed": _Rule("-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
 }
 _BUILT_IN = {

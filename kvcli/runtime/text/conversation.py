@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvcli.runtime.text.reasoning import Thinking
     from kvcli.runtime.text.template import ChatTemplate
     from kvcli.runtime.text.tokenizer import Tokenizer
 
@@ -44,6 +45,7 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, str]] = []  # without the system message
         self._chunks: list[_Chunk] = []
+        self._rendered: Segments = []  # the prompt that was made last
 
     @property
     def tokens(self) -> list[int]:
@@ -71,12 +73,19 @@ class Conversation:
         ids = (self.tokenizer.encode_segments(rendering, add_bos=True) for rendering in (one, other))
         return next(i for i, (x, y) in enumerate(zip(*ids, strict=False)) if x != y)
 
-    def record_answer(self, text: str, ids: list[int]) -> None:
-        """Append the answer that was shown, whole or partial, and the ids generated for it."""
+    def thinking(self) -> Thinking | None:
+        """How the answer to the prompt is told apart from thinking."""
+        return self.template.thinking(self._rendered, self.tokenizer)
+
+    def record_answer(self, text: str, ids: list[int], reasoning: str = "", raw: str = "") -> None:
+        """Append the answer that was shown, whole or partial, and the ids generated for it. `raw`: with its thinking
+        and the marks of it, where there was any."""
         end = len(ids)
         while end and ids[end - 1] in self.tokenizer.eog_ids:
             end -= 1  # the template writes the end of the turn
-        self.messages.append({"role": "assistant", "content": text})
+        kept = {"reasoning_content": reasoning, "raw": raw} if reasoning else {}
+        self.messages.append({"role": "assistant", "content": text, **kept})
+        text = self._as_template_takes(self.messages[-1])["content"]
         # Ids that say more than what was shown (a stop string or an incomplete character was cut off) are not kept.
         for length in range(end, max(-1, end - 4), -1):
             if text in (self.tokenizer.decode(ids[:length]), self.tokenizer.decode(ids[:length], continues=True)):
@@ -120,7 +129,7 @@ class Conversation:
         TemplateError."""
         try:
             system = state["system"]
-            messages = [{"role": m["role"], "content": m["content"]} for m in state["messages"]]
+            messages = [_message(m) for m in state["messages"]]
             chunks = [
                 _Chunk([(str(text), bool(trusted)) for text, trusted in c["segments"]], [int(i) for i in c["ids"]])
                 for c in state["chunks"]
@@ -128,7 +137,7 @@ class Conversation:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a conversation: {error}") from None
         roles = [m["role"] for m in messages]
-        texts = [system, *(m["content"] for m in messages)]
+        texts = [system, *(text for m in messages for text in m.values())]
         if roles != (["user", "assistant"] * len(roles))[: len(roles)] or not all(
             isinstance(text, str) for text in texts if text is not None
         ):
@@ -168,8 +177,14 @@ class Conversation:
 
     def _render(self, messages: list[dict[str, str]], generation_prompt: bool = True) -> Segments:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        segments = self.template.render_segments([*system, *messages], add_generation_prompt=generation_prompt)
+        given = [self._as_template_takes(message) for message in messages]
+        segments = self.template.render_segments([*system, *given], add_generation_prompt=generation_prompt)
         return _merged(segments)
+
+    def _as_template_takes(self, message: dict[str, str]) -> dict[str, str]:
+        if "reasoning_content" not in message:
+            return message
+        return self.template.answered(message["content"], message["reasoning_content"], message["raw"])
 
     def _match(self, rendering: Segments) -> tuple[int, Segments]:
         """How many chunks the rendering begins with, and what follows them."""
@@ -182,11 +197,22 @@ class Conversation:
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Render `messages`, keep the chunks that they begin with, tokenize the rest as a new one."""
-        kept, rest = self._match(self._render(messages))
+        self._rendered = self._render(messages)
+        kept, rest = self._match(self._rendered)
         new = self.tokenizer.encode_segments(rest, add_bos=kept == 0) if rest else []
         self._chunks[kept:] = [_Chunk(rest, new)]
         self.messages = messages
         return self.tokens
+
+
+_KEYS = ("role", "content")
+_KEYS_OF_THINKING = ("reasoning_content", "raw")
+
+
+def _message(value: dict[str, Any]) -> dict[str, str]:
+    """A message of a state: what belongs to it. Raises KeyError, TypeError."""
+    thought = all(key in value for key in _KEYS_OF_THINKING)
+    return {key: value[key] for key in (*_KEYS, *(_KEYS_OF_THINKING if thought else ()))}
 
 
 def _merged(segments: Segments) -> Segments:

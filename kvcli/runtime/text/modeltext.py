@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcli.errors import ModelError
+from kvcli.options import MODELS_OWN, ChatOptions
 from kvcli.runtime.text.template import ChatTemplate, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 
@@ -28,13 +29,15 @@ class ModelText:
         file_name: str,
         force: bool = False,
         chat_anyway: bool = False,
+        chat: ChatOptions = MODELS_OWN,
         tell: Callable[[str], None] = lambda text: None,
     ) -> ModelText:
         """`force`: even with a pre-tokenizer that is not known; `chat_anyway`: with the architecture's template where
-        the file has none. `tell` is called for what is noticed while a template is used. Raises ModelError."""
+        the file has none; `chat`: how the template is used, or another one. `tell` is called for what is noticed while a template is used. Raises ModelError."""
         tokenizer = Tokenizer.from_gguf(metadata, force)
         bos, eos = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-        template = ChatTemplate.from_gguf(metadata, bos, eos, file_name)
+        given = None if chat.template is None else ChatTemplate(chat.template, bos, eos, "given")
+        template = given or ChatTemplate.from_gguf(metadata, bos, eos, file_name)
         spare = ChatTemplate.built_in(metadata, bos, eos)
         if chat_anyway and template is None and spare is None:
             raise ModelError(
@@ -43,6 +46,8 @@ class ModelText:
             )
         template = template or (spare if chat_anyway else None)
         if template:
+            template.options = chat
             lost = "the chat template writes {} in a way that kv cannot follow: the model reads it as plain text"
             template.watch(tokenizer.controls, lambda token: tell(lost.format(token)))
-        return cls(tokenizer, template, template_note(metadata, file_name), spare is not None)
+        note = "" if given else template_note(metadata, file_name)
+        return cls(tokenizer, template, note, spare is not None)

@@ -15,6 +15,7 @@ from jinja2 import Template, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.filters import do_join, do_title
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
@@ -38,12 +39,17 @@ def compile_template(source: str) -> Template:
     return environment.from_string(tree, literals.texts)
 
 
+def variables_of(source: str) -> set[str]:
+    """What a template reads that it may be given."""
+    return find_undeclared_variables(_Environment().parse(source))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(concat)  # joins the output of templates, macros and blocks
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-        self.filters |= {"tojson": _tojson, "join": _join, _CONCAT: _concat_any, "safe": str, "title": _title}
+        self.filters |= {"tojson": _tojson, "join": _join, _CONCAT: _concat_any, "safe": Markup, "title": _title}
         self.filters |= {"escape": _escape, "e": _escape, "forceescape": _escape, "indent": _indent}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -134,6 +140,28 @@ def _escape(text: Any) -> str:
     for letter, entity in _ENTITIES.items():  # & first: entities begin with it
         escaped = escaped.replace(letter, entity)
     return escaped
+
+
+class Markup(Marked):
+    """What `safe` makes of a text, as Jinja's own: a text that is put before or behind it with + is escaped."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any = "") -> Markup:
+        marked = Marked(str(text))
+        made = str.__new__(cls, marked)
+        made._parts = marked._parts
+        return made
+
+    def __add__(self, other: str) -> Marked:
+        return Markup(super().__add__(_as_markup(other))) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> Marked:
+        return Markup(super().__radd__(_as_markup(other))) if isinstance(other, str) else NotImplemented
+
+
+def _as_markup(text: str) -> str:
+    return text if isinstance(text, Markup) else _escape(text)
 
 
 def _tojson(

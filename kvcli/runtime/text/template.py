@@ -7,11 +7,16 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import ModelError
+from kvcli.options import MODELS_OWN, ChatOptions
 from kvcli.runtime.text.provenance import parts_of, trust
+from kvcli.runtime.text.reasoning import Thinking
+
+if TYPE_CHECKING:
+    from kvcli.runtime.text.tokenizer import Tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -37,6 +42,19 @@ DEFAULT_TEMPLATES = {
 """,
 }
 
+
+# Variables by which templates turn thinking on and off; None = there is no such value.
+_SWITCHES: dict[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, False),  # Qwen 3, SmolLM3, GLM, Hunyuan, EXAONE 4, Gemma 4
+    "thinking": (True, False),  # Granite, DeepSeek 3.1
+    "reasoning": (True, False),  # Command A
+    "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
+    "thinking_budget": (None, 0),  # Seed OSS
+}
+
+# What templates call the thinking of a message.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_TAKES_REASONING = re.compile(rf"""(?:\.|\[["']|\(["']|["'])(?:{"|".join(_REASONING_KEYS)})\b(?!\w)""")
 
 _KEY = "tokenizer.chat_template"
 _NAMES = ("general.name", "general.basename", "general.finetune")
@@ -72,8 +90,9 @@ class ChatTemplate:
     """One template. It is compiled when first rendered, so that runs without one do not import jinja2."""
 
     def __init__(self, source: str, bos: str = "", eos: str = "", origin: str = "file") -> None:
-        """`bos`, `eos`: the texts of those tokens. `origin`: "file" or "built-in"."""
+        """`bos`, `eos`: the texts of those tokens. `origin`: "file", "built-in" or "given"."""
         self.source, self.bos, self.eos, self.origin = source, bos, eos, origin
+        self.options = MODELS_OWN
         self._controls: Callable[[str], list[tuple[int, str]]] = lambda text: []
         self._tell: Callable[[str], None] = lambda token: None
 
@@ -93,6 +112,13 @@ class ChatTemplate:
         """The one of the file's architecture, whatever the file; None where kv has none."""
         source = DEFAULT_TEMPLATES.get(metadata.get("general.architecture", ""))
         return None if source is None else cls(source, bos, eos, "built-in")
+
+    def with_options(self, options: ChatOptions) -> ChatTemplate:
+        """The same template with other variables, and another use of thinking."""
+        other = ChatTemplate(self.source, self.bos, self.eos, self.origin)
+        other.options = options
+        other.watch(self._controls, self._tell)
+        return other
 
     def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:
         """From now on tell of control tokens that the template spells in a way that hides that they are its own.
@@ -118,13 +144,56 @@ class ChatTemplate:
         contents first of all, is not, whatever the template did with it. Raises TemplateError.
         """
         names = {"bos_token": trust(self.bos), "eos_token": trust(self.eos)}
-        values = {"tools": None, "documents": None} | names | variables
+        values = {"tools": None, "documents": None} | names | self.switch | dict(self.options.variables) | variables
         values["messages"] = [_with_trusted_role(message) for message in messages]
         values["add_generation_prompt"] = add_generation_prompt
         segments = list(parts_of(self._run(values)))
-        for token in self._lost(segments, [*_strings(messages), *_strings(variables)]):
+        for token in self._lost(
+            segments, [*_strings(messages), *_strings(self.options.variables), *_strings(variables)]
+        ):
             self._tell(token)
         return segments
+
+    # --- thinking
+
+    def thinking(self, segments: Sequence[tuple[str, bool]], tokenizer: Tokenizer, lead: str = "") -> Thinking | None:
+        """How the answer to a rendered prompt is told apart from thinking; None for a model that marks none. `lead`:
+        what the answer begins with, which is given."""
+        tail = "".join(text for text, _ in reversed(list(takewhile(lambda each: each[1], reversed(segments)))))
+
+        def ids(text: str) -> list[int]:
+            return tokenizer.encode_segments([(text, True)], add_bos=False)
+
+        found = Thinking.of(self.source, tokenizer.vocabulary, ids, tail, lead, self.budget)
+        return found if found.styles or lead else None
+
+    @property
+    def budget(self) -> int:
+        """Most tokens of thinking, -1 = as many as the model likes. Where there shall be none and the template has no
+        switch for that, thinking is ended as it begins."""
+        off = self.options.reasoning == "off" and not self.switch
+        return 0 if off and self.options.budget < 0 else self.options.budget
+
+    @cached_property
+    def switch(self) -> dict[str, Any]:
+        """The variables by which this template turns thinking on or off, with their values."""
+        if self.options.reasoning == "auto":
+            return {}
+        from kvcli.runtime.text import sandbox
+
+        read = sandbox.variables_of(self.source) if self._compiled else set()
+        on = self.options.reasoning == "on"
+        values = {name: when_on if on else when_off for name, (when_on, when_off) in _SWITCHES.items() if name in read}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def answered(self, text: str, reasoning: str, raw: str) -> dict[str, str]:
+        """An answer as a message for this template: with its thinking apart where it knows that, else as it was written
+        (`raw`), so that the template strips or keeps it."""
+        if not reasoning:
+            return {"role": "assistant", "content": text}
+        if _TAKES_REASONING.search(self.source):
+            return {"role": "assistant", "content": text, **dict.fromkeys(_REASONING_KEYS, reasoning)}
+        return {"role": "assistant", "content": raw}
 
     def _lost(self, segments: list[tuple[str, bool]], given: list[str]) -> list[str]:
         """Control tokens that the text spells outside of trusted segments and that are in none of the `given` texts."""

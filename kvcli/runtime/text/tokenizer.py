@@ -237,16 +237,19 @@ class StreamDecoder:
     """Text of tokens as they come. All `push` results and `flush` joined equal `Tokenizer.decode` of all ids.
 
     The bytes of a character that is not complete yet are held back; bytes that cannot be UTF-8 come out as
-    U+FFFD at once. `continues`: the ids go on from a text, so a leading space is theirs.
+    U+FFFD at once. `continues`: the ids go on from a text, so a leading space is theirs. `marks`: control tokens that
+    have a text here, their name.
     """
 
-    def __init__(self, tokenizer: Tokenizer, continues: bool = False) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False, marks: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_space = tokenizer.add_space_prefix and not continues
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, perhaps ''."""
+        if token_id in self._marks:
+            return self.flush() + self._tokenizer.piece(token_id)
         data = self._tokenizer.token_bytes(token_id)
         if data and self._strip_space:
             data = data.removeprefix(b" ")

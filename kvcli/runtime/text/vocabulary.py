@@ -46,6 +46,8 @@ END_TEXTS = frozenset(
     }
 )
 
+_HARMONY = {"<|return|>", "<|call|>"}
+
 # Texts of tokens that begin turns, and of those that code models mark a gap, a file or a repository with: no text of a
 # user becomes one, and an answer does not show them.
 MARK_TEXTS = frozenset(
@@ -55,6 +57,9 @@ MARK_TEXTS = frozenset(
         "<start_of_turn>",
         "<|turn>",
         "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|constrain|>",
         "<|user|>",
         "<|assistant|>",
         "<|system|>",
@@ -125,6 +130,8 @@ class Vocabulary:
             for i in user_defined:
                 tokens[i] = tokens[i].replace(SPACE, " ")
         ends |= {i for i in control if tokens[i] in END_TEXTS}
+        if {tokens[i] for i in control} >= _HARMONY:  # messages end with it, and the last of an answer with these
+            ends -= {i for i in control if tokens[i] == "<|end|>" and i != eos}
         return cls(
             tokens,
             kinds,

@@ -26,6 +26,7 @@ from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.helptext import GENERATE
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation
@@ -68,6 +69,8 @@ def chat(
     store: StoreFlags,
     evict: EvictFlags,
     system: SystemFlags,
+    template: TemplateFlags,
+    thought: ThinkingFlags,
     sample: SampleFlags,
     flags: ChatFlags,
 ) -> None:
@@ -96,11 +99,13 @@ def chat(
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
         out = TextOut.stdout(flags.raw_output)
         sink = TurnSink(out, invocation) if flags.json else TextSink(out, invocation)
-        load = replace(load, chat_anyway=flags.no_raw)
+        load = replace(load, chat_anyway=flags.no_raw, chat=template.options(False, thought.reasoning_budget))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         if invocation.verbose:
             say(report.sampling_line(settle(loaded, sampling)))
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
+        thinking = conversation.thinking()
+        engines.tell_of_thinking(loaded.text.template, bool(thinking and thinking.styles), invocation)
         with closing(_branches(name, load.model, loaded)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)

@@ -235,6 +235,7 @@ class ChatSession:
         try:
             ids = prompt()
             self._check_conversation(len(ids))
+            job = replace(job, thinking=self.conversation.thinking())
             result = answer(self.engine, self.sequence, ids, job)
         except BaseException:
             self.conversation.restore(before)
@@ -242,7 +243,7 @@ class ChatSession:
             raise
         answered = result.end.finish_reason != "interrupted" or bool(result.end.ids)
         if answered:
-            self.conversation.record_answer(result.text, result.end.ids)
+            self.conversation.record_answer(result.text, result.end.ids, result.reasoning, result.end.raw)
             self._account(result)
         else:
             self.conversation.restore(before)

@@ -16,7 +16,7 @@ OTHER_NAMES = {
     "temp": "temperature", "repetition_penalty": "repeat_penalty",
 }  # fmt: skip
 SHOWN_AS = {"max_tokens": "n"}
-NOT_SET = ("sequence", "unattended", "logit_bias")  # two follow from others, the last is a table
+NOT_SET = ("sequence", "unattended", "logit_bias", "logprobs")  # two follow from others, a table, of no use here
 DEFAULT = "default"
 
 
