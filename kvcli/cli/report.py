@@ -303,7 +303,7 @@ def sampling_object(params: SampleOptions) -> dict[str, Any]:
     values["logit_bias"] = {
         str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()
     }
-    values["stops"] = values.pop("stop")
+    values["stops"], values["top_logprobs"] = values.pop("stop"), values.pop("logprobs")
     return values
 
 

@@ -86,6 +86,27 @@ def test_a_chat_is_the_template_and_reuses_what_was_said(model: kvcli.Model) -> 
     assert second.usage.cache_read_tokens >= len(model.tokenize("user: pages\nassistant: ", bos=True)) - 1
 
 
+def test_thinking_is_apart_and_templates_take_variables(model: kvcli.Model) -> None:
+    limits = {"max_tokens": 30, **ON}
+    plain = model.chat("pages", assistant="<think>Hm.</think> So", **limits)
+    assert (plain.reasoning, plain.text[:2]) == ("Hm.", "So") and len(plain.ids) == 30
+    ended = model.chat("pages", assistant="<think>", reasoning_budget=4, **limits)
+    assert ended.reasoning and ended.text and 4 < ended.usage.reasoning_tokens < 16
+    assert model.chat("pages", assistant="<think>", reasoning="off", **limits).reasoning == ""
+    assert model.chat("pages", template_vars={"messages": []}, **limits).prompt_tokens < plain.prompt_tokens
+    assert model.generate("a", **limits).reasoning == ""
+    for wrong in ({"reasoning": "maybe"}, {"reasoning_budget": -2}):
+        with pytest.raises(kvcli.UsageError, match="`reasoning`"):
+            model.chat("pages", **wrong)
+
+
+def test_log_probabilities_of_tokens(model: kvcli.Model) -> None:
+    answer = model.generate("the pages", logprobs=2, max_tokens=5, **ON)
+    assert [each.chosen.id for each in answer.logprobs] == answer.ids
+    assert all(each.top[0].logprob >= each.top[1].logprob for each in answer.logprobs)
+    assert model.generate("the pages", max_tokens=1, **ON).logprobs == []
+
+
 def test_text_and_ids(model: kvcli.Model) -> None:
     ids = model.tokenize("the pages")
     assert model.detokenize(ids) == "the pages"
@@ -258,7 +279,7 @@ def test_every_option_has_a_flag() -> None:
     names = set(inspect.signature(kvcli.load).parameters) - {"cache", "prompts", "progress"}
     names |= {each.name for each in fields(kvcli.CacheOptions)} - {"ctx_size", "evict"}
     names |= {each.name for each in fields(EvictOptions)} - {"policy"}
-    names |= {each.name for each in fields(LoadOptions)} - {"force", "chat_anyway"}
+    names |= {each.name for each in fields(LoadOptions)} - {"force", "chat_anyway", "chat"}
     names |= {each.name for each in fields(kvcli.SampleOptions)} - {"sequence", "unattended", "dry_sequence_breakers"}
     assert names <= set(FLAGS) | {"loop_stop", "ignore_eos"}
     from kvcli.cli.main import _command

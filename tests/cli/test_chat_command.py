@@ -343,7 +343,7 @@ def test_a_terminal_that_is_gone_is_no_error_of_the_output_and_the_answer_is_kep
         written(self, event)
 
     monkeypatch.setattr(TextSink, "token", fail)
-    monkeypatch.setattr(TextSink, "end", lambda self, result, held: None)
+    monkeypatch.setattr(TextSink, "end", lambda self, result: None)
     assert talk("first", "second", "third", args=("--session", "ann")).code == 129
     assert [m["content"] for m in sessions.read("ann").messages()] == ["first", "one", "second", "tw"]
 

@@ -164,9 +164,9 @@ def test_a_signal_just_after_an_answer_does_not_cost_the_turn(kv, number, monkey
     """In a script, which it ends."""
     record = Conversation.record_answer
 
-    def interrupted(self, text, ids):
+    def interrupted(self, *answer):
         os.kill(os.getpid(), number)
-        record(self, text, ids)
+        record(self, *answer)
 
     monkeypatch.setattr(Conversation, "record_answer", interrupted)
     assert chat(kv, "first\nsecond\n", "--session", "ann").code == 128 + number

@@ -41,7 +41,7 @@ def test_commands_and_options(complete: Complete) -> None:
     assert {"run", "chat", "models", "config", "completion"} <= set(complete(""))
     assert complete("ch") == ["chat"] and complete("-v", "--offline", "mod") == ["models"]
     assert {"ls", "path", "verify", "rm"} <= set(complete("models", ""))
-    assert complete("run", "--temp") == ["--temp", "--temperature"]
+    assert complete("run", "--temp") == ["--template-var", "--temp", "--temperature"]
     assert set(complete("run", "--no-st")) == {"--no-stdin", "--no-stats"}
     assert complete("--version", "ru") == ["run"] and complete("run", "--help", "--tem")
 

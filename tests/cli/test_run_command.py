@@ -74,6 +74,7 @@ def test_json_is_one_object(kv):
         "cache_write_tokens": 0,
         "cache_miss": None,
         "completion_tokens": 2,
+        "reasoning_tokens": 0,
     }
     assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64
     assert value["kv"]["tokens"] == prompt + 2
@@ -84,7 +85,7 @@ def test_json_is_one_object(kv):
     assert value["sampling"]["logit_bias"] == {"40": "-inf"}
     assert value["memory"]["peak_bytes"] > 1 << 20
     assert set(value) == {
-        *("kv_schema", "model", "text", "finish_reason", "stop", "repetition", "usage"),
+        *("kv_schema", "model", "text", "reasoning", "finish_reason", "stop", "repetition", "usage"),
         *("timings", "kv", "evict", "memory", "sampling", "params", "warnings", "prompt_cut", "prompt_evicted_tokens"),
     }
 

@@ -352,7 +352,16 @@ def test_a_variable_and_the_file_are_checked_as_what_is_typed(
 
 def test_every_value_is_checked_where_it_is_read() -> None:
     """What has no check of its own may be any text, or any number."""
-    free = {"system", "system-file", "cache-dir", "text", "branch", "seed of eval recall", "model of estimate"}
+    free = {
+        "assistant",
+        "system",
+        "system-file",
+        "cache-dir",
+        "text",
+        "branch",
+        "seed of eval recall",
+        "model of estimate",
+    }
     for words, command in COMMANDS.items():
         for option in settings.settable(command.params):
             if option.callback is None and not option.is_flag:

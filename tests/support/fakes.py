@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from kvcli.errors import ContextOverflow, ModelError
-from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.options import MODELS_OWN, CacheOptions, ChatOptions, EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.engine.events import End, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
@@ -62,6 +62,10 @@ class FakeTemplate:
 
     trim: bool = False
     broken: bool = False
+    options: ChatOptions = MODELS_OWN
+
+    def thinking(self, segments: object, tokenizer: object, lead: str = "") -> None:
+        """Fakes do not think."""
 
     def render_segments(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True
@@ -226,6 +230,7 @@ class FakeEngine:
         cancelled: Callable[[], bool] = lambda: False,
         history: bool = False,
         caches: object = None,
+        thinking: object = None,
     ) -> Iterator[Prefill | Token | End]:
         if len(prompt_ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context {self.ctx_size}")

@@ -266,6 +266,8 @@ class Request:
         self.close()
         self._tell_time()
         for token in thinking.ids(style.closing or style.close):
+            if self._full():
+                break
             self._put(token)
         return True
 

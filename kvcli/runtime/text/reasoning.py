@@ -191,7 +191,8 @@ class Splitter:
         text = text if self._begun else text.lstrip()
         thinking(text)
         self._begun = self._begun or bool(text)
-        if mark:
+        if mark and self.style:
+            self._frame_end = dict(self.style.frames).get(mark, "")
             self.style, self._begun, self._fresh, self._behind = None, False, True, True
         return mark or None
 

@@ -6,6 +6,7 @@ import re
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
@@ -114,10 +115,11 @@ class ChatTemplate:
         return None if source is None else cls(source, bos, eos, "built-in")
 
     def with_options(self, options: ChatOptions) -> ChatTemplate:
-        """The same template with other variables, and another use of thinking."""
-        other = ChatTemplate(self.source, self.bos, self.eos, self.origin)
+        """The same template with other variables, and another use of thinking. Raises TemplateError."""
+        assert self._compiled  # once for both
+        other = copy(self)
         other.options = options
-        other.watch(self._controls, self._tell)
+        other.__dict__.pop("switch", None)
         return other
 
     def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:

@@ -18,6 +18,7 @@ from kvcli.words import counted
 Messages = list[dict[str, str]]  # role and content; a system message, if any, in front
 
 SHOWN_LINES, SHOWN_CHARACTERS = 4, 300  # of a message that is shown in part
+_KEYS = ("role", "content", "reasoning_content")
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -76,7 +77,7 @@ def as_object(messages: Messages, model: str, session: str = "", branch: str = "
         "session": session or None,
         "branch": branch or None,
         "model": model,
-        "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+        "messages": [{key: text for key, text in m.items() if key in _KEYS} for m in messages],
     }
 
 
