@@ -1,4 +1,4 @@
-"""Thinking on the command line, apart from the answer in text, JSON, files, batches and chats; options of chat templates,
+"""Thinking on the command line, apart from the answer in text, JSON, files, batches and chats; options of templates,
 answers that are begun, and log probabilities. On a tiny model that chats."""
 
 from __future__ import annotations
