@@ -20,7 +20,7 @@ def split(text: str, tail: str = "", styles: list[Style] = OTHERS, step: int = 0
     splitter = Thinking(tuple(styles), tail, "", frozenset(), lambda text: []).splitter()
     pieces = [text[i : i + step] for i in range(0, len(text), step)] if step else [text]
     found = [*(splitter.push(piece) for piece in pieces), splitter.flush()]
-    assert splitter.raw == text
+    assert splitter.raw.endswith(text)
     return "".join(answer for answer, _ in found), "".join(thinking for _, thinking in found)
 
 
@@ -74,6 +74,16 @@ def test_what_is_thinking_and_what_is_not(text, expected, step):
 
 
 PIECES = [*"ab <>/\n|", *STYLES[0].marks, "<|channel>thought\n", "<channel|>"]
+
+
+def test_the_text_with_its_marks_begins_where_the_thinking_does():
+    for tail, text in (
+        ("user: <think></think>x assistant: <think>\n", "hm</think>Yes."),
+        ("", "<think>\nhm</think>Yes."),
+    ):
+        splitter = Splitter(OTHERS, tail)
+        splitter.push(text)
+        assert splitter.raw == "<think>\nhm</think>Yes."
 
 
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))

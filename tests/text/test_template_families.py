@@ -143,5 +143,21 @@ def test_a_model_that_marks_no_thinking_has_none_told_apart():
 )
 def test_answers_go_back_as_the_template_takes_them(name, expected):
     template = ChatTemplate(TEMPLATES[name])
+    if "reasoning" not in expected:  # marks that are control tokens cannot stand in a content
+        speaking = ChatTemplate(TEMPLATES[name])
+        speaking.watch(lambda text: [(0, "<think>")] if "<think>" in text else [], lambda token: None)
+        assert speaking.answered("b", "a", "<think>a</think>b") == {"role": "assistant", "content": "b"}
     assert template.answered("b", "a", "<think>a</think>b") == {"role": "assistant", **expected}
     assert template.answered("b", "", "b") == {"role": "assistant", "content": "b"}
+
+
+def test_a_template_for_tools_is_used_where_there_are_tools():
+    metadata = {
+        "tokenizer.chat_template": "plain {{ greeting }}",
+        "tokenizer.chat_template.tool_use": "{{ tools|length }} tools {{ greeting }}",
+    }
+    template = ChatTemplate.from_gguf(metadata, "", "")
+    assert template.render([]) == "plain " and template.render([], tools=[]) == "plain "
+    assert template.render([], tools=[1, 2]) == "2 tools "
+    asked = template.with_options(ChatOptions(variables={"tools": [1], "greeting": "hi"}))
+    assert asked.render([]) == "1 tools hi" and template.render([], tools=[1]) == "1 tools "

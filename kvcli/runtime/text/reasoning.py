@@ -143,7 +143,7 @@ class Splitter:
     """Feed text with `push`: what may be shown now of the answer, and of the thinking. What may be a mark is held back.
 
     `style`: the one of the thinking that the text is in; None = it is the answer. White space around thinking is left
-    out. `raw`: all text so far.
+    out. `raw`: all text so far, and the mark that the prompt ends with, where it has begun to think.
     """
 
     def __init__(self, styles: Iterable[Style] = (), tail: str = "") -> None:
@@ -158,7 +158,7 @@ class Splitter:
             opened, closed = max(tail.rfind(mark) for mark in style.opens), tail.rfind(style.close)
             self._behind = self._behind or closed > opened >= 0
             if opened > closed:
-                self.style = style
+                self.style, self.raw = style, tail[opened:]
 
     def push(self, text: str) -> tuple[str, str]:
         """Text of the answer, text of the thinking."""

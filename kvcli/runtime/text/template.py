@@ -90,9 +90,11 @@ class TemplateError(ModelError):
 class ChatTemplate:
     """One template. It is compiled when first rendered, so that runs without one do not import jinja2."""
 
-    def __init__(self, source: str, bos: str = "", eos: str = "", origin: str = "file") -> None:
-        """`bos`, `eos`: the texts of those tokens. `origin`: "file", "built-in" or "given"."""
+    def __init__(self, source: str, bos: str = "", eos: str = "", origin: str = "file", with_tools: str = "") -> None:
+        """`bos`, `eos`: the texts of those tokens. `origin`: "file", "built-in" or "given". `with_tools`: the template
+        that is used in place of this one where there are tools; "" = there is none."""
         self.source, self.bos, self.eos, self.origin = source, bos, eos, origin
+        self._with_tools = with_tools
         self.options = MODELS_OWN
         self._controls: Callable[[str], list[tuple[int, str]]] = lambda text: []
         self._tell: Callable[[str], None] = lambda token: None
@@ -106,7 +108,8 @@ class ChatTemplate:
             return cls.built_in(metadata, bos, eos) if _named_chat(metadata, file_name) else None
         if not isinstance(source, str):
             raise ModelError("tokenizer.chat_template is not a string", "the file is damaged")
-        return cls(source, bos, eos)
+        with_tools = metadata.get(f"{_KEY}.tool_use")
+        return cls(source, bos, eos, with_tools=with_tools if isinstance(with_tools, str) else "")
 
     @classmethod
     def built_in(cls, metadata: Mapping[str, Any], bos: str, eos: str) -> ChatTemplate | None:
@@ -119,7 +122,8 @@ class ChatTemplate:
         assert self._compiled  # once for both
         other = copy(self)
         other.options = options
-        other.__dict__.pop("switch", None)
+        for name in ("switch", "_tool_use"):
+            other.__dict__.pop(name, None)
         return other
 
     def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:
@@ -145,6 +149,8 @@ class ChatTemplate:
         Trusted is what the template itself wrote, the BOS and EOS texts and the names of ROLES; all else, the
         contents first of all, is not, whatever the template did with it. Raises TemplateError.
         """
+        if self._with_tools and (variables.get("tools") or self.options.variables.get("tools")):
+            return self._tool_use.render_segments(messages, add_generation_prompt, **variables)
         names = {"bos_token": trust(self.bos), "eos_token": trust(self.eos)}
         values = {"tools": None, "documents": None} | names | self.switch | dict(self.options.variables) | variables
         values["messages"] = [_with_trusted_role(message) for message in messages]
@@ -190,12 +196,12 @@ class ChatTemplate:
 
     def answered(self, text: str, reasoning: str, raw: str) -> dict[str, str]:
         """An answer as a message for this template: with its thinking apart where it knows that, else as it was written
-        (`raw`), so that the template strips or keeps it."""
-        if not reasoning:
-            return {"role": "assistant", "content": text}
-        if _TAKES_REASONING.search(self.source):
-            return {"role": "assistant", "content": text, **dict.fromkeys(_REASONING_KEYS, reasoning)}
-        return {"role": "assistant", "content": raw}
+        (`raw`), so that the template strips or keeps it. Marks that are control tokens would become letters in a
+        content: then the thinking is left out."""
+        message = {"role": "assistant", "content": text}
+        if reasoning and _TAKES_REASONING.search(self.source):
+            return {**message, **dict.fromkeys(_REASONING_KEYS, reasoning)}
+        return {**message, "content": raw} if reasoning and not self._controls(raw) else message
 
     def _lost(self, segments: list[tuple[str, bool]], given: list[str]) -> list[str]:
         """Control tokens that the text spells outside of trusted segments and that are in none of the `given` texts."""
@@ -203,6 +209,13 @@ class ChatTemplate:
         found = self._controls("".join(text for text, _ in segments))
         spelled = {token for start, token in found if not _own(segments, ends, start, start + len(token))}
         return sorted(token for token in spelled if not any(token in text for text in given))
+
+    @cached_property
+    def _tool_use(self) -> ChatTemplate:
+        other = ChatTemplate(self._with_tools, self.bos, self.eos, self.origin)
+        other.options = self.options
+        other.watch(self._controls, self._tell)
+        return other
 
     @cached_property
     def _compiled(self) -> Any:
