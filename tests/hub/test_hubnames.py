@@ -198,3 +198,34 @@ def test_recipes_come_before_paths_and_these_before_repositories(
     assert modelref.ModelRef.parse("org/repo").is_path and modelref.ModelRef.parse("none.gguf").is_path
     with pytest.raises(ModelError, match="no model named 'none'"):
         modelref.ModelRef.parse("none")
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "why"),
+    [
+        (["m.Q6_K.gguf-split-a", "m.Q6_K.gguf-split-b"], "Q6_K", "it was cut into pieces such as m.Q6_K.gguf-split-a"),
+        (["m-Q8_0.gguf.part1of2", "m-Q8_0.gguf.part2of2"], "q8_0", "write them one after the other into m-Q8_0.gguf"),
+        (["Q4_K_M/m-Q4_K_M-00001-of-00003.gguf"], "", "1 of the 3 parts of Q4_K_M/m-Q4_K_M.gguf are there"),
+        (["m-UD-Q4_K_XL-00002-of-00002.gguf"], "UD-Q4_K_XL", "1 of the 2 parts of m-UD-Q4_K_XL.gguf are there"),
+    ],
+)
+def test_a_quantization_in_pieces_is_not_absent(names: list[str], wanted: str, why: str) -> None:
+    with pytest.raises(DownloadError) as error:
+        choose(Reference("org/repo", wanted), variants([*names, "m-Q2_K.gguf", "m-Q3_K.gguf"]), names)
+    assert f"org/repo has no whole file for '{wanted or 'Q4_K_M'}': " in error.value.message
+    assert why in error.value.message and "Q2_K, Q3_K" in (error.value.hint or "")
+
+
+def test_a_quantization_in_whole_parts_is_one_model() -> None:
+    """Whether the parts lie in a folder of the quantization's name, have it in their own, or both."""
+    for name in ("UD-Q4_K_XL/m-UD-Q4_K_XL", "UD-Q4_K_XL/m", "m-UD-Q4_K_XL"):
+        files = [f"{name}-{i:05d}-of-00002.gguf" for i in (1, 2)]
+        for wanted in ("UD-Q4_K_XL", "ud-q4_k_xl", files[1]):
+            found = choose(Reference("org/repo", wanted), variants([*files, "m-Q4_K_M.gguf"]), files)
+            assert (found.label, found.files) == ("UD-Q4_K_XL", tuple(files))
+
+
+def test_names_of_free_models_are_those_of_their_repositories() -> None:
+    assert modelref.ModelRef.parse("qwen3-8b").reference == Reference("bartowski/Qwen_Qwen3-8B-GGUF")
+    assert modelref.ModelRef.parse("qwen3-8b", planning=True).recipe is not None
+    assert modelref.ModelRef.parse("llama-3.1-8b").reference is None  # its license has terms of its own

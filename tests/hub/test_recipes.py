@@ -70,6 +70,20 @@ KV_BYTES = {
     "smollm2-360m": (40_960, 0, 0),
     "smollm2-1.7b": (196_608, 0, 0),
     "tinyllama-1.1b": (22_528, 0, 0),
+    "smollm3-3b": (73_728, 0, 0),
+    "phi-4-mini": (131_072, 0, 0),
+    "ministral-3-8b": (139_264, 0, 0),
+    "glm-4-9b": (40_960, 0, 0),
+    "qwen3-4b-2507": (147_456, 0, 0),
+    "qwen3-vl-8b": (147_456, 0, 0),
+    "qwen2.5-coder-7b": (57_344, 0, 0),
+    "deepseek-r1-distill-qwen-7b": (57_344, 0, 0),
+    "deepseek-r1-distill-llama-8b": (131_072, 0, 0),
+    "qwq-32b": (262_144, 0, 0),
+    "granite-3.3-8b": (163_840, 0, 0),
+    "olmo-3-7b": (131_072, 393_216, 4096),
+    "seed-oss-36b": (262_144, 0, 0),
+    "qwen3-coder-30b-a3b": (98_304, 0, 0),
 }
 # Recipes of files to download: where one describes its layers in groups too, it is held to the same.
 DOWNLOADS = {"smollm2": (23_040, 0, 0), "gemma-3-270m": (3_072, 15_360, 512)}
@@ -124,6 +138,15 @@ PUBLISHED_EXACT = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
     "tinyllama-1.1b": 1_100_048_384,
+    "smollm3-3b": 3_075_098_624,
+    "phi-4-mini": 3_836_021_760,
+    "qwen3-4b-2507": 4_022_468_096,
+    "qwen3-vl-8b": 8_190_735_360,
+    "qwen2.5-coder-7b": 7_615_616_512,
+    "deepseek-r1-distill-qwen-7b": 7_615_616_512,
+    "deepseek-r1-distill-llama-8b": 8_030_261_248,
+    "qwq-32b": 32_763_876_352,
+    "qwen3-coder-30b-a3b": 30_532_122_624,
     "smollm2": 134_515_008,
     "gemma-3-270m": 268_098_176,
 }
@@ -134,13 +157,19 @@ PUBLISHED_ROUNDED = {
     "phi-3-medium": (14, 0.5),
     "falcon-7b": (7, 0.5),
     "deepseek-v2": (236, 0.5),
+    "ministral-3-8b": (8, 0.5),
+    "glm-4-9b": (9, 0.5),
+    "granite-3.3-8b": (8.2, 0.05),
+    "olmo-3-7b": (7, 0.5),
+    "seed-oss-36b": (36, 0.5),
 }
 # MLA sizes that the cache does not depend on: query rank (0 = none), leading dense layers, router bias.
 MLA = {"deepseek-v2-lite": (0, 1, False), "deepseek-v2": (1536, 1, False), "deepseek-v3": (1536, 3, True)}
 MLA_NOPE_DIM = MLA_VALUE_DIM = 128
 
 KINDS = {"full", "sliding", "latent"}
-QKV_BIAS, QK_NORM, FOUR_NORMS = {"qwen2"}, {"qwen3", "qwen3moe", "gemma3"}, {"gemma2", "gemma3"}
+QKV_BIAS, FOUR_NORMS = {"qwen2", "seed_oss"}, {"gemma2", "gemma3", "glm4"}
+QK_NORM = {"qwen3", "qwen3vl", "qwen3moe", "gemma3"}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -172,6 +201,8 @@ def _attention(arch: str, hidden: int, heads: int, kv_heads: int, dim: int) -> i
         count += hidden + heads  # output bias, sinks
     if arch in QK_NORM:
         count += 2 * dim
+    if arch == "olmo2":  # over all heads together
+        count += (heads + kv_heads) * dim
     return count
 
 

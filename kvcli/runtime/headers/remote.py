@@ -32,7 +32,7 @@ def read_remote(reference: Reference, offline: bool = False, limits: Limits | No
     session = Session(hubnames.endpoint(), stored_token(), limits, offline)
     listing = list_repository(session, reference.repo, reference.revision)
     offered = _offered(listing)
-    chosen = _choose(reference, offered)
+    chosen = _choose(reference, offered, listing)
     read = _read_remote_safetensors if chosen.label == SAFETENSORS else _read_remote_gguf
     header = read(session, listing, chosen)
     others = [variant for variant in offered if variant is not chosen]
@@ -57,11 +57,11 @@ def _offered(listing: Listing) -> list[Variant]:
     return found
 
 
-def _choose(reference: Reference, offered: list[Variant]) -> Variant:
+def _choose(reference: Reference, offered: list[Variant], listing: Listing) -> Variant:
     """As `kv run` chooses; where nothing is asked for and nothing is usual, the first: to plan costs little."""
     if not reference.wanted and len(hubnames.matching(offered, "")) != 1:
         return offered[0]
-    return hubnames.choose(reference, offered)
+    return hubnames.choose(reference, offered, listing.files)
 
 
 def _read_remote_gguf(session: Session, listing: Listing, chosen: Variant) -> ModelHeader:

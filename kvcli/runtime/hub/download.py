@@ -64,9 +64,9 @@ def download(
 
 def _choose(reference: Reference, listing: Listing) -> Variant:
     offered = hubnames.variants(listing.files)
-    if not offered:
+    if not offered and not hubnames.in_pieces(listing.files, reference.wanted):
         raise DownloadError(f"the repository {listing.repo} has no GGUF file", "kv runs models in .gguf files")
-    return hubnames.choose(reference, offered)
+    return hubnames.choose(reference, offered, listing.files)
 
 
 def _file(session: Session, listing: Listing, place: Path, name: str) -> _File:

@@ -31,6 +31,8 @@ _VARIANT = r"ud|i1|imat(?:rix)?"
 _QUANT = re.compile(
     rf"(?:^|[-._])(?:({_VARIANT})[-._])?((?:i?q|tq)\d\w*?|bf16|fp?(?:16|32)|mxfp4\w*?)(?:[-._]({_VARIANT}))?$", _FLAGS
 )
+# A file cut by other tools than llama-gguf-split: x.Q6_K.gguf-split-a, x.Q8_0.gguf.part1of2.
+_CUT = re.compile(r"(.+\.gguf)[-._](?:split|part)[-._]?\w+", _FLAGS)
 # Repackings of Q4_0 for certain processors that llama.cpp once wrote and no longer reads.
 _REMOVED = re.compile(r"(Q4_0|IQ4_NL)_[48]_[48]")
 
@@ -158,8 +160,26 @@ def _file_names(variant: Variant) -> set[str]:
     return {each.lower() for name in names for each in (name, name.rsplit("/", 1)[-1])}
 
 
-def choose(reference: Reference, offered: Sequence[Variant]) -> Variant:
-    """The one model that is meant. Raises DownloadError naming what there is, ModelError for a format that is gone."""
+def in_pieces(names: Iterable[str], wanted: str) -> str:
+    """Why a label is not among the models of a repository though files of it are there; "" = none is."""
+    asked, found = _short_float((wanted or DEFAULT_QUANT).upper()), dict[tuple[str, int], int]()
+    for name in names:
+        if cut := _CUT.fullmatch(name):
+            if asked in (quant_of(cut[1]).upper(), _bare(cut[1])):
+                joined = f"kv does not join them: download all, and write them one after the other into {cut[1]}"
+                return f"it was cut into pieces such as {name}; {joined}"
+        elif (part := part_of(name)) and asked in (quant_of(part[0]).upper(), _bare(part[0])):
+            found[part[0], part[2]] = found.get((part[0], part[2]), 0) + 1
+    return next(
+        (f"{n} of the {count} parts of {whole} are there" for (whole, count), n in found.items() if n < count), ""
+    )
+
+
+def choose(reference: Reference, offered: Sequence[Variant], names: Iterable[str] = ()) -> Variant:
+    """The one model that is meant. `names`: all files of the repository.
+
+    Raises DownloadError naming what there is, ModelError for a format that is gone.
+    """
     found, wanted = matching(offered, reference.wanted), reference.wanted
     if len(found) == 1:
         if removed := _REMOVED.fullmatch(_bare(found[0].label)):
@@ -167,11 +187,13 @@ def choose(reference: Reference, offered: Sequence[Variant]) -> Variant:
                 f"{found[0].label} is an old format that no longer exists", f"use {reference.repo}:{removed[1]}"
             )
         return found[0]
-    there = ", ".join(variant.label for variant in (found or offered)[:40])
+    there = ", ".join(variant.label for variant in (found or offered)[:40]) or "no others"
     if is_projector(wanted):
         what = f"'{wanted}' is not a model by itself"
     elif found:
         what = f"'{wanted or DEFAULT_QUANT}' means several models of {reference.repo}"
+    elif why := in_pieces(names, wanted):
+        what = f"the repository {reference.repo} has no whole file for '{wanted or DEFAULT_QUANT}': {why}"
     elif wanted:
         what = f"the repository {reference.repo} has no file for '{wanted}'"
     else:

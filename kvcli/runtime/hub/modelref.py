@@ -15,7 +15,7 @@ from kvcli.words import meant
 @dataclass(frozen=True)
 class ModelRef:
     """A name as it was given, and the recipe or the models of a repository that it means; a path where it means
-    neither."""
+    neither. Names of recipes whose files lie in a repository mean that, but for planning."""
 
     name: str
     recipe: Recipe | None = None
@@ -30,6 +30,8 @@ class ModelRef:
     def parse(cls, name: str, planning: bool = False) -> ModelRef:
         """What `name` means. `planning`: see `unknown_name`. Raises ModelError for one that means nothing."""
         recipe = find_recipe(name)
+        if recipe is not None and recipe.offered and not planning:
+            return cls(name, reference=parse_reference(recipe.offered))
         if recipe is not None or is_path(name):
             return cls(name, recipe)
         reference = parse_reference(name)

@@ -68,6 +68,7 @@ _NAME = r"[a-z0-9][a-z0-9.-]*"
 _REPO = r"[\w.-]+/[\w.-]+"
 KINDS = BASE, INSTRUCT = "base", "instruct"
 _LIKENESS = 0.75  # of names, from 0 to 1, that one may have been meant by the other
+_FREE = ("apache-2.0", "mit")
 _MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn")
 
 
@@ -144,9 +145,16 @@ class Recipe:
         return "it is a mixture of experts" if "moe" in self.shape else ""
 
     @property
+    def offered(self) -> str:
+        """The repository of the hub that its name means where kv has no file of its own; "" = none, as for a license
+        with terms that are to be read first."""
+        free = self.license.lower() in _FREE and self.file is None and not self.unsupported
+        return self.hf if free else ""
+
+    @property
     def problem(self) -> str:
         """Why `kv run -m NAME` cannot run it; "" = it can, after a download where need be."""
-        return self.unsupported or ("" if self.file else "kv has no file of it to download")
+        return self.unsupported or ("" if self.file or self.offered else "kv has no file of it to download")
 
     @property
     def runs(self) -> str:
