@@ -47,6 +47,9 @@ class AttentionLayer:
     [heads * dim_k], or None; `eps` is added to its mean; `norms_last`: it comes after RoPE. `amplitude`
     multiplies the dims of queries that RoPE turns, and a `temperature` (scale, length, offset) all dims of queries at
     position p by 1 + scale * ln(1 + floor((p + offset) / length)).
+    `v_norm`: weights of an RMS norm over each head of values, or None. `keys_as_values`: there are no projections of
+    values, which are the keys before norm and RoPE. `stores` False: there are only queries; rows are those of another
+    layer.
     `seal(kv, start, end)` encodes what leaves the 16-bit tail of a cache as its rows [start, end), just stored, come,
     and returns the angles of the mean that sealed keys lack, None where they lack none or there is no RoPE.
     """
@@ -63,6 +66,9 @@ class AttentionLayer:
     norms_last: bool = False
     amplitude: float = 1.0
     temperature: tuple[float, int, int] | None = None
+    v_norm: torch.Tensor | None = None
+    keys_as_values: bool = False
+    stores: bool = True
     seal: Seal = nothing_to_seal
 
 
@@ -115,36 +121,31 @@ def attention_each(
 def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
     """Store the T rows of a step, each part's in the pages of its sequence, and attend to all that they see there.
 
-    qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v], changed -> float32 [T, heads * dim_v].
+    qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v], or without what the layer has no projections of,
+    changed -> float32 [T, heads * dim_v].
     """
     kv = parts[0].kv  # all are of one form
     t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
     if layer.bias is not None:
         qkv += layer.bias
-    n_q, n_k = layer.heads * r.dim_k, r.kv_heads * r.dim_k
+    n_q = layer.heads * r.dim_k
     q = qkv[:, :n_q].view(t, layer.heads, r.dim_k)  # rows of a wider matrix
-    k = qkv[:, n_q : n_q + n_k].view(t, r.kv_heads, r.dim_k)
-    v = qkv[:, n_q + n_k :].view(t, r.kv_heads, r.dim_v)
+    if layer.stores:
+        _store(ops, qkv[:, n_q:], parts, layer, spans)
     if not layer.norms_last:
-        q, k = (_normed(ops, x, norm, layer.eps) for x, norm in ((q, layer.q_norm), (k, layer.k_norm)))
-    amplify(q, spans, layer)
+        q = _normed(ops, q, layer.q_norm, layer.eps)
     sink_q = _sink_queries(ops, q, parts, spans, layer.rope)
     if layer.rope is not None:
-        cos, sin = layer.rope.of(spans)
-        ops.rope_(q, cos, sin)
-        ops.rope_(k, cos, sin)
+        ops.rope_(q, *layer.rope.of(spans))
+    queries = [x for x in (q, sink_q) if x is not None]
     if layer.norms_last:
-        q, k = (_normed(ops, x, norm, layer.eps) for x, norm in ((q, layer.q_norm), (k, layer.k_norm)))
-        sink_q = None if sink_q is None else _normed(ops, sink_q, layer.q_norm, layer.eps)
+        queries = [_normed(ops, x, layer.q_norm, layer.eps) for x in queries]
     rotated_k, rotated_v = kv.rotated
-    if rotated_k:
-        ops.rotate_(k)
-        ops.rotate_(q)
-        if sink_q is not None:
-            ops.rotate_(sink_q)
-    if rotated_v:
-        ops.rotate_(v)
-    ops.store_each(k, v, parts)
+    for x in queries:
+        amplify(x, spans, layer)
+        if rotated_k:
+            ops.rotate_(x)
+    q, sink_q = queries[0], queries[1] if sink_q is not None else None
     angles = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
     out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, sink_q)
     if rotated_v:
@@ -152,8 +153,28 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     return out
 
 
+def _store(ops: Operations, kv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer, spans: Spans) -> None:
+    """Store the rows of a step from projections of keys and values, float32 [T, kv_heads * (dim_k + dim_v)]."""
+    r, (rotated_k, rotated_v) = parts[0].kv.record, parts[0].kv.rotated
+    n_k = r.kv_heads * r.dim_k
+    k = kv[:, :n_k].view(-1, r.kv_heads, r.dim_k)
+    v = k.clone() if layer.keys_as_values else kv[:, n_k:].view(-1, r.kv_heads, r.dim_v)
+    if not layer.norms_last:
+        k = _normed(ops, k, layer.k_norm, layer.eps)
+    if layer.rope is not None:
+        ops.rope_(k, *layer.rope.of(spans))
+    if layer.norms_last:
+        k = _normed(ops, k, layer.k_norm, layer.eps)
+    v = _normed(ops, v, layer.v_norm, layer.eps)
+    if rotated_k:
+        ops.rotate_(k)
+    if rotated_v:
+        ops.rotate_(v)
+    ops.store_each(k, v, parts)
+
+
 def amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
-    """Multiply queries [T, heads, dim_k], not turned yet, by what grows with their position, and by the amplitude."""
+    """Multiply queries [T, heads, dim_k] by what grows with their position, and by the amplitude."""
     if layer.amplitude != 1 and layer.rope is not None:
         q[..., : 2 * layer.rope.frequencies_on(q.device).numel()] *= layer.amplitude
     if layer.temperature is not None:

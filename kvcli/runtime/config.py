@@ -60,7 +60,8 @@ class LayerConfig:
     `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1, dim_k = lora rank + rope dims, dim_v 0.
     `window` counts the tokens a sliding layer sees, the query included; 0 = all. `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
-    layer whose rows this one reads.
+    layer whose rows this one reads; it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of
+    the model.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class LayerConfig:
     temperature: Temperature | None = None
     state_bytes: int = 0
     shares_kv_with: int | None = None
+    d_ff: int = 0
 
 
 RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450
@@ -95,6 +97,9 @@ class Block:
     | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, "" = none |
     | `qk_norm_last` | that norm comes after RoPE |
     | `rope_pairs` | RoPE turns neighbouring rows of q and k in files; else, and in kv, rows half a head apart |
+    | `v_norm` | an RMS norm without weights over each head of v |
+    | `keys_as_values` | layers without values of their own take their keys, before norm and RoPE |
+    | `layer_scale` | the residual stream behind a layer is multiplied by a number of the layer, where a file has it |
     | `ffn_norm` | name in files of the norm before the feed-forward part |
     """
 
@@ -107,6 +112,9 @@ class Block:
     qk_norm: str = ""
     qk_norm_last: bool = False
     rope_pairs: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
+    layer_scale: bool = False
     ffn_norm: str = "ffn_norm"
 
 
@@ -116,7 +124,8 @@ class ModelConfig:
 
     `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token. `residual_scale`
     multiplies what attention and feed-forward parts add; `logit_scale` the logits, before `logit_softcap` c > 0 makes
-    c * tanh(x / c) of each x.
+    c * tanh(x / c) of each x. `d_token`: each layer has an embedding of tokens of its own, of so many elements (as in
+    Gemma 3n); 0 = none. `d_ff`: of the widest layer.
     """
 
     arch: str
@@ -134,6 +143,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    d_token: int = 0
     n_experts: int = 0
     n_experts_used: int = 0
     block: Block = Block()

@@ -26,6 +26,7 @@ LLAMA = {
 LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3": {"attention.sliding_window": 8},
+    "gemma4": {"attention.sliding_window": 8},
     **dict.fromkeys(("starcoder2", "nemotron", "stablelm"), LAYER_NORM),
     "command-r": LAYER_NORM | {"logit_scale": 0.1},
     "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
@@ -138,11 +139,27 @@ def test_rope_of_windows() -> None:
     assert [layer.kind for layer in config_of("gemma3", block_count=6).layers] == [SLIDING] * 5 + [FULL]
 
 
+def test_sizes_by_layer() -> None:
+    keys = {"attention__sliding_window": 8, "attention__sliding_window_pattern": [True, True, False]}
+    keys |= {"attention__key_length_swa": 4, "attention__value_length_swa": 6, "rope__dimension_count_swa": 2}
+    found = config_of(**keys, attention__head_count_kv=[2, 1, 2], feed_forward_length=[16, 8, 24])
+    rows = [(x.kv_heads, x.dim_k, x.dim_v, x.rope and x.rope.dim, x.d_ff) for x in found.layers]
+    assert rows == [(2, 4, 6, 2, 16), (1, 4, 6, 2, 8), (2, 8, 8, 8, 24)] and found.d_ff == 24
+    shared = config_of(
+        **keys | {"block_count": 4, "attention__shared_kv_layers": 2, "attention__sliding_window_pattern": 2}
+    )
+    assert [x.shares_kv_with for x in shared.layers] == [None, None, 0, 1]
+    with pytest.raises(ModelError, match="head_count_kv must have 3 whole numbers"):
+        config_of(attention__head_count_kv=[2, 1])
+    with pytest.raises(ModelError, match="layer 2 shares the cache of an earlier full layer, and there is none"):
+        config_of(**keys, attention__shared_kv_layers=1)
+
+
 REFUSED = {
     "attention__clamp_kqv": (8.0, 0.0), "attention__max_alibi_bias": (8.0, 0.0), "attention__causal": (False, True),
     "use_parallel_residual": (True, False), "expert_count": (8, 0), "nextn_predict_layers": (1, 0),
     "rope__scaling__yarn_ext_factor": (1.0, -1.0), "rope__scaling__alpha": (50.0, 1.0),
-    "rope__dimension_count_swa": (4, 8), "attention__key_length_swa": (16, 8), "attention__q_lora_rank": (32, 0),
+    "attention__q_lora_rank": (32, 0),
     "attention__value_scale": (2.0, 1.0),
 }  # fmt: skip
 
@@ -199,7 +216,7 @@ YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
         (YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor = 0.5"),
         (
             YARN | {"attention__sliding_window": 8, "rope__freq_base_swa": 5e5},
-            "cannot scale RoPE by YaRN",
+            "cannot scale two kinds of RoPE by yarn",
         ),
         ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, "rope.scale_linear is 2, and .*factor is 4"),
         ({"attention__sliding_window": -1}, "llama.attention.sliding_window must be 0 or more, not '-1'"),

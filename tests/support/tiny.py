@@ -59,6 +59,7 @@ def _tied(tied: bool, **others: Any) -> dict[str, Any]:
 
 _EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}  # 6 heads of 8 are as wide as the model
 _SLIDING = {"sliding_window": WINDOW}
+_GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, **_SLIDING}
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
@@ -72,6 +73,7 @@ FAMILIES = {
     "gemma": Family(one_more=True),
     "gemma2": Family(settings=_GEMMA, one_more=True),
     "gemma3": Family("gemma3_text", _GEMMA, one_more=True),
+    "gemma4": Family("gemma4_text", _GEMMA4),
     "phi3": Family(settings=_EVEN),
     "smollm3": Family(settings=_EVEN, halves=True),
     "granite": Family(settings=_EVEN, halves=True),
@@ -129,6 +131,16 @@ _GRANITE_KEYS = {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
+_GEMMA4_KEYS = {
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": WINDOW,
+    "rope.dimension_count": 24,
+    "rope.dimension_count_swa": 16,
+    "embedding_length_per_layer_input": 0,
+}
 _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 _ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
@@ -193,6 +205,36 @@ VARIANTS = {
         "gemma3",
         {"num_hidden_layers": 6, "layer_types": _slides(True, True, True, True, True, False)},
         {"attention.sliding_window": WINDOW},
+    ),
+    # The last layers read rows of earlier ones, and each layer has an embedding of tokens of its own.
+    "gemma4": Variant(
+        "gemma4",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": _slides(True, True, False, True, True, False),
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 2.0,
+        },
+        _GEMMA4_KEYS
+        | {
+            "attention.shared_kv_layers": 3,
+            "attention.sliding_window_pattern": [True, True, False, True, True, False],
+            "feed_forward_length": [80, 80, 80, 160, 160, 160],
+            "embedding_length_per_layer_input": 8,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    # Layers that see everything have one head of keys, which are their values, too.
+    "gemma4-keys": Variant(
+        "gemma4",
+        {
+            "layer_types": _slides(True, True, False),
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]},
     ),
     "phi3": Variant("phi3", _tied(False, **_SLIDING), {"attention.sliding_window": WINDOW}),
     # Phi-4 mini: part of each head is turned, by other factors in a long context.
@@ -331,6 +373,9 @@ def _reference(variant: Variant, vocab_size: int) -> Any:
         scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[1] ** -0.5
         mean = 1.0 if weight.dim() == 1 and name.endswith("weight") and not family.one_more else 0.0
         weight.data = mean + scale * torch.randn(weight.shape, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.5 + float(torch.rand(1, generator=generator)))
     if variant.padding:
         model.get_output_embeddings().weight.data[-variant.padding :] *= 50  # they would win every draw
     return model
@@ -338,7 +383,7 @@ def _reference(variant: Variant, vocab_size: int) -> Any:
 
 def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], quantized: bool = False) -> None:
     writer = gguf.GGUFWriter(path, variant.arch)
-    sizes = model.config
+    sizes = _sizes(model)
     norms = {"rms_norm_eps": "layer_norm_rms"}
     norms |= dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), "layer_norm")
     keys: dict[str, Any] = {
@@ -371,6 +416,12 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
     writer.close()
 
 
+def _sizes(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True  # of those that differ, too
+    return config
+
+
 def _rope(config: Any) -> dict[str, Any]:
     rope: dict[str, Any] = config.rope_parameters
     return rope.get("full_attention", rope)
@@ -391,7 +442,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     """Names and values as in GGUF files: llama's q and k rows in interleaved order, gemma's norms with their 1."""
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == variant.arch)
-    sizes = model.config
+    sizes = _sizes(model)
     names = gguf.get_tensor_name_map(arch, sizes.num_hidden_layers)
     found: list[tuple[str, torch.Tensor]] = []
     for name, weight in model.state_dict().items():
@@ -402,6 +453,8 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
                 weight = _interleaved(weight, heads)
         if variant.family.one_more and name.endswith("norm.weight"):
             weight = weight + 1
+        if name.endswith("layer_scalar"):
+            name += ".weight"
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
@@ -411,6 +464,8 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         plain = _rope(sizes)["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         assert (plain / frequencies).max() > 7.9, "no frequency is scaled"
         found.append(("rope_freqs.weight", (plain / frequencies).float()))
+    if variant.arch == "gemma4":
+        found.append(("rope_freqs.weight", torch.tensor([1.0] * 3 + [1e30] * 9)))
     if scaling is _LONG:
         found += [(f"rope_factors_{x}.weight", torch.tensor(_LONG[f"{x}_factor"])) for x in ("long", "short")]
     return found

@@ -82,6 +82,15 @@ class Keys:
             raise ModelError(f"the GGUF key {self.arch}.{key} must be a whole number up to {limit:,}, not {value}")
         return int(value)
 
+    def each(self, key: str, count: int, default: int | None = None, limit: int = 1 << 31) -> list[int]:
+        """The same for each of `count` layers, of which a file has one value or a list."""
+        value = self.get(key, default)
+        if not _is_list(value):
+            return [self.integer(key, default, limit)] * count
+        if len(value) != count or not all(isinstance(x, int) and 0 < x <= limit for x in value):
+            raise ModelError(f"the GGUF key {self.arch}.{key} must have {count} whole numbers up to {limit:,}")
+        return list(value)
+
     def expect(self, key: str, *values: Any) -> None:
         """Refuse a file in which the key is there with another value than these, which change nothing."""
         value = _common_value(self.get(key))

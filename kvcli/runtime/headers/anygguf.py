@@ -17,7 +17,7 @@ from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, 
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfkeys import metadata_of
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
-from kvcli.runtime.model.architecture import check_is_model, tokens_with_rows
+from kvcli.runtime.model.architecture import check_is_model, share_last, tokens_with_rows
 from kvcli.runtime.model.archs import from_gguf
 
 _LIMITS = {"block_count": 4096}
@@ -224,17 +224,6 @@ class _Reader:
         if not 0 < first < len(layers):
             return layers
         return share_last(layers, first)
-
-
-def share_last(layers: list[LayerConfig], first: int) -> list[LayerConfig]:
-    """Layers from `first` on share with the last layer of the same kind before `first`. Raises ModelError."""
-    result = list(layers)
-    for i in range(first, len(layers)):
-        owners = [j for j in range(first) if layers[j].kind == layers[i].kind]
-        if not owners:
-            raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
-        result[i] = replace(layers[i], shares_kv_with=owners[-1])
-    return result
 
 
 def config_from_hf(data: Mapping[str, Any], given: Given | None = None) -> ModelConfig:

@@ -73,7 +73,11 @@ def _widths(config: HFConfig, hidden: int) -> list[int]:
     if config.model_type == "llama4_text":
         config.get("intermediate_size")
         return config.each("intermediate_size_mlp", "ffn", config.count("intermediate_size", default=0))
-    return config.each("intermediate_size", "ffn", 4 * hidden)
+    widths = config.each("intermediate_size", "ffn", 4 * hidden)
+    if config.get("use_double_wide_mlp"):  # of layers that read the rows of others
+        first = config.n_layers - config.count("num_kv_shared_layers", default=0)
+        widths = [n if i < first else 2 * n for i, n in enumerate(widths)]
+    return widths
 
 
 def _searched_width(config: HFConfig, ffn: Mapping[str, Any], hidden: int) -> int:
@@ -299,6 +303,8 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
     rms, layer = _RENAMED["rms_norm_eps"], _RENAMED["layer_norm_eps"]
     if rms in keys and families.of_gguf(families.gguf_name(config.model_type)).block.norm == LAYER:
         keys[layer] = keys.pop(rms)  # both have been called norm_eps
+    if config.model_type.startswith(("gemma3n", "gemma4")):
+        keys["embedding_length_per_layer_input"] = config.count("hidden_size_per_layer_input", default=0)
     if config.has("use_parallel_residual"):
         keys["use_parallel_residual"] = bool(config.get("use_parallel_residual"))
     if scalar := config.number("query_pre_attn_scalar"):

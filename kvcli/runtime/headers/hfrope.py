@@ -27,7 +27,9 @@ def rope_keys(config: HFConfig) -> dict[str, Any]:
     keys["rope.freq_base"] = _number(full, "rope_theta", config.number("rope_theta") or _BASE)
     if sliding is not None:
         keys["rope.freq_base_swa"] = _number(sliding, "rope_theta", keys["rope.freq_base"])
-    if full.get("rope_type") != "proportional" and not config.get("kv_lora_rank"):
+    if full.get("rope_type") == "proportional":
+        keys["rope.dimension_count"], keys["rope.dimension_count_swa"] = wide_dim(config), config.count("head_dim")
+    elif not config.get("kv_lora_rank"):
         keys["rope.dimension_count"] = rotary_dim(config)
     return keys | _scaling(config, full)
 
@@ -42,6 +44,12 @@ def rope_tables(config: HFConfig) -> tuple[Mapping[str, Any], Mapping[str, Any] 
         if config.has(name):
             return table, {"rope_theta": config.number(name)}
     return table, None
+
+
+def wide_dim(config: HFConfig) -> int:
+    """The head dim of Gemma 4's layers that see everything."""
+    own = (config.within(each, "head_dim", 0) for each in config.table("per_layer_config").values())
+    return max(own, default=0) or config.count("global_head_dim", default=512)
 
 
 def rotary_dim(config: HFConfig) -> int:
@@ -75,9 +83,11 @@ def _scaling(config: HFConfig, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dynamic(config: HFConfig, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Hunyuan's has a larger base throughout; others change it beyond the training context alone."""
+    """Hunyuan's has a larger base throughout; that of others grows beyond the training context."""
     if table.get("alpha") is None:
-        return {}
+        factor, context = _number(table, "factor"), config.count("max_position_embeddings")
+        keys = {"type": "dynamic", "factor": factor, "original_context_length": context}
+        return {f"rope.scaling.{key}": value for key, value in keys.items()}
     dim = rotary_dim(config)
     base = _number(table, "rope_theta", config.number("rope_theta") or _BASE)
     return {"rope.freq_base": base * _number(table, "alpha") ** (dim / max(1, dim - 2))}
@@ -132,6 +142,9 @@ def factor_tensors(config: HFConfig) -> dict[str, np.ndarray]:
     kind = table.get("rope_type", table.get("type"))
     if kind == "llama3":
         return {"rope_freqs": _llama3(config, table).astype(np.float32)}
+    if kind == "proportional":  # dims beyond a part of the head do not turn
+        half, turned = wide_dim(config) // 2, int(wide_dim(config) * _number(table, "partial_rotary_factor") / 2)
+        return {"rope_freqs": np.repeat(np.array([1.0, 1e30], np.float32), (turned, half - turned))}
     if kind not in ("longrope", "su"):
         return {}
     return {f"rope_factors_{name}": _listed(table, f"{name}_factor").astype(np.float32) for name in ("long", "short")}

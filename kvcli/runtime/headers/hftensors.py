@@ -42,6 +42,7 @@ _FLOAT32 = re.compile(
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
     (re.compile(r"^language_model\."), ""),
+    (re.compile(r"layer_scalar$"), "layer_scalar.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
 )
 

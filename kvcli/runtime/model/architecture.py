@@ -45,7 +45,8 @@ class Architecture:
     root where the file has no scale; None = the head dim. `logit_scale`: what logits are multiplied by, of the key of
     that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
     whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position.
-    `whole_ramp`: see `read_rope`. `of_images`: keys that say nothing about text.
+    `whole_ramp`: see `read_rope`. `tokens_each`: see `ModelConfig.d_token`. `of_images`: keys that say nothing about
+    text.
     """
 
     gguf: tuple[str, ...]
@@ -59,6 +60,7 @@ class Architecture:
     rope_switch: str = ""
     tempered: bool = False
     whole_ramp: bool = True
+    tokens_each: bool = False
     of_images: tuple[str, ...] = ()
 
     def read(self, metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
@@ -80,7 +82,7 @@ class Architecture:
             name=str(keys.metadata.get("general.name") or keys.arch),
             vocab_size=tokens_with_rows(keys.metadata, embedding[0] if embedding else keys.integer("vocab_size")),
             d_model=d_model,
-            d_ff=keys.integer("feed_forward_length", limit=4 * _WIDEST),
+            d_ff=max(keys.each("feed_forward_length", keys.integer("block_count", limit=4096), limit=4 * _WIDEST)),
             n_heads=n_heads,
             context_length=keys.integer("context_length"),
             norm_eps=float(keys.number(f"attention.{norm}_epsilon")),
@@ -89,6 +91,9 @@ class Architecture:
             attn_softcap=float(keys.number("attn_logit_softcapping", 0.0, zero=True)),
             residual_scale=float(keys.number("residual_scale", 1.0, zero=True)) or 1.0,
             logit_softcap=float(keys.number("final_logit_softcapping", 0.0, zero=True)),
+            d_token=keys.integer("embedding_length_per_layer_input", 0, limit=_WIDEST, zero=True)
+            if self.tokens_each
+            else 0,
             block=self.block,
         )
         if self.embed_scale:
@@ -101,25 +106,36 @@ class Architecture:
         return replace(config, embed_scale=scale, attn_scale=attn_scale, logit_scale=logit_scale)
 
     def _layers(self, keys: Keys, shapes: Shapes, n_heads: int, d_model: int) -> tuple[LayerConfig, ...]:
-        """All agree but for windows and RoPE."""
-        alike = replace(_rows(keys, n_heads, d_model // n_heads), temperature=self._temperature(keys))
-        rope, local_rope = self._ropes(keys, shapes, alike.dim_k)
+        """All agree but for windows and RoPE, and what files list by layer."""
+        n = keys.integer("block_count", limit=4096)
+        wide, narrow = _dims(keys, d_model // n_heads)
+        rope, local_rope = self._ropes(keys, shapes, wide[0], narrow[0])
         swa, needed = self.windows, self.windows.every and not self.windows.optional
         window = keys.integer("attention.sliding_window", swa.size or (None if needed else 0), zero=not needed)
-        full = replace(alike, rope=rope if swa.full_rope or not window else None)
-        local = replace(alike, kind=SLIDING, window=window, rope=local_rope)
-        slides = _slides(keys, keys.integer("block_count", limit=4096), swa.every)
-        layers = (local if each and window else full for each in slides)
-        bare = self.no_rope_every
-        return tuple(replace(x, rope=None) if bare and not (i + 1) % bare else x for i, x in enumerate(layers))
+        full = LayerConfig(FULL, 0, *wide, rope=rope if swa.full_rope or not window else None)
+        local = LayerConfig(SLIDING, 0, *narrow, window=window, rope=local_rope)
+        kinds = [local if slides and window else full for slides in _slides(keys, n, swa.every)]
+        heads = _kv_heads(keys, n, n_heads)
+        widths = keys.each("feed_forward_length", n, limit=4 * _WIDEST)
+        widths, bare = widths if len(set(widths)) > 1 else [0] * n, self.no_rope_every
+        layers = [
+            replace(
+                kind, kv_heads=heads[i], d_ff=widths[i], temperature=self._temperature(keys),
+                rope=None if bare and not (i + 1) % bare else kind.rope,
+            )
+            for i, kind in enumerate(kinds)
+        ]  # fmt: skip
+        first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
+        return tuple(share_last(layers, first))
 
-    def _ropes(self, keys: Keys, shapes: Shapes, dim: int) -> tuple[RopeConfig | None, RopeConfig | None]:
-        """Of the layers that see everything, and of those that slide."""
-        rope, swa = read_rope(keys, shapes, dim, self.whole_ramp), self.windows
+    def _ropes(self, keys: Keys, shapes: Shapes, wide: int, narrow: int) -> tuple[RopeConfig | None, RopeConfig | None]:
+        """Of the layers that see everything, and of those that slide; head dims `wide` and `narrow`."""
+        rope, swa = read_rope(keys, shapes, wide, self.whole_ramp), self.windows
         base = float(keys.number("rope.freq_base_swa", swa.rope_base or rope.base))
-        local = replace(rope, base=base) if swa.scaled else RopeConfig(base, rope.dim)
-        if rope.scaling == "yarn" and base != rope.base and swa.scaled:
-            raise ModelError(f"kv's {keys.arch} cannot scale RoPE by YaRN with two bases", OTHER_MODEL)
+        dim = keys.integer("rope.dimension_count_swa", min(rope.dim, narrow), limit=narrow)
+        local = replace(rope, base=base, dim=dim) if swa.scaled else RopeConfig(base, dim)
+        if rope.scaling not in ("none", "linear") and (base, dim) != (rope.base, rope.dim) and swa.scaled:
+            raise ModelError(f"kv's {keys.arch} cannot scale two kinds of RoPE by {rope.scaling}", OTHER_MODEL)
         if self.rope_switch and not keys.get(self.rope_switch, True):
             return None, None
         return rope, local
@@ -158,16 +174,33 @@ def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
     return min(rows, len(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
 
 
-def _rows(keys: Keys, n_heads: int, head_dim: int) -> LayerConfig:
-    """A layer that sees everything, without RoPE."""
-    kv_heads = keys.integer("attention.head_count_kv", n_heads, limit=4096)
-    dim_k = keys.integer("attention.key_length", head_dim, limit=4096)
-    dim_v = keys.integer("attention.value_length", head_dim, limit=4096)
-    keys.expect("attention.key_length_swa", dim_k)
-    keys.expect("attention.value_length_swa", dim_v)
-    if n_heads % kv_heads:
-        raise ModelError(f"{n_heads} query heads are not a multiple of {kv_heads} KV heads")
-    return LayerConfig(FULL, kv_heads, dim_k, dim_v)
+def _dims(keys: Keys, head_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """dim_k and dim_v of layers that see everything, and of those that slide."""
+    wide = [keys.integer(f"attention.{x}_length", head_dim, limit=4096) for x in ("key", "value")]
+    narrow = [
+        keys.integer(f"attention.{x}_length_swa", dim, limit=4096)
+        for x, dim in zip(("key", "value"), wide, strict=True)
+    ]
+    return (wide[0], wide[1]), (narrow[0], narrow[1])
+
+
+def _kv_heads(keys: Keys, n_layers: int, n_heads: int) -> list[int]:
+    found = keys.each("attention.head_count_kv", n_layers, n_heads, limit=4096)
+    for kv_heads in found:
+        if n_heads % kv_heads:
+            raise ModelError(f"{n_heads} query heads are not a multiple of {kv_heads} KV heads")
+    return found
+
+
+def share_last(layers: Sequence[LayerConfig], first: int) -> list[LayerConfig]:
+    """Layers from `first` on share with the last layer of the same kind before `first`. Raises ModelError."""
+    result = list(layers)
+    for i in range(first, len(layers)):
+        owners = [j for j in range(first) if layers[j].kind == layers[i].kind]
+        if not owners:
+            raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
+        result[i] = replace(layers[i], shares_kv_with=owners[-1])
+    return result
 
 
 def _slides(keys: Keys, n_layers: int, every: int) -> list[bool]:

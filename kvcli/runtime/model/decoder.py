@@ -38,20 +38,42 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class TokenGate:
+    """What lets the layer's own embedding of tokens pass: the activated product is multiplied by it."""
+
+    layer: int
+    gate: Matrices
+
+
+@dataclass(frozen=True)
+class TokenEmbeddings:
+    """Each layer's own embedding of tokens: rows of all layers side by side, and a projection of the token's embedding
+    in the residual stream likewise, with a norm over each layer's part."""
+
+    rows: Matrices
+    projection: Matrices
+    norm: torch.Tensor
+
+
+Inner = Attention | FeedForward | TokenGate
+
+
+@dataclass(frozen=True)
 class Sublayer:
     """x += scale * post_norm(out . inner(norm(x)) + bias), without what is None; the scale is the model's.
 
     `norm` has weights and, for a layer norm that has one, a bias. `beside`: it takes the normed input of the sublayer
-    before it, and has no norm.
+    before it, and has no norm. `leaves`: what the sum is multiplied by.
     """
 
     norm: torch.Tensor | None
-    inner: Attention | FeedForward
+    inner: Inner
     out: Matrices
     post_norm: torch.Tensor | None = None
     norm_bias: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     beside: bool = False
+    leaves: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,7 @@ class DecoderWeights:
     norm: torch.Tensor
     head: Matrices
     norm_bias: torch.Tensor | None = None
+    tokens: TokenEmbeddings | None = None
 
     def with_next(self) -> Iterator[tuple[Sublayer, Sublayer | None]]:
         """Each sublayer, and the one behind it; None = the last norm is."""
@@ -79,12 +102,27 @@ class Decoder:
         """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""
         w = self.weights
         x = self.ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
+        tokens = None if w.tokens is None else self._tokens(x, w.tokens, step)
         operand: Operand = x
         for each in w.sublayers:
             if not each.beside:
                 operand = self._operand(x, each)
-            self._add(x, self._inner(each.inner, operand, step), each)
+            if isinstance(each.inner, TokenGate):
+                assert tokens is not None
+                gates = self.ops.activated(operand, each.inner.gate, self.config.block.activation)
+                self._add(x, gates * tokens[:, each.inner.layer], each)
+            else:
+                self._add(x, self._inner(each.inner, operand, step), each)
+            if each.leaves != 1:
+                x *= each.leaves
         return self._normed(x, w.norm, w.norm_bias)
+
+    def _tokens(self, x: torch.Tensor, tokens: TokenEmbeddings, step: Step) -> torch.Tensor:
+        """Each layer's own embedding of the step's tokens: float32 [T, layers, d_token]."""
+        d, c = self.config.d_token, self.config
+        projected = (self.ops.matmul(x, tokens.projection) * c.d_model**-0.5).unflatten(1, (-1, d))
+        own = self.ops.rows(tokens.rows[0], step.ids, d**0.5).unflatten(1, (-1, d))
+        return (self.ops.rms_norm(projected, tokens.norm, c.norm_eps) + own) * 0.5**0.5
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
         if weight is None:

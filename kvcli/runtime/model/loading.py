@@ -5,6 +5,7 @@ This is the one place that says what a layer is made of; the decoder and a GPU's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,16 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
 from kvcli.runtime.config import ALL, LAYER, LayerConfig, ModelConfig
-from kvcli.runtime.model.decoder import Attention, Decoder, DecoderWeights, FeedForward, Sublayer
+from kvcli.runtime.model.decoder import (
+    Attention,
+    Decoder,
+    DecoderWeights,
+    FeedForward,
+    Inner,
+    Sublayer,
+    TokenEmbeddings,
+    TokenGate,
+)
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
@@ -34,7 +44,7 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     embedding = ops.place((weights.embedding(config),))
     head = ops.place((weights.head(config),)) if weights.has_head else embedding
     norm, norm_bias = loader.norm("output_norm")
-    assert norm is not None
+    tokens = loader.tokens() if config.d_token else None
     left = sorted(set(weights.file.tensors) - weights.used)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -42,7 +52,7 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
             f"the file has tensors that kv's {config.arch} does not use: {left[0]}{more}",
             "kv would compute another model than this one",
         )
-    return Decoder(config, DecoderWeights(embedding, sublayers, norm, head, norm_bias), ops, ropes)
+    return Decoder(config, DecoderWeights(embedding, sublayers, norm, head, norm_bias, tokens), ops, ropes)
 
 
 def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
@@ -53,12 +63,13 @@ def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tens
     return {scaling: weights.vector(FACTORS[scaling], dim // 2) for scaling, dim in wanted.items()}
 
 
-def _amplitudes(layer: LayerConfig) -> tuple[float, float]:
+def _amplitudes(layer: LayerConfig, norms_last: bool) -> tuple[float, float]:
     """What all scores are multiplied by, and what the dims of queries that RoPE turns.
 
     RoPE's amplitude multiplies queries and keys, which is to multiply queries twice: keys stay as long as they are.
+    Norms behind RoPE undo it.
     """
-    square = layer.rope.amplitude**2 if layer.rope else 1.0
+    square = layer.rope.amplitude**2 if layer.rope and not norms_last else 1.0
     return (square, 1.0) if layer.rope is None or layer.rope.dim == layer.dim_k else (1.0, square)
 
 
@@ -68,6 +79,14 @@ class _Projection:
 
     matrix: QuantTensor
     bias: torch.Tensor | None
+
+    def cut(self, sizes: list[int]) -> list[_Projection]:
+        """Runs of so many rows."""
+        ends = list(itertools.accumulate(sizes))
+        return [
+            _Projection(self.matrix.part(end - n, end), None if self.bias is None else self.bias[end - n : end])
+            for n, end in zip(sizes, ends, strict=True)
+        ]
 
     def halved(self, heads: int, rope_dim: int) -> _Projection:
         """With what RoPE turns together half a head apart, from neighbours."""
@@ -97,29 +116,50 @@ class _Loader:
     def layer(self, i: int) -> Iterator[Sublayer]:
         """The sublayers of model layer `i`, in their order."""
         c, name = self.config, f"blk.{i}.{{}}".format
-        block, heads = c.block, c.n_heads * c.layers[i].dim_v
+        block, heads, leaves = c.block, c.n_heads * c.layers[i].dim_v, self._leaves(name("layer_output_scale.weight"))
         yield self._sublayer(
             name("attn_norm") if block.pre_norms else "", self._attention(i), name("attn_output"), heads,
             name("post_attention_norm"),
         )  # fmt: skip
         yield self._sublayer(
             name(block.ffn_norm) if block.pre_norms and not block.parallel else "", self._feed_forward(i),
-            name("ffn_down"), c.d_ff, name("post_ffw_norm"), beside=block.parallel,
+            name("ffn_down"), self._width(i), name("post_ffw_norm"), beside=block.parallel,
+            leaves=1.0 if c.d_token else leaves,
         )  # fmt: skip
+        if c.d_token:
+            gate = TokenGate(i, self.ops.place((self.weights.matrix(name("inp_gate.weight"), c.d_token, c.d_model),)))
+            yield self._sublayer("", gate, name("proj"), c.d_token, name("post_norm"), leaves=leaves)
+
+    def _leaves(self, name: str) -> float:
+        """What the layer multiplies the residual stream by."""
+        has = self.config.block.layer_scale and name in self.weights
+        return float(self.weights.vector(name, 1)) if has else 1.0
+
+    def _width(self, i: int) -> int:
+        return self.config.layers[i].d_ff or self.config.d_ff
+
+    def tokens(self) -> TokenEmbeddings:
+        """Each layer's own embedding of tokens."""
+        c, w = self.config, self.weights
+        d = c.n_layers * c.d_token
+        rows = w.matrix("per_layer_token_embd.weight", c.vocab_size, d, padded=True)
+        projection = w.matrix("per_layer_model_proj.weight", d, c.d_model)
+        norm = self.vector("per_layer_proj_norm.weight", c.d_token)
+        return TokenEmbeddings(self.ops.place((rows,)), self.ops.place((projection,)), norm)
 
     def _sublayer(
-        self, norm: str, inner: Attention | FeedForward, out: str, cols: int, post: str, beside: bool = False
+        self, norm: str, inner: Inner, out: str, cols: int, post: str, beside: bool = False, leaves: float = 1.0
     ) -> Sublayer:
         """From names of tensors; `norm` "" = none. `cols` of the matrix that gives what is added."""
         d = self.config.d_model
         weight, bias = self.norm(norm) if norm else (None, None)
         matrices = self.ops.place((self.weights.matrix(f"{out}.weight", d, cols),))
         post_norm = self.vector(f"{post}.weight", d) if self.config.block.post_norms else None
-        return Sublayer(weight, inner, matrices, post_norm, bias, self.bias(out, d), beside)
+        return Sublayer(weight, inner, matrices, post_norm, bias, self.bias(out, d), beside, leaves)
 
     def _feed_forward(self, i: int) -> FeedForward:
         c, name = self.config, f"blk.{i}.ffn_{{}}".format
-        f, d, place = c.d_ff, c.d_model, self.ops.place
+        f, d, place = self._width(i), c.d_model, self.ops.place
         if not c.block.gated:
             return FeedForward(place((self.weights.matrix(f"{name('up')}.weight", f, d),)), self.bias(name("up"), f))
         if f"{name('gate')}.weight" not in self.weights:  # one matrix of both
@@ -133,35 +173,36 @@ class _Loader:
     def _attention(self, i: int) -> Attention:
         c, shape = self.config, self.config.layers[i]
         rope, heads = self.ropes.table(shape.rope), (c.n_heads, shape.kv_heads)
-        parts = self._projections(i)
+        parts, stores = self._projections(i), shape.shares_kv_with is None
         if c.block.rope_pairs and shape.rope:
-            q, k = (x.halved(n, shape.rope.dim) for x, n in zip(parts, heads, strict=False))
-            parts = q, k, parts[2]
+            parts = [*(x.halved(n, shape.rope.dim) for x, n in zip(parts, heads, strict=False)), *parts[2:]]
         biases = [x.bias for x in parts if x.bias is not None]
-        q_norm, k_norm = (self._head_norm(f"blk.{i}.attn_{x}_norm", n, shape) for x, n in zip("qk", heads, strict=True))
-        scale, amplitude = _amplitudes(shape)
+        q_norm = self._head_norm(f"blk.{i}.attn_q_norm", c.n_heads, shape)
+        k_norm = self._head_norm(f"blk.{i}.attn_k_norm", shape.kv_heads, shape) if stores else None
+        v_norm = torch.ones(shape.dim_v, device=self.ops.device) if c.block.v_norm and stores else None
+        scale, amplitude = _amplitudes(shape, c.block.qk_norm_last)
         how = AttentionLayer(
             c.n_heads, c.attn_scale * scale, rope, shape.window, c.attn_softcap,
             torch.cat(biases) if biases else None, q_norm, k_norm, c.norm_eps, c.block.qk_norm_last, amplitude,
-            shape.temperature, partial(seal_step, self.ops, rope),
+            shape.temperature, v_norm, stores and len(parts) == 2, stores,
+            partial(seal_step, self.ops, rope, stores=stores),
         )  # fmt: skip
         return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how)
 
-    def _projections(self, i: int) -> tuple[_Projection, _Projection, _Projection]:
-        """q, k and v, which files have one by one or as one matrix."""
+    def _projections(self, i: int) -> list[_Projection]:
+        """q, k and v, which files have one by one or as one matrix; what the layer has none of is left out."""
         c, shape, name = self.config, self.config.layers[i], f"blk.{i}.attn_{{}}".format
-        rows = c.n_heads * shape.dim_k, shape.kv_heads * shape.dim_k, shape.kv_heads * shape.dim_v
-        if f"{name('qkv')}.weight" not in self.weights:
-            q, k, v = (self._projection(name(x), n) for x, n in zip("qkv", rows, strict=True))
-            if len({x.bias is None for x in (q, k, v)}) > 1:
-                raise ModelError(f"layer {i} has a bias for some of q, k and v only", "the file is incomplete")
-            return q, k, v
-        whole, (n_q, n_k, n_v) = self._projection(name("qkv"), sum(rows)), rows
-        spans = (0, n_q), (n_q, n_q + n_k), (n_q + n_k, n_q + n_k + n_v)
-        q, k, v = (
-            _Projection(whole.matrix.part(*x), None if whole.bias is None else whole.bias[slice(*x)]) for x in spans
-        )
-        return q, k, v
+        rows = {"q": c.n_heads * shape.dim_k, "k": shape.kv_heads * shape.dim_k, "v": shape.kv_heads * shape.dim_v}
+        if f"{name('qkv')}.weight" in self.weights:
+            return self._projection(name("qkv"), sum(rows.values())).cut(list(rows.values()))
+        if shape.shares_kv_with is not None:
+            return [self._projection(name("q"), rows["q"])]
+        if c.block.keys_as_values and f"{name('v')}.weight" not in self.weights:
+            del rows["v"]
+        parts = [self._projection(name(x), n) for x, n in rows.items()]
+        if len({x.bias is None for x in parts}) > 1:
+            raise ModelError(f"layer {i} has a bias for some of q, k and v only", "the file is incomplete")
+        return parts
 
     def _projection(self, name: str, rows: int) -> _Projection:
         return _Projection(self.weights.matrix(f"{name}.weight", rows, self.config.d_model), self.bias(name, rows))

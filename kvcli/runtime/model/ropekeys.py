@@ -23,7 +23,6 @@ def read_rope(keys: Keys, tensors: Mapping[str, object], head_dim: int, whole_ra
     dim = keys.integer("rope.dimension_count", head_dim, limit=4096)
     if dim > head_dim or dim % 2:
         raise ModelError(f"the GGUF key {keys.arch}.rope.dimension_count is {dim}, head dim is {head_dim}")
-    keys.expect("rope.dimension_count_swa", dim)
     plain = RopeConfig(float(keys.number("rope.freq_base", 10000.0)), dim)
     context = keys.integer("context_length")
     original = keys.integer("rope.scaling.original_context_length", context, zero=True) or context

@@ -18,10 +18,13 @@ from kvcli.runtime.model.rope import RopeTable
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
 
 
-def seal_step(ops: Backend, rope: RopeTable | None, kv: PagedKV, start: int, end: int) -> Angles | None:
+def seal_step(
+    ops: Backend, rope: RopeTable | None, kv: PagedKV, start: int, end: int, stores: bool = True
+) -> Angles | None:
     """Encode the rows of one layer that leave the tail as rows [start, end), just stored, come. Sinks stay open.
 
-    Returns the angles of the mean, for attention; None where keys are not centred or there is no RoPE.
+    `stores` False: the layer reads rows of another one, which has done that. Returns the angles of the mean, for
+    attention; None where keys are not centred or there is no RoPE.
     """
     if kv.open is None:
         return None
@@ -32,7 +35,7 @@ def seal_step(ops: Backend, rope: RopeTable | None, kv: PagedKV, start: int, end
     angles = None
     if kv.basis.centre is not None and rope is not None:
         angles = rope.centres(-(-end // size) * size, kv.first_page * size, kv.front * size)
-    if first < last:
+    if first < last and stores:
         ops.seal(kv, first, last, angles)
     return angles
 

@@ -20,6 +20,7 @@ EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "a
 
 _HEADS = frozenset(("output.weight", "lm_head.weight"))
 _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
+_ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, and nothing else does
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
 _QUERY_BLOCK = 16  # queries that share a decoded page
@@ -97,6 +98,8 @@ def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> Weigh
 
 def _bytes_read(name: str, size: int, tensors: Mapping[str, Tensor], config: ModelConfig) -> int:
     """Of a tensor of `size` bytes, those that one token reads."""
+    if name == _ROWS_ALONE:
+        return size // max(1, config.vocab_size)
     if name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors):
         return 0
     if config.n_experts and ("_exps." in name or ".experts." in name):
@@ -113,7 +116,8 @@ def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
     head, 2 with kept rows before evicted ones."""
     width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
-    return rows * 4 * width + _angle_bytes(config, rows)
+    tokens = 3 * config.n_layers * config.d_token  # projected, looked up, and their sum
+    return rows * 4 * (width + tokens) + _angle_bytes(config, rows)
 
 
 def _angle_bytes(config: ModelConfig, rows: int) -> int:

@@ -29,7 +29,12 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
         gate, up = (types.get(f"blk.{i}.ffn_{x}.weight") for x in ("gate", "up"))
         if gate and gate != up:
             return f"gate and up of layer {i} are stored as {gate} and {up}"
-    return ""
+    if config.block.v_norm:
+        return "values have a norm"
+    if config.d_token:
+        return "layers have embeddings of tokens of their own"
+    shared = any(layer.shares_kv_with is not None for layer in config.layers)
+    return "some layers read the rows of earlier ones" if shared else ""
 
 
 def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:

@@ -196,7 +196,8 @@ class TokenGraph:
         for each, following in w.with_next():
             if isinstance(each.inner, Attention):
                 self._add(each, self._attention(each.inner, bucket), following)
-            else:  # 16 bits for what has the outliers, and for the logits; both cost a percent or two
+            elif isinstance(each.inner, FeedForward):
+                # 16 bits for what has the outliers, and for the logits; both cost a percent or two
                 self._add(each, self._feed_forward(each.inner), following, planes=2)
         matvec(w.head[0], self.x, STORE, norm=self.norm, out=self.logits, pdl=pdl, planes=2)
         if c.logit_scale != 1:
@@ -290,4 +291,7 @@ def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
     yield from w.head
     for each in w.sublayers:
         yield from each.out
-        yield from each.inner.qkv if isinstance(each.inner, Attention) else each.inner.gate_up
+        if isinstance(each.inner, Attention):
+            yield from each.inner.qkv
+        elif isinstance(each.inner, FeedForward):
+            yield from each.inner.gate_up
