@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -123,6 +124,19 @@ def test_compressed_tensors(bits: int, symmetric: bool):
     group = np.arange(cols) // 16
     expected = (q - zeros[:, group]) * scales.astype(np.float64)[:, group]
     assert list(found) == ["m.weight"] and close(found["m.weight"], expected)
+
+
+def test_mxfp4_keeps_its_numbers():
+    blocks = RNG.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
+    scales = RNG.integers(110, 140, (2, 6, 3)).astype(np.uint8)
+    found = sources({"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}, quant_method="mxfp4")
+    source = found["e.down_proj"]
+    assert list(found) == ["e.down_proj"] and (source.type, source.shape) == ("MXFP4", (2, 6, 96))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    pairs = np.stack([numbers[blocks & 15], numbers[blocks >> 4]], -1).reshape(2, 6, 3, 32)
+    expected = (pairs * 2.0 ** (scales.astype(int) - 127)[..., None]).reshape(2, 6, 96)
+    unpacked = gguf.quants.dequantize(source.read(), gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(unpacked, expected.astype(np.float32))
 
 
 def test_plain_numbers_are_views_and_counters_are_no_weights():

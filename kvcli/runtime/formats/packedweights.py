@@ -10,6 +10,7 @@ A `Source` is one weight as the model knows it, whatever tensors it is made of:
 | compressed-tensors, packed | w_packed, w_scale, w_shape, perhaps w_zero_point and w_g_idx | (q - zero) * scale |
 | GPTQ | qweight, qzeros, scales, perhaps g_idx, in place of "weight" | (q - zero) * scale |
 | AWQ | qweight, qzeros, scales, with columns in another order | (q - zero) * scale |
+| MXFP4 of gpt-oss | w_blocks [..., n, 16], w_scales [..., n] | kept, in the order of GGML's blocks |
 
 Products are computed in float32 and rounded to the type that the config names, bfloat16 or float16.
 """
@@ -43,7 +44,7 @@ Read = Callable[[str], np.ndarray]
 @dataclass(frozen=True)
 class Source:
     """One weight. `read()` gives its elements in the memory of `type`, a key of STORAGE; of `direct` ones a view of the
-    file. `layout` says how it lies there, "plain" or for a notice."""
+    file; of the type MXFP4 packed rows. `layout` says how it lies there, "plain" or for a notice."""
 
     name: str
     shape: tuple[int, ...]
@@ -107,6 +108,8 @@ class _Sources:
             return self._grouped(name.removesuffix("qweight"))
         if name.endswith("_packed"):
             return self._packed(name.removesuffix("_packed"))
+        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in self.tensors:
+            return self._mxfp4(name.removesuffix("_blocks"))
         if self._is_part(name):
             return None
         if tensor.dtype in _PLAIN:
@@ -122,6 +125,8 @@ class _Sources:
     def _is_part(self, name: str) -> bool:
         """Whether a tensor only helps to read another one."""
         stem, _, last = name.rpartition(".")
+        if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in self.tensors:
+            return True
         if last in ("qzeros", "scales", "g_idx"):
             return f"{stem}.qweight" in self.tensors
         weights = [name.removesuffix(end) for end in _PARTS if name.endswith(end)]
@@ -173,6 +178,22 @@ class _Sources:
             return wide * _spread(self._numbers(scales), tensor.shape, blocks)
 
         return self._made(name, tensor.shape, make, "FP8" if tensor.dtype == "F8_E4M3" else "int8")
+
+    def _mxfp4(self, name: str) -> Source:
+        """Blocks of 32 numbers of 4 bits with a power of two. Neighbours share a byte here, in GGML those half a block
+        apart."""
+        *outer, blocks, width = self.tensors[f"{name}_blocks"].shape
+        if width != 16 or self.tensors[f"{name}_blocks"].dtype != "U8":
+            raise ModelError(f"tensor {name}_blocks is of a form{self._by()} that kv does not read")
+        self._elements(f"{name}_scales", (*outer, blocks))
+
+        def read() -> np.ndarray:
+            pairs, scales = self._elements(f"{name}_blocks"), self._elements(f"{name}_scales")
+            codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(*outer, blocks, 32)
+            halves = codes[..., :16] | codes[..., 16:] << 4
+            return np.concatenate([scales[..., None], halves], -1).reshape(*outer, blocks * 17)
+
+        return Source(name, (*outer, blocks * 32), "MXFP4", read)
 
     def _packed(self, name: str) -> Source:
         """compressed-tensors: integers of a row in 32-bit words, the first in the lowest bits."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "BF16", "F16")
+_PLAIN = ("F32", "F16", "BF16")
 # For rows that are no whole blocks, as llama.cpp has it.
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _HEAD_BITS = 6.5  # the matrix that logits are computed with gets as many at least
@@ -36,11 +37,12 @@ def named(text: str) -> str:
 def packed_types(tensors: Mapping[str, tuple[tuple[int, ...], str]], type: str) -> dict[str, str]:
     """What each tensor, of which shape and type are given, is stored as where matrices are to be packed as `type`.
 
-    Vectors and routers of experts stay; so do matrices whose rows are no whole blocks of any format that would do.
+    Vectors, routers of experts and what is packed stay; so do matrices whose rows are no whole blocks of a format that
+    would do.
     """
     head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
     return {
-        name: now if len(shape) < 2 or not name.endswith(".weight") or _KEPT.search(name) else
+        name: now if len(shape) < 2 or now not in _PLAIN or not name.endswith(".weight") or _KEPT.search(name) else
         _fitting(shape[-1], _of_head(type) if name == head else type) or now
         for name, (shape, now) in tensors.items()
     }  # fmt: skip

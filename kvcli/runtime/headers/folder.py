@@ -23,7 +23,7 @@ from kvcli.words import human_bytes
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvcli.runtime.headers.hftensors import Presented
+    from kvcli.runtime.headers.presented import Presented
 
 _SAMPLING_KEYS = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",

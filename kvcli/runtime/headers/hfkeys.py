@@ -273,7 +273,8 @@ def _experts(config: HFConfig) -> dict[str, Any]:
         "expert_count": experts,
         "expert_used_count": config.count("num_experts_per_tok", default=1),
     }
-    width = max(config.each("moe_intermediate_size", default=0), default=0)
+    own = "intermediate_size" if config.model_type in ("gpt_oss", "llama4_text") else "moe_intermediate_size"
+    width = max(config.each(own, default=0))
     if width:
         keys["expert_feed_forward_length"] = width
     shared = max(config.each("n_shared_experts", default=0), default=0)
@@ -283,6 +284,8 @@ def _experts(config: HFConfig) -> dict[str, Any]:
         keys["expert_shared_feed_forward_length"] = config.count("shared_expert_intermediate_size")
     elif shared and width:
         keys["expert_shared_feed_forward_length"] = shared * width
+    if config.get("interleave_moe_layer_step"):
+        keys["interleave_moe_layer_step"] = config.count("interleave_moe_layer_step")
     if config.get("first_k_dense_replace"):
         keys["leading_dense_block_count"] = config.count("first_k_dense_replace")
     if config.get("norm_topk_prob") is not None:

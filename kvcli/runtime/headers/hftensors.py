@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,18 @@ import numpy as np
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.packedweights import Source, widened
 from kvcli.runtime.formats.packing import pack, packed_types
-from kvcli.runtime.headers import families
+from kvcli.runtime.headers import families, hfexperts
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
+from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
 from kvcli.words import listed
 
 # Architectures beside those that kv runs whose tensors are those of llama.cpp's converter.
-_CONVERTED = ("qwen2moe", "qwen3moe", "olmoe")
+_CONVERTED = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama4")
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
 _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 # What a model that also sees, hears or predicts several tokens has beside its language model.
 _ELSEWHERE = re.compile(
     r"(model\.)?(vision|visual|audio|image|sound|multi_modal|mm_|embed_(audio|vision)|talker|code2wav|token2wav|projector|"
@@ -36,37 +36,12 @@ _ELSEWHERE = re.compile(
 _COMPUTED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\..*))$"
 )
-_FLOAT32 = re.compile(
-    r"\.(ffn_gate_inp|ffn_gate_inp_shexp)\.weight$"
-)  # small, and which expert is chosen rests on them
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
     (re.compile(r"^language_model\."), ""),
     (re.compile(r"layer_scalar$"), "layer_scalar.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
 )
-
-
-@dataclass(frozen=True)
-class Presented:
-    """A tensor under llama.cpp's name. `read()`: its elements in the memory of `type` (see `packedweights`)."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    read: Callable[[], np.ndarray]
-    direct: bool
-
-    @classmethod
-    def of(cls, name: str, source: Source) -> Presented:
-        """A source as it is, vectors as float32."""
-        if source.type == "F32" or (len(source.shape) > 1 and not _FLOAT32.search(name)):
-            return cls(name, source.shape, source.type, source.read, source.direct)
-        return cls(name, source.shape, "F32", lambda: widened(source.type, source.read()), False)
-
-    def then(self, change: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...] | None = None) -> Presented:
-        """The same with its elements changed: moved, or computed with where they are float32."""
-        return replace(self, shape=shape or self.shape, read=lambda: change(self.read()), direct=False)
 
 
 def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFConfig) -> dict[str, Presented]:
@@ -83,17 +58,20 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
         spelled = _spelled(original)
         if _left_out(spelled, config.n_layers) or (spelled == "lm_head.weight" and tied):
             continue
-        one = _EXPERT.fullmatch(spelled)
-        name = names(f"{one[1]}.{one[3]}" if one else spelled)
+        if parts := {part.name: part for part in hfexperts.together(spelled, source, config)}:
+            found |= parts
+            continue
+        one = hfexperts.alone(spelled)
+        name = names(one[0] if one else spelled)
         if name is None:
             raise ModelError(f"tensor {original} has no name in a GGUF file of {arch}", "kv cannot convert this model")
         if one:
-            experts.setdefault(name, {})[int(one[2])] = Presented.of(name, source)
+            experts.setdefault(name, {})[one[1]] = Presented.of(name, source)
             continue
         if name in found:
             raise ModelError(f"tensor {original} is in the folder twice, under two names")
         found[name] = _as_in_files(Presented.of(name, source), arch, config)
-    found |= {name: _stacked(name, parts, config) for name, parts in experts.items()}
+    found |= {name: hfexperts.stacked(name, parts, config) for name, parts in experts.items()}
     found |= {f"{name}.weight": _vector(f"{name}.weight", values) for name, values in factor_tensors(config).items()}
     if "output.weight" not in found and tied is False:
         raise ModelError("the folder has no lm_head.weight, and its config.json does not tie it to the embedding")
@@ -148,28 +126,6 @@ def as_neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
     if rows.shape[0] % (2 * heads):
         raise ModelError(f"a matrix of {rows.shape[0]} rows cannot be cut into {heads} heads with halves")
     return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2)).reshape(rows.shape)
-
-
-def _stacked(name: str, parts: Mapping[int, Presented], config: HFConfig) -> Presented:
-    """All experts of a layer as one tensor, read one after the other."""
-    n, shapes = config.count("num_experts"), {part.shape for part in parts.values()}
-    if sorted(parts) != list(range(n)) or len(shapes) != 1:
-        raise ModelError(
-            f"{name}: the folder has {len(parts)} experts, {n} of one shape are needed", "it is incomplete"
-        )
-    shape, type = shapes.pop(), parts[0].type
-
-    def read() -> np.ndarray:
-        whole = None
-        for i in range(n):
-            values = parts[i].read()
-            if whole is None:
-                whole = np.empty((n, *shape), values.dtype)
-            whole[i] = values
-        assert whole is not None
-        return whole
-
-    return Presented(name, (n, *shape), type, read, False)
 
 
 def _vector(name: str, values: np.ndarray) -> Presented:
