@@ -174,6 +174,19 @@ def test_a_chat_says_the_answers_alone(run, thinker):
     assert said.out == "".join(value["text"] + "\n" for value in values)
 
 
+def test_a_chat_turns_thinking_on_and_off(run, thinker):
+    lines = b"/reasoning\nthe pages\n/reasoning off\nthe pages\n/reasoning auto\nthe pages\n"
+    found = chat(run, thinker, "--json", stdin=lines)
+    assert [bool(json.loads(line)["reasoning"]) for line in found.out.splitlines()] == [True, False, True]
+    assert [line for line in found.err.splitlines() if "reasoning" in line] == [
+        *("kv: reasoning: auto", "kv: reasoning: off", "kv: reasoning: auto"),
+    ]
+    wrong = chat(run, thinker, stdin=b"/reasoning maybe\n")
+    assert wrong.code == 2 and "/reasoning is on, off, auto, not 'maybe'" in wrong.err
+    plain = chat(run, ("--temp", "0"), stdin=b"/reasoning on\n")
+    assert "reasoning: on, which changes nothing for this model" in plain.err
+
+
 def test_thinking_is_dim_on_a_terminal(run, thinker, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     found = run("run", "-m", str(make_speaking()), *ON, *thinker, *BUDGET, "the pages")

@@ -28,7 +28,8 @@ def metadata_of(raw: bytes, label: str) -> dict[str, Any]:
         )
         tokens = [piece[_TEXT].decode() for piece in pieces]
     except (ValueError, KeyError, AttributeError, TypeError, IndexError, struct.error):
-        raise ModelError(f"{label} is not a SentencePiece model", "the file is damaged") from None
+        hint = "the file is damaged, or another program's; kv reads tokenizer.json, too"
+        raise ModelError(f"{label} is not a SentencePiece model", hint) from None
     kinds = {_UNIGRAM: "t5", _BPE: "llama"}
     kind = kinds.get(trainer.get(_MODEL_TYPE, _UNIGRAM))
     if kind is None or not tokens or trainer.get(_SUFFIX, 0):

@@ -24,6 +24,7 @@ _COMMANDS = {
     "multiline ml paste": 'a message of several lines stands between """ and """; what is pasted stays together',
     "q x leave end logout": "/exit leaves",
     "h man commands": "/help lists the commands",
+    "think nothink thinking": "/reasoning on or off says whether the model thinks before it answers",
     "stop cancel": "Ctrl-C stops an answer, /set stop TEXT ends answers at a text",
     "usage perf": "/stats shows the last answer in figures",
 }
@@ -34,6 +35,7 @@ _SETTINGS = {
     "num_keep keep window evict": "/evict POLICY says what is forgotten",
     "verbose quiet stats noverbose": "kv chat --stats and --no-stats, -v and -q say how much is shown",
     "history nohistory": "kv chat --no-history keeps nothing of what is typed",
+    "think nothink thinking": "/reasoning on or off says whether the model thinks before it answers",
     "model": "kv chat -m MODEL --resume NAME goes on with another model",
     "format json": "answers are text; /export FILE.json writes the conversation as JSON",
     "wordwrap nowordwrap wrap": "kv chat --raw-output leaves lines as they are",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcli.cli.answer import settle
 from kvcli.cli.commands.chat import hints, settings, transcript
@@ -20,6 +20,7 @@ from kvcli.options import EvictOptions
 from kvcli.runtime.promptcache.sessions import path_of
 from kvcli.words import counted, human_bytes
 
+REASONING = ("on", "off", "auto")
 WORDS_TO_LEAVE = ("exit", "quit")  # typed alone at a terminal
 
 
@@ -145,6 +146,18 @@ def _system(session: ChatSession, text: str) -> None:
     say("no system message of yours; the template may have its own" if current is None else f"system: {current}")
 
 
+def _reasoning(session: ChatSession, asked: str) -> None:
+    conversation = session.conversation
+    if asked:
+        if asked not in REASONING:
+            raise UsageError(f"/reasoning is {', '.join(REASONING)}, not '{asked}'")
+        options = replace(conversation.template.options, reasoning=asked)
+        conversation.template = conversation.template.with_options(options)
+    template, thinking = conversation.template, conversation.thinking()
+    known = template.switch or template.options.reasoning == "auto" or (thinking and thinking.styles)
+    say(f"reasoning: {template.options.reasoning}" + ("" if known else ", which changes nothing for this model"))
+
+
 def _set(session: ChatSession, argument: str) -> None:
     word, value = settings.parted(argument)
     name = settings.name_of(word) if word else ""
@@ -241,6 +254,13 @@ COMMANDS = (
     Command("/clear", "", "a new conversation; the old one becomes a branch", _clear),
     Command("/file", "[PATH]", "put a file in front of the next message", _file, values=lambda s: None),
     Command("/system", "[TEXT]", "show or replace the system message", _system),
+    Command(
+        "/reasoning",
+        "[MODE]",
+        "on, off or auto: whether the model thinks first",
+        _reasoning,
+        values=lambda s: REASONING,
+    ),
     Command(
         "/set",
         "[KEY VALUE]",
