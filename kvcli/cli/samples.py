@@ -55,8 +55,8 @@ class _Sample:
     def _write(self, what: Callable[[Sink], None], last: bool = False) -> None:
         self.turns.write(self.number, lambda: what(self.turns.sink), last)
 
-    def take(self, event: Event, engine: Engine, predicted: int) -> None:
-        """Show the event. The last one frees the sequence; `predicted`: what the plan says of all answers by then."""
+    def take(self, event: Event, engine: Engine, predicted: Callable[[], int]) -> None:
+        """Show the event. The last one frees the sequence; `predicted()`: what the plan says of all answers by then."""
         if isinstance(event, Prefill):
             self._write(lambda sink: sink.prefill(event))
         elif isinstance(event, Token):
@@ -66,8 +66,8 @@ class _Sample:
         else:
             self._end(event, engine, predicted)
 
-    def _end(self, end: End, engine: Engine, predicted: int) -> None:
-        memory = MemoryFacts(predicted, engine.plan.total)
+    def _end(self, end: End, engine: Engine, predicted: Callable[[], int]) -> None:
+        memory = MemoryFacts(predicted(), engine.plan.total)
         self.result = result = result_of(engine, self.request.seq, self.job, self.parts, end, memory)
         self.request.seq.close()
         self._write(lambda sink: sink.end(result), last=True)
@@ -84,6 +84,11 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
         twins = requests if each is jobs[0] else ()
         how = each.sampling, cancelled, False, twins, job.caches, job.thinking
         requests = [engine.request(seq, ids, *how), *requests]
+
+    def predicted() -> int:
+        longest = max(len(each.history) for each in requests)
+        return engine.predict(longest, count, len(ids)).total
+
     turns, scheduler = InTurn(job.sink, count), Scheduler(engine, count)
     samples = {id(r): _Sample(n, jobs[n], turns, r) for n, r in enumerate(requests)}
     for request in requests:
@@ -93,8 +98,6 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
             for request, events in scheduler.step():
                 if request.error is not None:
                     raise request.error
-                longest = max(len(each.history) for each in requests)
-                predicted = engine.predict(longest, count, len(ids)).total
                 for event in events:
                     samples[id(request)].take(event, engine, predicted)
     except Exception as error:
