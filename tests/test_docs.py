@@ -41,7 +41,8 @@ def test_the_readme_is_short_and_names_every_page() -> None:
 def test_the_table_of_models_has_every_architecture() -> None:
     from kvcli.runtime.model.archs import RUNNABLE
 
-    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "models.md").read_text("utf-8"), re.M)
+    text = (ROOT / "docs" / "models.md").read_text("utf-8").partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", text, re.M)
     assert sorted(name for row in rows for name in re.findall(r"`(.*?)`", row)) == list(RUNNABLE)
 
 
@@ -107,3 +108,14 @@ def test_the_python_of_the_readme(smollm2_path: Path, capsys: pytest.CaptureFixt
     assert code is not None and len(code[1].strip().splitlines()) <= 10
     exec(code[1].replace('"smollm2"', repr(str(smollm2_path))), {})
     assert "sky" in capsys.readouterr().out
+
+
+def test_tokenizers_and_marks_of_thinking_are_listed() -> None:
+    from kvcli.runtime.text.pretokenizers import PRETOKENIZERS
+    from kvcli.runtime.text.reasoning import STYLES
+
+    text = (ROOT / "docs" / "models.md").read_text("utf-8")
+    rules = re.findall(r"`([^`]+)`", text.partition("known by name:")[2].partition("\nA GGUF file")[0])
+    assert rules == sorted(name for name, rule in PRETOKENIZERS.items() if rule.spelled)
+    rows = [row.replace("\\|", "|") for row in re.findall(r"^\| `(.+?)` \|", text.partition("## Thinking")[2], re.M)]
+    assert rows == [style.opens[0].strip() for style in STYLES]
