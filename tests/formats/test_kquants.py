@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kvcli.runtime.formats import kquants
+from kvcli.runtime.formats import kquants, packing
 from kvcli.runtime.formats.packing import pack
 
 # Root mean square of the error of normal numbers, relative to theirs, that rows do not exceed on average.
@@ -51,11 +51,12 @@ def test_the_compiled_search_is_that_of_numpy(type: str, monkeypatch: pytest.Mon
     assert np.allclose(error(type, x, fast), error(type, x, slow), rtol=0.01, atol=1e-6)
 
 
-def test_more_blocks_than_are_packed_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    x = weights()
-    whole = kquants.pack("Q4_K", x.reshape(2, 20, 512))
-    monkeypatch.setattr(kquants, "_ROWS", 7)
-    assert np.array_equal(kquants.pack("Q4_K", x), whole.reshape(40, -1)) and whole.shape == (2, 20, 288)
+@pytest.mark.parametrize("type", ("Q4_K", "Q8_0", "BF16"))
+def test_more_rows_than_are_packed_at_a_time(type: str, monkeypatch: pytest.MonkeyPatch):
+    x = weights().astype(np.float16)
+    whole = packing.pack(type, x.astype(np.float32).reshape(2, 20, 512))
+    monkeypatch.setattr(packing, "_AT_ONCE", 7 * 512)
+    assert np.array_equal(packing.pack(type, x, "F16"), whole.reshape(40, -1)) and whole.shape[:2] == (2, 20)
 
 
 @pytest.mark.parametrize("type", ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save
 
 from kvcli.errors import ModelError
+from kvcli.runtime.formats import packedweights
 from kvcli.runtime.formats.packedweights import Source, sources_of, widened
 from kvcli.runtime.formats.safetensors import parse_header
 
@@ -42,8 +43,10 @@ def words(integers: np.ndarray, bits: int, order: tuple[int, ...] | None = None)
     return placed.sum(-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
 
 
+@pytest.mark.parametrize("at_once", (1 << 21, 300 * 128, 1))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_fp8_in_blocks(dtype: str):
+def test_fp8_in_blocks(dtype: str, at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packedweights, "_AT_ONCE", at_once)
     w = torch.from_numpy(RNG.standard_normal((200, 300)).astype(np.float32)).to(torch.float8_e4m3fn)
     scales = RNG.uniform(0.5, 2, (2, 3)).astype(np.float32)
     found = sources(
@@ -54,8 +57,10 @@ def test_fp8_in_blocks(dtype: str):
     assert close(found["a.weight"], w.double().numpy() * spread)
 
 
+@pytest.mark.parametrize("at_once", (1 << 21, 64))
 @pytest.mark.parametrize("shape", ((), (1,), (6, 1), (6,), (6, 4)))
-def test_scales_of_rows_groups_or_all(shape: tuple[int, ...]):
+def test_scales_of_rows_groups_or_all(shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packedweights, "_AT_ONCE", at_once)
     w = torch.from_numpy(RNG.standard_normal((6, 32)).astype(np.float32)).to(torch.float8_e4m3fn)
     scales = RNG.uniform(0.5, 2, shape).astype(np.float32)
     tensors = {"a.weight": w, "a.weight_scale": torch.tensor(scales), "a.input_scale": torch.ones(1)}

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-_ROWS = 1 << 13  # blocks of 256 at a time
 _SEARCH = {4: (-1.0, 20), 5: (-0.5, 16)}  # bits -> where the candidates begin, and how many there are
 
 
 def pack(type: str, values: np.ndarray) -> np.ndarray:
     """float32 [..., 256 n] -> uint8 [..., bytes]; `type` is Q4_K, Q5_K or Q6_K."""
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, 256)
-    encode = functools.partial(_shifted, bits=int(type[1])) if type != "Q6_K" else _signed
-    parts = [blocks[at : at + _ROWS] for at in range(0, len(blocks), _ROWS)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        packed = np.concatenate(list(threads.map(encode, parts)))
+    packed = _signed(blocks) if type == "Q6_K" else _shifted(blocks, int(type[1]))
     return packed.reshape(*values.shape[:-1], -1)
 
 

@@ -55,6 +55,14 @@ class ModelFile:
         """The packed bytes of a tensor: uint8 [nbytes], not to be written to. ModelError if there is none."""
         raise NotImplementedError
 
+    def stored(self) -> Mapping[str, Tensor]:
+        """The tensors as they lie in the files, under the files' own names and types: by these a model is known."""
+        return self.tensors
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        """The bytes of one of them."""
+        return self.data(name)
+
     def open_files(self) -> Sequence[LocalFile]:
         """The files while they are open. Raises ValueError later."""
         if self._files is None:

@@ -18,6 +18,7 @@ Products are computed in float32 and rounded to the type that the config names, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ _RAW = {
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight stands at this nibble
 _PARTS = ("_scale_inv", "_scale", "_shape", "_zero_point", "_g_idx")  # behind the name of a weight
 _OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+_AT_ONCE = 1 << 21  # numbers that are float32 at a time
 _AS_THEY_LIE = "plain"
 
 Read = Callable[[str], np.ndarray]
@@ -172,12 +174,20 @@ class _Sources:
         if blocks is None:
             raise ModelError(f"tensor {scales} has the shape {list(scale_shape)}, of no use to {list(tensor.shape)}")
 
-        def make() -> np.ndarray:
-            values = self._elements(name)
-            wide = _fp8()[values] if tensor.dtype == "F8_E4M3" else values.astype(np.float32)
-            return wide * _spread(self._numbers(scales), tensor.shape, blocks)
+        def read() -> np.ndarray:
+            values, scale = self._elements(name), self._numbers(scales)
+            result = np.empty(tensor.shape, STORAGE[self.type])
+            block = blocks[0] if scale.ndim and len(scale) > 1 else 0  # rows that share scales; 0 = all do
+            step = max(1, block) * max(1, _AT_ONCE // max(1, max(1, block) * math.prod(tensor.shape[1:])))
+            for at in range(0, len(values), step):
+                some = values[at : at + step]
+                few = scale[at // block : -(-(at + step) // block)] if block else scale
+                wide = _fp8()[some] if tensor.dtype == "F8_E4M3" else some.astype(np.float32)
+                result[at : at + step] = narrowed(self.type, wide * _spread(few, some.shape, blocks))
+            return result
 
-        return self._made(name, tensor.shape, make, "FP8" if tensor.dtype == "F8_E4M3" else "int8")
+        layout = "FP8" if tensor.dtype == "F8_E4M3" else "int8"
+        return Source(name, tensor.shape, self.type, read, layout=layout)
 
     def _mxfp4(self, name: str) -> Source:
         """Blocks of 32 numbers of 4 bits with a power of two. Neighbours share a byte here, in GGML those half a block

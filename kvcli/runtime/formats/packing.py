@@ -5,8 +5,10 @@ Most formats are packed by the `gguf` package, which has none of the K formats; 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvcli.blockformats import FORMATS
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
 PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "BF16", "F16")
 _PLAIN = ("F32", "F16", "BF16")
+_AT_ONCE = 1 << 21  # numbers
 # For rows that are no whole blocks, as llama.cpp has it.
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _HEAD_BITS = 6.5  # the matrix that logits are computed with gets as many at least
@@ -60,18 +63,41 @@ def _fitting(cols: int, type: str) -> str:
     return type
 
 
-def pack(type: str, values: np.ndarray) -> np.ndarray:
-    """float32 [..., n] in a block format: uint8 [..., bytes], or in the memory of numbers of 16 bits."""
+def pack(type: str, values: np.ndarray, stored: str = "F32") -> np.ndarray:
+    """Numbers [..., n] in the memory of `stored` (see `packedweights`) in a block format: uint8 [..., bytes], or in the
+    memory of numbers of 16 bits.
+
+    Some rows at a time are float32, on each of the processors that this process may use.
+    """
+    import numpy as np
+
+    from kvcli.runtime.formats.packedweights import widened
+
+    rows = values.reshape(-1, values.shape[-1])
+    step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    first = _pack(type, widened(stored, rows[:step]))
+    packed = np.empty((len(rows), *first.shape[1:]), first.dtype)
+    packed[:step] = first
+
+    def place(at: int) -> None:
+        packed[at : at + step] = _pack(type, widened(stored, rows[at : at + step]))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(place, range(step, len(rows), step)))
+    return packed.reshape(*values.shape[:-1], -1)
+
+
+def _pack(type: str, rows: np.ndarray) -> np.ndarray:
     import numpy as np
 
     if type in ("F16", "BF16"):
         from kvcli.runtime.formats.packedweights import narrowed
 
-        return narrowed(type, values)
+        return narrowed(type, rows)
     if type in K_FORMATS:
         from kvcli.runtime.formats import kquants
 
-        return kquants.pack(type, values)
+        return kquants.pack(type, rows)
     import gguf
 
-    return gguf.quants.quantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[type])
+    return gguf.quants.quantize(np.ascontiguousarray(rows), gguf.GGMLQuantizationType[type])

@@ -53,6 +53,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def type(self) -> str:
+        """`dtype`, under the name that tensors of other files have it by."""
+        return self.dtype
+
 
 @dataclass(frozen=True)
 class Header:

@@ -54,7 +54,7 @@ class SafetensorsModel(ModelFile):
         super().__init__(
             folder, list(dict.fromkeys([*(folder / name for name in opened), *beside])), list(opened.values())
         )
-        self._opened, self._where, self.form = opened, where, quantize
+        self._opened, self._where, self._stored, self.form = opened, where, merged, quantize
         self._metadata = {**metadata_of(config), **_general(folder, config), **texts.folder_metadata(folder)}
         self._presented = self._present(merged, config, quantize)
         self._infos = {name: _info(tensor) for name, tensor in self._presented.items()}
@@ -90,6 +90,12 @@ class SafetensorsModel(ModelFile):
 
         self.open_files()  # raises where they are closed
         return np.frombuffer(self._opened[self._where[tensor.name]].buffer, np.uint8, tensor.nbytes, tensor.offset)
+
+    def stored(self) -> Mapping[str, safetensors.TensorInfo]:
+        return self._stored
+
+    def stored_bytes(self, name: str) -> np.ndarray:
+        return self._raw(self._stored[name])
 
     @property
     def metadata(self) -> dict[str, Any]:

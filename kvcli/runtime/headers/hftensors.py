@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcli.errors import ModelError
-from kvcli.runtime.formats.packedweights import Source, widened
+from kvcli.runtime.formats.packedweights import Source
 from kvcli.runtime.formats.packing import pack, packed_types
 from kvcli.runtime.headers import families, hfexperts
 from kvcli.runtime.headers.hfconfig import HFConfig
@@ -141,5 +141,5 @@ def quantized(tensors: Mapping[str, Presented], type: str) -> dict[str, Presente
 def _packed(tensor: Presented, type: str) -> Presented:
     if type == tensor.type:
         return tensor
-    packed = tensor.then(lambda values: pack(type, widened(tensor.type, values)))
+    packed = tensor.then(lambda values: pack(type, values, tensor.type))
     return replace(packed, type=type)

@@ -119,16 +119,17 @@ def _text_hashes(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _weights_hash(file: ModelFile) -> str:
-    tensors = [file.tensors[name] for name in sorted(file.tensors)]
+    stored = file.stored()
+    tensors = [stored[name] for name in sorted(stored)]
     with ThreadPoolExecutor(len(usable_cpus())) as threads:
         digests = list(threads.map(lambda t: _digest(file, t.name), tensors))
     file.check()
     described = [[t.name, list(t.shape), t.type, digest] for t, digest in zip(tensors, digests, strict=True)]
-    return _sha256(described)
+    return _sha256([file.form, described] if file.form else described)
 
 
 def _digest(file: ModelFile, name: str) -> str:
-    data, digest = memoryview(file.data(name).data).cast("B"), hashlib.blake2b(digest_size=32)
+    data, digest = memoryview(file.stored_bytes(name).data).cast("B"), hashlib.blake2b(digest_size=32)
     for start in range(0, len(data), _BLOCK):
         digest.update(data[start : start + _BLOCK])
     return digest.hexdigest()
