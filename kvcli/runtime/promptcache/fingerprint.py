@@ -110,7 +110,7 @@ def _keep(record: Path, value: dict[str, Any]) -> None:
 
 def tokenizer_hash(metadata: Mapping[str, Any]) -> str:
     """Of everything in a file's metadata that makes ids of text."""
-    return _sha256({k: v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")})
+    return _sha256({k: v for k, v in metadata.items() if k.startswith(("tokenizer.ggml.", "tokenizer.kv."))})
 
 
 def _text_hashes(metadata: Mapping[str, Any]) -> dict[str, str]:

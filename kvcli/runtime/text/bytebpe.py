@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -41,8 +42,8 @@ class ByteLevelBPE:
             self._tokenizer = Tokenizer(_build(ids, pairs, rule.ignore_merges))
             self._tokenizer.pre_tokenizer = _cutting(rule)
             return
-        like = _like(split)
-        self._tokenizer = Tokenizer(_build(ids, pairs, json.loads(split)["ignore_merges"]))
+        like, ignore_merges = _like(split)
+        self._tokenizer = Tokenizer(_build(ids, pairs, ignore_merges))
         self._tokenizer.pre_tokenizer = like.pre_tokenizer
         if like.normalizer is not None:
             self._tokenizer.normalizer = like.normalizer
@@ -57,20 +58,15 @@ def _cutting(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _like(split: str) -> Tokenizer:
-    """A tokenizer without tokens that cuts words by a rule of a tokenizer.json. Raises ModelError."""
-    steps = json.loads(split)
-    empty = {"type": "BPE", "vocab": {}, "merges": []}
-    whole: dict[str, object] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": empty,
-        "post_processor": None,
-        "decoder": None,
-    }
-    rule = {name: steps[name] for name in ("normalizer", "pre_tokenizer")}
+def _like(split: str) -> tuple[Tokenizer, bool]:
+    """A tokenizer without tokens that cuts words by a rule of a tokenizer.json, and whether a word that is a token is
+    that token, whatever the merges say. Raises ModelError."""
+    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [], "post_processor": None, "decoder": None}
     try:
-        return Tokenizer.from_str(json.dumps(whole | rule))
+        rule = json.loads(split)
+        steps = {name: rule[name] for name in ("normalizer", "pre_tokenizer")}
+        whole |= {"model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
+        return Tokenizer.from_str(json.dumps(whole)), bool(rule["ignore_merges"])
     except Exception as error:  # the library raises nothing narrower
         what = f"tokenizer.json cuts words in a way that kv cannot follow: {str(error)[:80]}"
         raise ModelError(what, "the file is damaged, or newer than the tokenizers package") from None
@@ -88,10 +84,10 @@ _PROBE = (
 def name_of(split: str) -> str | None:
     """The `tokenizer.ggml.pre` whose rule cuts a text full of traps like this one of a tokenizer.json, with the same
     regard for whole words; None where no name does. Raises ModelError."""
-    like, ignore_merges = _like(split).pre_tokenizer, json.loads(split)["ignore_merges"]
-    if like is None:
+    like, ignore_merges = _like(split)
+    if like.pre_tokenizer is None:
         return None
-    words = like.pre_tokenize_str(_PROBE)
+    words = like.pre_tokenizer.pre_tokenize_str(_PROBE)
     for name, rule in PRETOKENIZERS.items():
         if rule.spelled and rule.ignore_merges == ignore_merges and _cutting(rule).pre_tokenize_str(_PROBE) == words:
             return name

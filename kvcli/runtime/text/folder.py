@@ -27,9 +27,17 @@ def folder_metadata(folder: Path) -> Json:
     """`tokenizer.ggml.*` and `tokenizer.chat_template` for `Tokenizer.from_gguf` and `ChatTemplate.from_gguf`.
 
     `tokenizer.kv.split` has the rule that cuts words, which a GGUF file has as a name alone; `tokenizer.ggml.pre` is
-    missing where no name stands for it. Raises ModelError for a folder without a tokenizer, and for one of a kind that
-    kv does not read.
+    missing where no name stands for it. Raises ModelError for a folder without a tokenizer, for one of a kind that kv
+    does not read, and for files that are damaged.
     """
+    try:
+        return _read(folder)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # something else than it should be
+        what = f"the tokenizer of {folder.name} cannot be read: {type(error).__name__} ({str(error)[:80]})"
+        raise ModelError(what, "a file is damaged, or is not what its name says") from None
+
+
+def _read(folder: Path) -> Json:
     settings = _object(folder / SETTINGS)
     written = _object(folder / TOKENIZER)
     kind = written.get("model", {}).get("type") if written else None

@@ -177,7 +177,7 @@ def _is_phi3(metadata: Mapping[str, Any]) -> bool:
 
 def _swallowing(metadata: Mapping[str, Any], tokens: list[str], control: set[int]) -> frozenset[int]:
     if (named := metadata.get("tokenizer.kv.swallowing")) is not None:
-        return frozenset(named) & control
+        return frozenset(control.intersection(np.asarray(named).ravel().tolist()))
     return frozenset(i for i in control if tokens[i] not in _PHI3_LEAVES) if _is_phi3(metadata) else frozenset()
 
 

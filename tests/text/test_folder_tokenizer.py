@@ -79,6 +79,17 @@ def test_a_rule_without_a_name_is_followed_all_the_same(tmp_path):
     assert Tokenizer.from_gguf(metadata).encode(text) == oracle.encode(text).ids
 
 
+def test_a_damaged_rule_is_a_model_error():
+    for split in (
+        "{",
+        "{}",
+        '{"normalizer": null, "pre_tokenizer": {"type": "Newest"}, "ignore_merges": false}',
+        "[1]",
+    ):
+        with pytest.raises(ModelError, match="cuts words in a way that kv cannot follow"):
+            Tokenizer.from_gguf(tinyvocab.byte_level()[0] | {"tokenizer.kv.split": split})
+
+
 def test_merges_over_text(tmp_path):
     special, bytes_ = ["<pad>", "<eos>", "<unk>"], [f"<0x{byte:02X}>" for byte in range(256)]
     oracle = Oracle(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -140,6 +151,10 @@ def test_templates_of_a_folder(tmp_path):
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "'WordPiece' of tokenizer.json is not supported"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "has no vocabulary"),
         ({"model": {"type": "BPE", "vocab": {"a": 9_999_999}, "merges": []}}, "numbers its tokens"),
+        ({"model": ["BPE"]}, "cannot be read"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [{"id": "x"}]}, "cannot be read"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}}, "cannot be read"),
+        ({"model": {"type": "Unigram", "vocab": ["a"], "unk_id": 0}}, "cannot be read"),
         (None, "has no tokenizer that kv reads"),
     ],
 )
