@@ -22,6 +22,14 @@ MODELS_OWN = ChatOptions()
 
 
 @dataclass(frozen=True)
+class LoraOption:
+    """A LoRA adapter, and how much of it: 1 = as it was trained."""
+
+    path: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """How to find and hold the weights."""
 
@@ -36,6 +44,7 @@ class LoadOptions:
     exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
     chat_anyway: bool = False  # take the architecture's chat template where the file has none
     chat: ChatOptions = MODELS_OWN
+    lora: tuple[LoraOption, ...] = ()  # what is added to the weights
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, Stretch
 from kvcli.kernels.reference.backend import ReferenceBackend
-from kvcli.kernels.reference.matmul import QuantTensor
+from kvcli.kernels.reference.matmul import LowRank, QuantTensor
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend
@@ -52,8 +52,8 @@ HostBackend = NativeBackend | ReferenceBackend
 Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
-    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "HostBackend", "PagedKV", "QuantTensor",
-    "RecordLayout", "Stretch", "backend", "on_host",
+    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "HostBackend", "LowRank", "PagedKV",
+    "QuantTensor", "RecordLayout", "Stretch", "backend", "on_host",
 ]  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def test_build_and_explain_as_json(kv_here: KvHere, monkeypatch: pytest.MonkeyPa
     assert told["reused_tokens"] in (0, told["common_tokens"])
     llama = ("-m", str(tiny.make("llama").path), "--raw", "--no-stdin")
     other = json.loads(kv_here("cache", "explain", *llama, file, "--json", "x")[1])
-    assert other["made_with"] == "the weights of another model" and other["reused_tokens"] is None
+    assert other["made_with"] == "the weights of another model or adapter" and other["reused_tokens"] is None
     before = Path(file).read_bytes()
     code, _, err = kv_here(*build, "Another text altogether, " * 5)
     assert code == 6 and "holds another prompt" in err and "--force replaces it" in err

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
+import adapters
 import pytest
 import tiny
 import torch
@@ -23,7 +24,7 @@ from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import AFTER, SERIAL
 from kvcli.kernels.gpu.matvec import RESIDUAL
 from kvcli.kernels.gpu.seal import seal_step
-from kvcli.options import SampleOptions
+from kvcli.options import LoraOption, SampleOptions
 from kvcli.runtime.cache import layout
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import KVLayout
@@ -34,6 +35,7 @@ from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_token
 from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.formats.adapter import open_all
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.decoder import Decoder
@@ -74,15 +76,17 @@ class Model:
         retention: Retention | None = None,
         tokens: int = VOCAB,
         keys: Mapping[str, object] | None = None,
+        lora: tuple[LoraOption, ...] = (),
     ) -> None:
         file = GGUFFile.open(tiny.make_even(arch, quantized, tokens))
+        weights = Weights(file, open_all(lora, file))
         file.metadata.update(keys or {})
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         assert config.vocab_size == tokens
         self.layout = KVLayout.build(config, types, types, PAGE).by_layer(not reference).evicting(retention)
         ops: Backend = OPS if reference else GpuBackend(torch.device(DEVICE))
-        self.decoder: Decoder = load(config, Weights(file), ops)
-        self.prompts = self.decoder if DEVICE == "cuda" else load(config, Weights(file), OPS)
+        self.decoder: Decoder = load(config, weights, ops)
+        self.prompts = self.decoder if DEVICE == "cuda" else load(config, weights, OPS)
         self.pool = PagePool(self.layout, device=ops.device)
         self.seq = Sequence(self.pool)
         self.graph = None if reference else TokenGraph(self.decoder, self.layout, CONTEXT)
@@ -182,6 +186,23 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "phi3"])
+def test_an_adapter_beside_packed_matrices(arch, tmp_path):
+    """Of every matrix; q, k and v are stacked, of two formats in all but phi3, and gates are paired."""
+    file = tiny.make_even(arch, arch != "llama")
+    lora = (LoraOption(str(adapters.write(tmp_path / "a.gguf", file, adapters.matrices(file))), 0.5),)
+    ours, theirs = (Model(arch, "f16", arch != "llama", reference, lora=lora) for reference in (False, True))
+    plain = Model(arch, "f16", arch != "llama", reference=True)
+    prompt, token = ids(31), 5
+    expected, without, found = theirs.feed(prompt), plain.feed(prompt), ours.feed(prompt)
+    assert divergence(expected, without) > 0.001 and divergence(expected, found) < LIMITS["f16"]
+    expected, without, found = theirs.token(token), plain.token(token), ours.token(token)
+    assert divergence(expected, without) > 0.001 and divergence(expected, found) < LIMITS["f16"]
+    by_prompt = ours.feed([6], ours.decoder)
+    assert divergence(theirs.token(6), by_prompt) < LIMITS["f16"]
+
+
+@pytest.mark.slow
 def test_a_model_whose_every_layer_slides(monkeypatch):
     """A llama with one window: pages that fell out of it are gone while tokens go on, and its rows are sealed."""
     monkeypatch.setattr(layout, "SMALL_WINDOW", 8)
@@ -196,7 +217,7 @@ def test_rows_that_pad_the_vocabulary_have_no_logits():
     """The tied matrix is one copy, of an odd number of rows."""
     ours, whole = Model("gemma3", "f16", tokens=VOCAB - 3), Model("gemma3", "f16", reference=True)
     prompt, token = ids(9), 2
-    assert ours.decoder.weights.head is ours.decoder.weights.embedding
+    assert ours.decoder.weights.head[0] is ours.decoder.weights.embedding[0]
     assert divergence(whole.feed(prompt)[:-3], ours.feed(prompt)) < LIMITS["f16"]
     found = ours.token(token)
     assert found.shape == (VOCAB - 3,) and divergence(whole.token(token)[:-3], found) < LIMITS["f16"]

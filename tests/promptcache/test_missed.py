@@ -91,7 +91,10 @@ def test_settings_in_words() -> None:
            "tail": "0 0", "eviction": "none", "computed_on": "cpu"}  # fmt: skip
     int4 = {**f16, "cache_type_k": "f16 int4", "cache_type_v": "f16 int8", "sinks": "0 2", "tail": "0 1"}
     assert differences(f16, f16) == [] and differences(f16, int4) == [Difference("cache type", "f16", "int4/int8")]
-    assert sentence(differences(f16, {**f16, "weights": "b", "page_size": "32"})) == "the weights of another model"
+    assert (
+        sentence(differences(f16, {**f16, "weights": "b", "page_size": "32"}))
+        == "the weights of another model or adapter"
+    )
     assert sentence(differences(f16, {**f16, "computed_on": "cuda X"})) == "device cpu, this run has cuda X"
     assert cache_options(int4).sinks == 2 and cache_options(f16).sinks == CacheOptions.sinks
     assert cache_options({**int4, "eviction": "keep 4 window 96"}).evict == EvictOptions("sink", 96, 4)

@@ -141,7 +141,7 @@ def test_it_is_private_and_leaves_nothing_else(tmp_path: Path) -> None:
 def test_what_differs_is_named(tmp_path: Path) -> None:
     make(tmp_path / "x", list(range(40)))
     for changed, told in (
-        ({"weights": "other"}, "the weights of another model"),
+        ({"weights": "other"}, "the weights of another model or adapter"),
         ({"tokenizer": "x", "page_size": "32"}, "another tokenizer"),
         ({"page_size": "32"}, "page size 16, this run has 32"),
         ({"cache_type_k": "int4"}, "cache type f16/?, this run has int4/?"),

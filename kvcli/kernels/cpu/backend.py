@@ -24,6 +24,7 @@ from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
+from kvcli.kernels.reference.lowrank import add_changed_rows, add_changes
 from kvcli.kernels.reference.matmul import QuantTensor, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 
@@ -164,6 +165,7 @@ class NativeBackend:
             table = self._tables[key] = _weights(weights)
             table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
             table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
+            table.changed = any(w.changes for w in weights)  # type: ignore[attr-defined]
         return table
 
     def matmul(
@@ -174,6 +176,8 @@ class NativeBackend:
         self._lib.kv_matmul(
             table, len(weights), x.data_ptr(), m, k, x.stride(0), out.data_ptr(), out.stride(0), add_to is not None
         )
+        if table.changed:  # type: ignore[attr-defined]
+            add_changes(self.matmul, x, weights, out)
         return out
 
     def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -182,6 +186,7 @@ class NativeBackend:
             raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")
         out = torch.empty(ids.shape[0], weight.cols)
         self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
+        add_changed_rows(self.matmul, self.rows, weight, ids, scale, out)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

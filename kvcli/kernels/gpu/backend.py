@@ -90,12 +90,16 @@ class GpuBackend:
                 for first, piece in expand.slices(w):
                     at = done + first
                     _product(values, piece, out[0, :, at : at + piece.shape[0]])
+            if w.change:
+                inner = torch.empty(t, w.change.a.rows, device=self.device)
+                _product(values, w.change.a.codes.half(), inner)
+                out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out
 
     def rows(self, weight: DeviceMatrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return expand.rows(
-            weight, torch.empty(len(ids), weight.cols, device=self.device), ids=ids.to(self.device), scale=scale
+        return expand.changed_rows(
+            weight, torch.empty(len(ids), weight.cols, device=self.device), ids.to(self.device), scale
         )
 
     rms_norm = staticmethod(pointwise.rms_norm)

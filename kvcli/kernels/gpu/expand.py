@@ -130,6 +130,14 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
     return out
 
 
+def changed_rows(matrix: DeviceMatrix, out: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
+    """`rows` of those ids, with what is added to the matrix."""
+    rows(matrix, out, ids=ids, scale=scale)
+    if matrix.change:
+        out.addmm_(matrix.change.b[ids.clamp(min=0)], matrix.change.a.codes, alpha=scale)
+    return out
+
+
 def slices(matrix: DeviceMatrix) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, float16 [n, cols]) over all rows; each slice overwrites the one before."""
     if matrix.codes.dtype == torch.float16:

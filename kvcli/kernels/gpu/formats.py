@@ -41,8 +41,9 @@ Nothing is rounded but numbers of more than 24 bits to float32: weights are thos
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ def table(name: str, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What is added to a matrix [rows, cols]: b . a, of `a` [rank, cols] and `b` float32 [rows, rank].
+
+    `inner`: room for a . x of one vector, float32 [rank].
+    """
+
+    a: DeviceMatrix
+    b: Tensor
+    inner: Tensor
+
+
+@dataclass(frozen=True)
 class DeviceMatrix:
     """A matrix [rows, cols] on a GPU. `paired`: rows alternate in runs of 32, gates then what they gate."""
 
@@ -111,6 +124,7 @@ class DeviceMatrix:
     scales: Tensor
     supers: Tensor
     paired: bool = False
+    change: Change | None = None
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +138,11 @@ class DeviceMatrix:
     def table(self) -> Tensor:
         """What codes are looked up in; see `table`."""
         return table(self.format.table, self.codes.device)
+
+    @property
+    def unchanged(self) -> DeviceMatrix:
+        """Without its change."""
+        return replace(self, change=None) if self.change else self
 
     @property
     def groups(self) -> int:
@@ -148,7 +167,25 @@ def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = 
                 if piece is not None:
                     _target(whole, paired, number, start, done, piece.shape[0]).copy_(_cut(piece, paired))
         done += part.rows
-    return matrix
+    return replace(matrix, change=_change(parts, device, paired))
+
+
+def _change(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool) -> Change | None:
+    """The changes of stacked matrices as one, whose `b` has columns of its own for each."""
+    ends = list(accumulate(part.rows for part in parts))
+    changes = [(each, end - part.rows, end) for part, end in zip(parts, ends, strict=True) for each in part.changes]
+    if not changes:
+        return None
+    rank = sum(each.a.rows for each, _, _ in changes)
+    a, b, done = torch.empty(rank, parts[0].cols), torch.zeros(ends[-1], rank), 0
+    for each, start, end in changes:
+        columns = slice(done, done + each.a.rows)
+        a[columns], b[start:end, columns] = each.a.decode(), each.b.decode() * each.scale
+        done += each.a.rows
+    if paired:
+        b = b.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten(0, 2)
+    whole = repack((QuantTensor("F32", a.view(torch.uint8), parts[0].cols),), device)
+    return Change(whole, b.to(device), torch.zeros(rank, device=device))
 
 
 def _target(whole: Tensor, paired: bool, number: int, start: int, done: int, count: int) -> Tensor:

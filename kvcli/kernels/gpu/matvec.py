@@ -185,12 +185,26 @@ def before(H, NEXT, X_SQUARES, n, ROLE: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES,
+def add_change(y, n, N, INNER, B, RANK: tl.constexpr):
+    """Rows n of a product, y float32 [BN], plus those of B [N, RANK] times INNER [RANK]."""
+    r = tl.arange(0, 16)
+    for start in range(0, RANK, 16):
+        seen = start + r < RANK
+        inner = tl.load(INNER + start + r, mask=seen, other=0.0)
+        at = B + (n[:, None] * RANK + (start + r)[None, :])
+        y += tl.sum(tl.load(at, mask=(n < N)[:, None] & seen[None, :], other=0.0) * inner[None, :], 1)
+    return y
+
+
+@triton.jit
+def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES, INNER, B,
            ROLE: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
-           KEEP: tl.constexpr):  # fmt: skip
-    """The rows n of a product, y float32 [BN], with PARTS > 0 times 1 / rms of the vector: stored; or added to the
-    residual h, which goes on as the next product's vector, normed by `following`; or gates and gated in runs of 32,
-    which go on as the next product's vector."""
+           KEEP: tl.constexpr, RANK: tl.constexpr):  # fmt: skip
+    """The rows n of a product, y float32 [BN], with RANK > 0 plus B times INNER, with PARTS > 0 times 1 / rms of the
+    vector: stored; or added to the residual h, which goes on as the next product's vector, normed by `following`; or
+    gates and gated in runs of 32, which go on as the next product's vector."""
+    if RANK > 0:
+        y = add_change(y, n, N, INNER, B, RANK)
     if PARTS > 0:
         y = y * inverse_rms(squares, K, eps)
     if ROLE == 0:
@@ -210,11 +224,11 @@ def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, S
 
 @triton.jit
 def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, OUT, H, NEXT, CODES, SCALES, SUMS,
-                  VALUES, X_SQUARES, SQUARES, N, eps, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
-                  KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+                  VALUES, X_SQUARES, SQUARES, INNER, B, N, eps, G: tl.constexpr, CODING: tl.constexpr,
+                  WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
                   PLANES: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr,
-                  GELU: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, RC: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  GELU: tl.constexpr, KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+                  RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
     g = tl.arange(0, BG)
@@ -255,14 +269,14 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, 
     y = tl.sum(y, 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
     finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS,
-           VALUES, SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+           VALUES, SQUARES, INNER, B, ROLE, PARTS, BN, SUMSQ, GELU, KEEP, RANK)  # fmt: skip
     wait_at_end(PDL)
 
 
 @triton.jit
-def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQUARES, N, eps,
+def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQUARES, INNER, B, N, eps,
                  K: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
-                 KEEP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RC: tl.constexpr,
+                 KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RC: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """The same for a matrix of floats, with the vector in float32."""
     pid = tl.program_id(0)
@@ -288,5 +302,5 @@ def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQU
     y = tl.sum(w.to(tl.float32) * x[None, :], 1)
     out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
     finish(tl.reshape(out, (BN,)), mine, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES,
-           SQUARES, ROLE, PARTS, BN, SUMSQ, GELU, KEEP)  # fmt: skip
+           SQUARES, INNER, B, ROLE, PARTS, BN, SUMSQ, GELU, KEEP, RANK)  # fmt: skip
     wait_at_end(PDL)

@@ -120,17 +120,20 @@ def matvec(
     grid = (triton.cdiv(matrix.rows, t.bn),)
     if pdl == AFTER and (role != RESIDUAL or grid[0] < EARLY_PROGRAMS):
         pdl = LEADING
-    spare = x.scales
+    spare, change = x.scales, matrix.change
+    if change:  # of a vector that is not normed yet: what is normed is the sum
+        matvec(change.a, x, STORE, out=change.inner, pdl=LEADING if pdl else SERIAL)
     tensors = (
         out if out is not None else spare, residual if residual is not None else spare,
         next_norm if next_norm is not None else spare, *(into or x).arrays,
-        norm.squares if norm else spare, squares if squares is not None else spare, matrix.rows,
+        norm.squares if norm else spare, squares if squares is not None else spare,
+        *((change.inner, change.b) if change else (spare, spare)), matrix.rows,
         norm.eps if norm else 0.0,
     )  # fmt: skip
     common = {
         "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "GELU": gelu,
         "KEEP": into is not None and into.keep, "BN": t.bn, "RC": t.rc, "PDL": pdl, "num_warps": t.warps,
-        "launch_pdl": pdl != SERIAL,
+        "launch_pdl": pdl != SERIAL, "RANK": change.b.shape[1] if change else 0,
     }  # fmt: skip
     f = matrix.format
     if f.kind == PLAIN:

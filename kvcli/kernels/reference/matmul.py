@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from kvcli.kernels.reference import ggml
+from kvcli.kernels.reference import ggml, lowrank
 from kvcli.kernels.reference.sums import dot, split
 
 SLICE_ELEMENTS = 1 << 18  # weights expanded at a time: a MiB of float32
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """What is added to a matrix [rows, cols]: scale * b . a, of `a` [rank, cols] and `b` [rows, rank]."""
+
+    a: QuantTensor
+    b: QuantTensor
+    scale: float
+
+    @cached_property
+    def a_turned(self) -> QuantTensor:
+        """[cols, rank]."""
+        turned = self.a.decode().T.flatten().view(torch.uint8).view(self.a.cols, -1)
+        return QuantTensor("F32", turned, self.a.rows)
+
+
+@dataclass(frozen=True)
 class QuantTensor:
-    """A weight matrix as its file stores it: `blocks` uint8 [rows, row bytes] of GGML type `type`."""
+    """A weight matrix as its file stores it: `blocks` uint8 [rows, row bytes] of GGML type `type`.
+
+    `changes` are added to it in products and rows (see lowrank.py).
+    """
 
     type: str
     blocks: torch.Tensor
     cols: int
+    changes: tuple[LowRank, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -31,10 +51,20 @@ class QuantTensor:
 
     def part(self, start: int, end: int) -> QuantTensor:
         """Rows [start, end), not copied."""
-        return QuantTensor(self.type, self.blocks[start:end], self.cols)
+        return self.with_rows(lambda rows: rows[start:end])
+
+    def with_rows(self, chosen: Callable[[torch.Tensor], torch.Tensor]) -> QuantTensor:
+        """The same with other rows: those that `chosen` makes of a tensor [rows, ...]."""
+        changes = tuple(replace(each, b=each.b.with_rows(chosen)) for each in self.changes)
+        return QuantTensor(self.type, chosen(self.blocks), self.cols, changes)
+
+    @property
+    def unchanged(self) -> QuantTensor:
+        """Without its changes."""
+        return replace(self, changes=()) if self.changes else self
 
     def decode(self, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """float32 [end - start, cols]."""
+        """float32 [end - start, cols], without changes."""
         return ggml.decode(self.type, self.blocks[start:end])
 
 
@@ -56,7 +86,9 @@ def matmul(
 
     slices = [(w, start) for w in weights for start in range(0, w.rows, step)]
     out = torch.cat(list(each(product, *zip(*slices, strict=True))), dim=1)
-    return out if add_to is None else add_to.add_(out)
+    out = out if add_to is None else add_to.add_(out)
+    lowrank.add_changes(matmul, x, weights, out)
+    return out
 
 
 def place(weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[QuantTensor, ...]:
@@ -70,4 +102,6 @@ def place(weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[Quant
 def rows(weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rows `ids` int64 [T] of the matrix as float32 [T, cols], times `scale`."""
     out = ggml.decode(weight.type, weight.blocks[ids])
-    return out if scale == 1.0 else out * scale
+    out = out if scale == 1.0 else out * scale
+    lowrank.add_changed_rows(matmul, rows, weight, ids, scale, out)
+    return out

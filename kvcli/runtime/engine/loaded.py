@@ -15,6 +15,7 @@ from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.engine import guard, sampling
 from kvcli.runtime.engine.terms import Terms
+from kvcli.runtime.formats import adapter
 from kvcli.runtime.headers.opening import open_model
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.host.cores import physical_cores, too_many
@@ -53,6 +54,7 @@ class LoadedModel:
         self.doubts: list[str] = []
         self._tell = tell
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.adapters = adapter.open_all(load.lora, file)
         self.device = self._choose(load)
         self.exact = load.exact and self.device.kind == CUDA
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
@@ -62,7 +64,7 @@ class LoadedModel:
         self.threads = load.threads or physical_cores()
         if self.device.kind == CPU:
             self._note(too_many(self.threads))
-        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind)
+        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind, self.adapters)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
@@ -95,7 +97,7 @@ class LoadedModel:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         ops, notice = kernels.backend(load.backend, self.threads, str(self.device))
         self._note(notice)
-        self.backend, self.weights = ops.name, Weights(self.file)
+        self.backend, self.weights = ops.name, Weights(self.file, self.adapters)
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
         if doubt:
             self.doubts.append(doubt)
@@ -117,7 +119,8 @@ class LoadedModel:
     def check_weights(self) -> None:
         """Raises ModelError where the file was truncated while it was read."""
         if self.device.kind == CPU:  # a GPU has its own copy
-            self.file.check()
+            for file in (self.file, *(each.file for each in self.adapters)):
+                file.check()
 
     def tokenizer_hashes(self) -> dict[str, str]:
         """What token ids of a chat depend on: the tokenizer and the template, by content."""

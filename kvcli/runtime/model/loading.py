@@ -42,7 +42,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     loader = _Loader(config, weights, ops, ropes)
     sublayers = tuple(each for i in range(config.n_layers) for each in loader.layer(i))
     embedding = ops.place((weights.embedding(config),))
-    head = ops.place((weights.head(config),)) if weights.has_head else embedding
+    # A head that is the embedding is what it is without an adapter: that is added to rows of the embedding.
+    head = ops.place((weights.head(config),)) if weights.has_head else tuple(x.unchanged for x in embedding)
     norm, norm_bias = loader.norm("output_norm")
     tokens = loader.tokens() if config.d_token else None
     left = sorted(set(weights.file.tensors) - weights.used)
@@ -52,6 +53,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
             f"the file has tensors that kv's {config.arch} does not use: {left[0]}{more}",
             "kv would compute another model than this one",
         )
+    if missed := sorted({name for each in weights.adapters for name in each.pairs} - weights.changed):
+        raise ModelError(f"the adapter changes {missed[0]}, which kv does not compute as a matrix")
     return Decoder(config, DecoderWeights(embedding, sublayers, norm, head, norm_bias, tokens), ops, ropes)
 
 

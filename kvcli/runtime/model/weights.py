@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from kvcli.blockformats import WEIGHT_FORMATS
 from kvcli.errors import ModelError
-from kvcli.kernels import QuantTensor
+from kvcli.kernels import LowRank, QuantTensor
 from kvcli.kernels.reference import ggml
 from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats.adapter import EMBEDDING, Adapter, Pair
 from kvcli.runtime.formats.modelfile import ModelFile
 
 HEAD = "output.weight"
@@ -20,9 +22,10 @@ class Weights:
     """Tensors of an open model. Matrices stay packed, and mapped where the file has them so; vectors are decoded to
     float32."""
 
-    def __init__(self, file: ModelFile) -> None:
-        self.file = file
+    def __init__(self, file: ModelFile, adapters: Sequence[Adapter] = ()) -> None:
+        self.file, self.adapters = file, adapters
         self.used: set[str] = set()  # names that were asked for
+        self.changed: set[str] = set()  # those of matrices that came with what adapters change
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -33,12 +36,15 @@ class Weights:
         Raises ModelError if it is missing, or of another shape or type.
         """
         info = self._info(name, (rows, cols), padded)
-        return QuantTensor(info.type, self._bytes(name).view(info.shape[0], -1)[:rows], cols)
+        self.changed.add(name)
+        pairs = [(each.file, each.pairs[name]) for each in self.adapters if name in each.pairs]
+        changes = tuple(_low_rank(file, pair, name == EMBEDDING) for file, pair in pairs)
+        return QuantTensor(info.type, _bytes(self.file, name).view(info.shape[0], -1), cols, changes).part(0, rows)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector of that name as float32 [size]."""
         info = self._info(name, (size,))
-        return ggml.decode(info.type, self._bytes(name)).clone()
+        return ggml.decode(info.type, _bytes(self.file, name)).clone()
 
     def embedding(self, config: ModelConfig) -> QuantTensor:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""
@@ -70,10 +76,19 @@ class Weights:
             )
         return info
 
-    def _bytes(self, name: str) -> torch.Tensor:
-        with warnings.catch_warnings():  # the map is read-only and torch has no read-only tensors; nothing writes
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.from_numpy(self.file.data(name))
+
+def _bytes(file: ModelFile, name: str) -> torch.Tensor:
+    with warnings.catch_warnings():  # the map is read-only and torch has no read-only tensors; nothing writes
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(file.data(name))
+
+
+def _low_rank(file: ModelFile, pair: Pair, embedding: bool) -> LowRank:
+    """What an adapter adds to a matrix. For the embedding the adapter has both parts turned."""
+    a, b = (QuantTensor(x.type, _bytes(file, x.name).view(x.shape[0], -1), x.shape[1]) for x in (pair.a, pair.b))
+    if embedding:
+        return LowRank(LowRank(b, a, 1.0).a_turned, a, pair.scale)
+    return LowRank(a, b, pair.scale)
 
 
 def half_split_rows(w: QuantTensor, heads: int, rope_dim: int) -> QuantTensor:
@@ -81,7 +96,7 @@ def half_split_rows(w: QuantTensor, heads: int, rope_dim: int) -> QuantTensor:
 
     Row 2i + j of a head becomes row j * rope_dim / 2 + i; rows from `rope_dim` on stay. Copies the packed rows.
     """
-    return QuantTensor(w.type, half_split(w.blocks, heads, rope_dim), w.cols)
+    return w.with_rows(lambda rows: half_split(rows, heads, rope_dim))
 
 
 def half_split(rows: torch.Tensor, heads: int, rope_dim: int) -> torch.Tensor:

@@ -7,14 +7,15 @@ and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
+from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.host.memory import CPU
-from kvcli.runtime.plan import repacked
+from kvcli.runtime.plan import adapterbytes, repacked
 
 EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "assumed", "chosen"
 
@@ -67,10 +68,21 @@ class WeightBytes:
         return WeightBytes(packed, copies, read, source, f"1/{ranks} of all", in_file)
 
 
-def weights_of_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, kind: str) -> WeightBytes:
-    """The weights of a file. On a CPU it stays mapped, so copies come on top; a GPU gets one form of each."""
-    if kind != CPU:
-        return _weights_on_gpu(tensors, config)
+def weights_of_tensors(
+    tensors: Mapping[str, Tensor], config: ModelConfig, kind: str, adapters: Sequence[Adapter] = ()
+) -> WeightBytes:
+    """The weights of a file, with adapters. On a CPU it stays mapped, so copies come on top; a GPU gets one form of
+    each."""
+    weights = _weights_on_gpu(tensors, config) if kind != CPU else _weights_on_cpu(tensors, config)
+    if not adapters:
+        return weights
+    more, copied = (adapterbytes.on_cpu if kind == CPU else adapterbytes.on_gpu)(tensors, config, adapters)
+    detail = f"{weights.detail}, with {len(adapters)} adapter{'s' if len(adapters) > 1 else ''}"
+    packed, copies, read = weights.packed + more, weights.copies + copied, weights.read + more
+    return replace(weights, packed=packed, copies=copies, read=read, detail=detail)
+
+
+def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
     packed = copies = read = 0
     for name, tensor in tensors.items():
         packed += tensor.nbytes

@@ -9,6 +9,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.plan import Plan
@@ -22,6 +23,7 @@ from kvcli.runtime.text.tokenizer import Tokenizer
 class Loaded(Protocol):
     """What is asked of a model."""
 
+    adapters: tuple[Adapter, ...]
     config: ModelConfig
     decoder: Decoder
     exact: bool
@@ -48,7 +50,7 @@ def setting(engine: Opened) -> Setting:
     return Setting(
         pool=engine.pool,
         pool_bytes=engine.plan.kv_bytes,
-        identity=lambda: fingerprint.identity(loaded.file, loaded.config, engine.layout),
+        identity=lambda: fingerprint.identity(loaded.file, loaded.adapters, loaded.config, engine.layout),
         computed_on=computed_on(loaded),
         model=loaded.title,
         text_of=loaded.tokenizer.decode,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from kvcli import paths
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.host.cores import usable_cpus
 
@@ -27,10 +28,10 @@ _TEXT_HASHES = ("tokenizer", "template")
 LAYOUT_FIELDS = ("cache_type_k", "cache_type_v", "page_size", "sinks", "tail")  # of which a file may be converted
 
 
-def identity(file: ModelFile, config: ModelConfig, layout: KVLayout) -> dict[str, str]:
+def identity(file: ModelFile, adapters: Sequence[Adapter], config: ModelConfig, layout: KVLayout) -> dict[str, str]:
     """Every field that must be the same where rows are to be used again, in the order in which they are compared."""
     return {
-        **model_hashes(file),
+        **_with(adapters, model_hashes(file)),
         "model_config": _canonical(_shape_of(config)),
         **layout_fields(layout),
         "positions": "absolute from 0",
@@ -67,6 +68,15 @@ def model_hashes(file: ModelFile) -> dict[str, str]:
         if _stamp(file) == key:
             _keep(_record(file.path), {"file": key, "hashes": hashes})
     return hashes
+
+
+def _with(adapters: Sequence[Adapter], hashes: dict[str, str]) -> dict[str, str]:
+    """The hashes of a model whose weights are changed by adapters: of other weights, as far as rows are concerned."""
+    changes = [
+        [model_hashes(each.file)["weights"], sorted((name, pair.scale) for name, pair in each.pairs.items())]
+        for each in adapters
+    ]
+    return hashes | {"weights": _sha256([hashes["weights"], changes])} if changes else hashes
 
 
 def text_hashes(file: ModelFile) -> dict[str, str]:

@@ -12,7 +12,7 @@ from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 
 # Fields that no option sets, and what to call a file in which they are other than here.
 _OTHER = {
-    "weights": "the weights of another model",
+    "weights": "the weights of another model or adapter",
     "tokenizer": "another tokenizer",
     "template": "another chat template",
     "model_config": "another model configuration",

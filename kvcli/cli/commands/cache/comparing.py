@@ -31,7 +31,7 @@ def _differing(found: dict[str, str], engine: Engine) -> str:
     """What of a file's identity is not the engine's; "" = nothing."""
     from kvcli.runtime.promptcache import fingerprint
 
-    expected = fingerprint.identity(engine.loaded.file, engine.config, engine.layout)
+    expected = fingerprint.identity(engine.loaded.file, engine.loaded.adapters, engine.config, engine.layout)
     return as_flags(sentence(differences({k: v for k, v in found.items() if k in expected}, expected)))
 
 

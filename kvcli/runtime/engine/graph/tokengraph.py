@@ -64,7 +64,7 @@ class TokenGraph:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
         self.device: torch.device = model.ops.device
         c, w, floats = model.config, model.weights, self._floats
-        keep = any(m.format.kind == PLAIN for m in _matrices(model))
+        keep = any(m.format.kind == PLAIN or m.change for m in _matrices(model))
         self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.logits, self.residual, self.row = floats(c.vocab_size), floats(c.d_model), floats(1, c.d_model)
         self.x = Activations.empty(c.d_model, keep, self.device)
@@ -187,7 +187,7 @@ class TokenGraph:
     def launch(self, bucket: int) -> None:
         """Every kernel of a token, for up to `bucket` rows."""
         c, w, pdl = self.model.config, self.model.weights, self.pdl
-        expand.rows(w.embedding[0], self.row, ids=self.token, scale=c.embed_scale)
+        expand.changed_rows(w.embedding[0], self.row, self.token, c.embed_scale)
         first = w.sublayers[0]
         if self.norm is None:
             settle(self.row, self.residual, self._next_norm(first), self.x, c.norm_eps, first=True)
@@ -222,7 +222,7 @@ class TokenGraph:
         layer, how, pdl, done = inner.layer, inner.how, self.pdl, 0
         pages, qkv = self._pages.layers[layer], self.qkv[layer]
         for matrix in inner.qkv:  # of different formats: they run beside each other
-            beside = BESIDE if done else LEADING
+            beside = BESIDE if done and not matrix.change else LEADING
             out = qkv[0, done : done + matrix.rows]
             matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
             done += matrix.rows
