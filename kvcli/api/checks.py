@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from os import PathLike, fspath
 
 from kvcli.codecs import CODECS, canonical
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, LoadOptions
+from kvcli.options import CacheOptions, LoadOptions, LoraOption
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import PAGE_SIZES
 from kvcli.runtime.host.device import parse_device
@@ -18,6 +20,7 @@ MAX_SINKS = 1 << 20
 MAX_THREADS = 1024
 
 Types = tuple[str, str]  # of keys and of values
+Adapters = str | PathLike[str] | Sequence[str | PathLike[str]]  # "FILE" or "FILE:SCALE", one or several
 
 
 def check_load(options: LoadOptions) -> None:
@@ -38,6 +41,28 @@ def block_format(quantize: str | None) -> str:
     from kvcli.runtime.formats.packing import named
 
     return named(quantize) if quantize is not None else ""
+
+
+def lora_option(text: str) -> LoraOption:
+    """The adapter in 'FILE' or 'FILE:SCALE'; what does not end with a number is a file. Raises UsageError.
+
+    >>> lora_option("style.gguf:0.5")
+    LoraOption(path='style.gguf', scale=0.5)
+    """
+    path, colon, number = text.rpartition(":")
+    try:
+        option = LoraOption(path, float(number)) if colon else LoraOption(text)
+    except ValueError:
+        option = LoraOption(text)
+    if not option.path.strip() or not math.isfinite(option.scale):
+        raise UsageError(f"`lora` must be a file, or a file and a scale, not '{text}'", "such as style.gguf:0.5")
+    return option
+
+
+def adapters(lora: Adapters) -> tuple[LoraOption, ...]:
+    """One adapter or several as options. Raises UsageError."""
+    several = (lora,) if isinstance(lora, (str, PathLike)) else lora
+    return tuple(lora_option(fspath(each)) for each in several)
 
 
 def check_cache(options: CacheOptions) -> None:

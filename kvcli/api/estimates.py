@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcli.api import checks, planning
+from kvcli.api.checks import Adapters
 from kvcli.api.planning import Outcome, Wish
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
@@ -59,6 +60,7 @@ def estimate(
     bandwidth: float | None = None,
     cache: CacheOptions = CacheOptions(),
     sequences: int = 1,
+    lora: Adapters = (),
     offline: bool = False,
 ) -> Estimate:
     """What a model would need; only headers are read.
@@ -72,6 +74,7 @@ def estimate(
     bandwidth: of memory, in GB/s, from which the limit of tokens a second is computed.
     cache: page size, 16-bit pages, rows of a prefill step, and eviction.
     sequences: contexts at a time.
+    lora: LoRA adapters of a GGUF file, as `load` takes them.
     offline: read nothing from the network.
 
     Raises UsageError, ModelError, DeviceError and DownloadError.
@@ -91,7 +94,7 @@ def estimate(
     if sequences < 1:
         raise UsageError(f"`sequences` must be 1 or more, not {sequences}")
     target, warnings = planning.find_target(gpu, memory, device, None, bandwidth)
-    planned = planned_model(model, Given(), target.memory.kind, offline)
+    planned = planned_model(model, Given(), target.memory.kind, offline, checks.adapters(lora))
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")

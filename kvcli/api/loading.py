@@ -9,6 +9,7 @@ from os import PathLike, fspath
 
 from kvcli import environment
 from kvcli.api import checks
+from kvcli.api.checks import Adapters
 from kvcli.api.finding import find_runnable
 from kvcli.api.model import Model
 from kvcli.codecs import alias_note
@@ -32,6 +33,7 @@ def load(
     device: str = "auto",
     threads: int = 0,
     exact: bool = False,
+    lora: Adapters = (),
     backend: str = "auto",
     memory_limit: str | None = None,
     quantize: str | None = None,
@@ -52,6 +54,7 @@ def load(
     device: "auto", "cpu", "cuda" or "cuda:N".
     threads: most threads of a CPU; 0 = one for each physical core.
     exact: on a GPU, 16-bit activations throughout.
+    lora: LoRA adapters, "FILE" or "FILE:SCALE", one or several, which are added to the weights.
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.
     quantize: what the weights of a folder are packed as while they are read: "q8_0", "q4_k", ...
@@ -80,6 +83,7 @@ def load(
         memory_limit,
         device,
         exact=exact,
+        lora=checks.adapters(lora),
         quantize=checks.block_format(quantize),
     )
     checks.check_load(options)

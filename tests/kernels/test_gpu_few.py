@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from gpucases import DEVICE
+from gpucases import DEVICE, OPS, error
 from kernelcases import packed
 
 from kvcli.blockformats import FORMATS, FORMS, PLAIN
+from kvcli.kernels import LowRank, QuantTensor
 from kvcli.kernels.gpu import few, formats
+from kvcli.kernels.gpu.backend import GpuBackend
 
 TYPES = [name for name, form in FORMS.items() if form.kind != PLAIN]
 
@@ -26,3 +30,25 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
     assert float((found - expected).norm() / expected.norm()) < 3e-6  # what tensor cores make of float32 sums
     assert out[:, :, :4].isnan().all() and out[:, :, 4 + rows :].isnan().all()
+
+
+@pytest.mark.parametrize("t", [1, 5, few.MOST + 1])
+def test_matrices_with_changes(t: int) -> None:
+    """Stacked, of which some have changes; and gates, paired."""
+    ops, cols = GpuBackend(torch.device(DEVICE)), 96
+
+    def matrix(type_: str, seed: int, changes: int) -> QuantTensor:
+        more = (LowRank(packed("F32", 3 + i, cols, i), packed("F16", 64, 3 + i, i), 0.3) for i in range(changes))
+        return replace(packed(type_, 64, cols, seed), changes=tuple(more))
+
+    stacked = matrix("Q4_0", 1, 2), matrix("Q4_0", 2, 0), matrix("Q8_0", 3, 1)
+    pair = matrix("Q4_0", 4, 0), matrix("Q4_0", 5, 1)
+    x = torch.randn(t, cols, generator=torch.manual_seed(t))
+    found = ops.matmul(x.to(DEVICE), ops.place(stacked)).cpu()
+    assert error(found, OPS.matmul(x, stacked)) < 1e-3
+    assert error(OPS.matmul(x, tuple(w.unchanged for w in stacked)), OPS.matmul(x, stacked)) > 0.1
+    gated = ops.gated(x.to(DEVICE), ops.place(pair, paired=True), "silu")
+    values = gated.values.float() if gated.scales is None else gated.values.float() * gated.scales[:, None]
+    assert error(values, OPS.gated(x, pair, "silu")) < 2e-3
+    ids = torch.tensor([63, 0, 63])
+    assert error(ops.rows(ops.place(stacked[:1])[0], ids, 2.0), OPS.rows(stacked[0], ids, 2.0)) < 1e-5

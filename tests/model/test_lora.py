@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import adapters
 import pytest
 import tiny
 import torch
+from conftest import KvHere
+from gpucases import DEVICE
 from kernelcases import ISAS, backend, one_thread, packed, same_bits
 
+import kvcli
 from kvcli.errors import ModelError
 from kvcli.kernels import LowRank, QuantTensor
+from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.options import CacheOptions, LoadOptions, LoraOption
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.formats.adapter import EMBEDDING, open_all
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.host.memory import CUDA
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.decoder import Attention
+from kvcli.runtime.model.loading import load
+from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.plan import adapterbytes
+from kvcli.runtime.plan.footprint import weights_of_tensors
+from kvcli.runtime.promptcache.fingerprint import identity
 
 IDS = torch.randint(3, 370, (75,), generator=torch.manual_seed(6)).tolist()
 
@@ -142,10 +155,87 @@ def test_parts_of_other_shapes_and_other_files_are_refused(tmp_path: Path):
         open_all([LoraOption(str(tmp_path / "none.gguf"))], model)
 
 
+@pytest.mark.parametrize("variant", ["llama-untied", "phi3", "gemma3"])
+def test_bytes_are_those_that_the_plan_says(variant: str, tmp_path: Path):
+    model = GGUFFile.open(tiny.make(variant).path)
+    names = adapters.matrices(model.path)
+    opened = open_all([LoraOption(str(adapters.write(tmp_path / "a.gguf", model.path, names)))], model)
+    config = from_gguf(model.metadata, {name: t.shape for name, t in model.tensors.items()})
+    decoder = load(config, Weights(model, opened), GpuBackend(torch.device(DEVICE)))
+    w, placed = decoder.weights, []
+    for each in w.sublayers:
+        placed += [*each.out, *(each.inner.qkv if isinstance(each.inner, Attention) else each.inner.gate_up)]
+    changes = [m.change for m in (*w.embedding, *w.head, *placed) if m.change]
+    found = sum(c.a.nbytes + 4 * c.b.numel() for c in changes)
+    assert adapterbytes.on_gpu(model.tensors, config, opened) == (found, 0)
+    packed, copies = adapterbytes.on_cpu(model.tensors, config, opened)
+    assert packed == sum(t.nbytes for t in opened[0].file.tensors.values()) and copies > 0
+    plain, changed = (weights_of_tensors(model.tensors, config, CUDA, each) for each in ((), opened))
+    assert changed.packed == plain.packed + found and changed.detail == f"{plain.detail}, with 1 adapter"
+
+
+def test_estimate_counts_adapters(tmp_path: Path, kv_here: KvHere):
+    model = tiny.make("llama").path
+    path = adapters.write(tmp_path / "a.gguf", model, adapters.matrices(model))
+
+    def weights(*more: str) -> int:
+        code, out, err = kv_here("estimate", str(model), "--device", "cpu", "--json", *more)
+        assert (code, err) == (0, "")
+        return next(each["predicted_bytes"] for each in json.loads(out)["fixed"] if each["name"] == "weights")
+
+    size = sum(tensor.nbytes for tensor in GGUFFile.open(path).tensors.values())
+    assert weights("--lora", f"{path}:0.5") == weights() + size
+    found = kv_here("estimate", str(model), "--device", "cpu", "--print-args", "--lora", f"{path}:0.5")
+    assert found[0] == 0 and f"--lora {path}:0.5" in found[1]
+    code, _, err = kv_here("estimate", "--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--lora", str(path))
+    assert code == 2 and "--lora is counted by the header of a model" in err
+
+
+def test_run_takes_adapters(tmp_path: Path, kv_here: KvHere):
+    model = tiny.make("llama").path
+    path = adapters.write(tmp_path / "a.gguf", model, adapters.matrices(model))
+    run = (
+        "run",
+        "hello",
+        "--no-stdin",
+        "--raw",
+        "-m",
+        str(model),
+        "-n",
+        "12",
+        "--temp",
+        "0",
+        "--ignore-eos",
+        "--no-cache",
+    )
+    plain, changed, none, both = (
+        kv_here(*run, *more)
+        for more in ((), ("--lora", str(path)), ("--lora", f"{path}:0"), ("--lora", f"{path}:0.5") * 2)
+    )
+    assert plain[0] == changed[0] == 0 and plain[1] == none[1] != changed[1] == both[1]
+    for value, code, message in (
+        (f"{model}", 3, "is a model, not a LoRA adapter"), (f"{path}:nan", 2, "--lora must be a file"),
+        (f"{path}:much", 3, "no such file"),
+    ):  # fmt: skip
+        found = kv_here(*run, "--lora", value)
+        assert found[0] == code and message in found[2] and len(found[2].strip().splitlines()) <= 2
+
+
+def test_python_takes_adapters(tmp_path: Path):
+    model = tiny.make("llama").path
+    path = adapters.write(tmp_path / "a.gguf", model, adapters.matrices(model))
+    assert kvcli.estimate(str(model), device="cpu", lora=path).weight_bytes > kvcli.estimate(
+        str(model), device="cpu"
+    ).weight_bytes  # fmt: skip
+    texts = []
+    for lora in ((), path, [f"{path}:0.5", f"{path}:0.5"]):
+        with kvcli.load(str(model), device="cpu", lora=lora) as opened:
+            texts.append(opened.generate("hello", temperature=0, max_tokens=12, ignore_eos=True).text)
+    assert texts[0] != texts[1] == texts[2]
+
+
 def test_rows_of_an_adapter_are_not_those_of_the_model(tmp_path: Path):
     """Nor of the same one at another scale."""
-    from kvcli.runtime.promptcache.fingerprint import identity
-
     model = tiny.make("llama").path
     path = str(adapters.write(tmp_path / "a.gguf", model, ["blk.0.attn_q.weight"]))
 

@@ -9,12 +9,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcli.api.checks import BACKENDS, MAX_CONTEXT, MAX_THREADS, check_pages
+from kvcli.api.checks import BACKENDS, MAX_CONTEXT, MAX_THREADS, check_pages, lora_option
 from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_size_of_step, one_pair, types_checked
 from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
@@ -112,6 +112,17 @@ ModelName = Annotated[
 ]
 
 
+Lora = Annotated[
+    list[str],
+    _model(
+        "--lora",
+        metavar="FILE[:SCALE]",
+        help="Add a LoRA adapter (a .gguf file) to the weights, or SCALE times it (repeatable).",
+        callback=checked(lora_option),
+    ),
+]
+
+
 @dataclass(frozen=True)
 class ModelFlags:
     """Which model, and how it is loaded."""
@@ -162,6 +173,7 @@ class ModelFlags:
             callback=checked(named),
         ),
     ] = None
+    lora: Lora = field(default_factory=list)
     force_pretokenizer: Annotated[
         bool, _model("--force-pretokenizer", help="Go on if the model's pre-tokenizer is unknown; tokens may be wrong.")
     ] = False
@@ -184,6 +196,7 @@ class ModelFlags:
             *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
             exact=self.exact,
             quantize=named(self.quantize) if self.quantize else "",
+            lora=tuple(map(lora_option, self.lora)),
         )
 
 

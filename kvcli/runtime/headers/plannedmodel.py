@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from kvcli.errors import ModelError
+from kvcli.errors import ModelError, UsageError
+from kvcli.options import LoraOption
 from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.formats import adapter
 from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf
 from kvcli.runtime.headers.modelheaders import SAFETENSORS, HeaderTensor, ModelHeader
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
@@ -47,20 +49,27 @@ class PlannedModel:
     run_as: str = ""
 
 
-def planned_model(name: str | None, given: Given, kind: str, offline: bool) -> PlannedModel:
-    """The model of that name for a plan on a device of `kind`; without a name the shape that the flags give.
+def planned_model(
+    name: str | None, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption] = ()
+) -> PlannedModel:
+    """The model of that name, with adapters, for a plan on a device of `kind`; without a name the shape that the flags
+    give.
 
     Raises UsageError, ModelError, DownloadError.
     """
+    if lora and (name is None or given.params is not None or given.bpw is not None):
+        raise UsageError("`lora` is counted by the header of a model", "name a model, and leave its size to the header")
     if name is None:
         return _by_hand(given)
     ref = ModelRef.parse(name, planning=True)
     recipe = ref.recipe
     if recipe is None:
-        return _from_header(name, ref, given, kind, offline)
+        return _from_header(name, ref, given, kind, offline, lora)
     path = store.stored_path(recipe)
     if path is not None and store.stored_variant(recipe):
-        return _from_header(recipe.name, ModelRef(str(path)), given, kind, offline)
+        return _from_header(recipe.name, ModelRef(str(path)), given, kind, offline, lora)
+    if lora:
+        raise UsageError(f"`lora` is counted by the header of {recipe.name}, which is not here", "kv pull gets it")
     return _from_recipe(recipe, given, kind)
 
 
@@ -98,13 +107,17 @@ def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> 
     return WeightBytes(weights.packed, weights.copies, weights.read, ASSUMED, weights.detail)
 
 
-def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bool) -> PlannedModel:
+def _from_header(
+    label: str, ref: ModelRef, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption]
+) -> PlannedModel:
     from kvcli.runtime.headers.reading import read_header
 
     header = read_header(ref, offline=offline)
     problem, remedy = "kv downloads GGUF files, and this is a safetensors model", "kv runs its folder once it is here"
     if header.container == SAFETENSORS and ref.is_path:
         header, problem = _as_it_runs(header, Path(ref.name).expanduser())
+    if lora and not header.metadata:
+        raise UsageError("`lora` is counted for models that are here, or in GGUF files", "download the model first")
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     if header.metadata:
         problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
@@ -117,7 +130,7 @@ def _from_header(label: str, ref: ModelRef, given: Given, kind: str, offline: bo
     if given.params is not None or given.bpw is not None:
         weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)
     else:
-        weights = footprint.weights_of_tensors(header.tensors, config, kind)
+        weights = footprint.weights_of_tensors(header.tensors, config, kind, adapter.open_all(lora, header))
     notices = tuple(header.notices)
     if kind != CPU and header.metadata:
         reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})

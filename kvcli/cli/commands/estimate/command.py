@@ -86,6 +86,7 @@ def _report(
     device: DeviceFlags,
     invocation: Invocation,
 ) -> Report:
+    from kvcli.api.checks import lora_option
     from kvcli.api.planning import compare, find_target, recommend
     from kvcli.cli.commands.estimate.view import Report
     from kvcli.runtime.headers.plannedmodel import planned_model
@@ -95,7 +96,7 @@ def _report(
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
-    model = planned_model(name, given, target.memory.kind, invocation.offline)
+    model = planned_model(name, given, target.memory.kind, invocation.offline, tuple(map(lora_option, plan.lora)))
     wish = plan.wish(model, evict)
     outcomes = compare(model, target, wish)
     trained = model.config.context_length
@@ -154,6 +155,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     elif model.problem:
         render.announce(f"{name} has no file of its own: {model.run_as} is taken from the hub", invocation)
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
+    args += [word for each in plan.lora for word in ("--lora", each)]
     args += choice.args
     args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
     args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]

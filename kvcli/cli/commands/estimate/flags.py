@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.api.checks import Types, check_pages
+from kvcli.api.checks import Types, check_pages, lora_option
 from kvcli.cli.flags.cache import (
     PageSize,
     Sinks,
@@ -163,6 +163,15 @@ class PlanFlags:
             callback=_count("--tp"),
         ),
     ] = 1
+    lora: Annotated[
+        list[str],
+        _plan(
+            "--lora",
+            metavar="FILE[:SCALE]",
+            help="Count a LoRA adapter (a .gguf file), too (repeatable).",
+            callback=checked(lora_option),
+        ),
+    ] = field(default_factory=list)
 
     @property
     def names_types(self) -> bool:
