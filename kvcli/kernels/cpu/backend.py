@@ -24,8 +24,7 @@ from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
-from kvcli.kernels.reference.lowrank import add_changed_rows, add_changes
-from kvcli.kernels.reference.matmul import QuantTensor, place
+from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 
 ACTS = {"silu": 0, "gelu": 1, "relu2": 2}

@@ -1,4 +1,8 @@
-"""Products with packed weights: the plain-torch reference."""
+"""Products with packed weights: the plain-torch reference.
+
+A matrix may have changes, products of two small ones (LoRA, arXiv:2106.09685), which are computed beside it:
+x . (W + scale * b . a)^T is x . W^T + scale * (x . a^T) . b^T. It stays packed, and nothing of it is rounded anew.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from kvcli.kernels.reference import ggml, lowrank
+from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.sums import dot, split
 
 SLICE_ELEMENTS = 1 << 18  # weights expanded at a time: a MiB of float32
@@ -33,7 +37,7 @@ class LowRank:
 class QuantTensor:
     """A weight matrix as its file stores it: `blocks` uint8 [rows, row bytes] of GGML type `type`.
 
-    `changes` are added to it in products and rows (see lowrank.py).
+    `changes` are added to it in products and rows (see `add_changes`).
     """
 
     type: str
@@ -74,7 +78,7 @@ def matmul(
     add_to: torch.Tensor | None = None,
     each: Callable[..., Iterable[torch.Tensor]] = map,
 ) -> torch.Tensor:
-    """x [T, cols] . W^T for the stacked rows of `weights` -> float32 [T, sum of rows].
+    """x [T, cols] . W^T for the stacked rows of `weights`, with their changes -> float32 [T, sum of rows].
 
     With `add_to` [T, rows] the product is added to it in place and it is returned. Weights are expanded a slice at a
     time, never whole; `each` goes over the slices as `map` does.
@@ -87,8 +91,40 @@ def matmul(
     slices = [(w, start) for w in weights for start in range(0, w.rows, step)]
     out = torch.cat(list(each(product, *zip(*slices, strict=True))), dim=1)
     out = out if add_to is None else add_to.add_(out)
-    lowrank.add_changes(matmul, x, weights, out)
+    add_changes(matmul, x, weights, out)
     return out
+
+
+Product = Callable[[torch.Tensor, Sequence[QuantTensor], "torch.Tensor | None"], torch.Tensor]  # a backend's `matmul`
+
+
+def add_changes(product: Product, x: torch.Tensor, weights: Sequence[QuantTensor], out: torch.Tensor) -> None:
+    """out [T, sum of rows] += what the changes of `weights` make of x [T, cols]."""
+    changes, row = [], 0
+    for w in weights:
+        changes += [(each, row) for each in w.changes]
+        row += w.rows
+    if not changes:
+        return
+    inner = product(x, [each.a for each, _ in changes], None)
+    done = 0
+    for each, row in changes:
+        part = inner[:, done : done + each.a.rows] * each.scale
+        product(part, [each.b], out[:, row : row + each.b.rows])
+        done += each.a.rows
+
+
+def add_changed_rows(
+    product: Product,
+    rows: Callable[[QuantTensor, torch.Tensor, float], torch.Tensor],
+    weight: QuantTensor,
+    ids: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """out [T, cols] += rows `ids` of the changes of `weight`, times `scale`; `rows` is a backend's."""
+    for each in weight.changes:
+        product(rows(each.b, ids, scale * each.scale), [each.a_turned], out)
 
 
 def place(weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[QuantTensor, ...]:
@@ -103,5 +139,5 @@ def rows(weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Te
     """Rows `ids` int64 [T] of the matrix as float32 [T, cols], times `scale`."""
     out = ggml.decode(weight.type, weight.blocks[ids])
     out = out if scale == 1.0 else out * scale
-    lowrank.add_changed_rows(matmul, rows, weight, ids, scale, out)
+    add_changed_rows(matmul, rows, weight, ids, scale, out)
     return out
