@@ -22,6 +22,7 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers.converting import write_gguf
 from kvcli.runtime.headers.folder import SafetensorsModel
 from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.promptcache.fingerprint import model_hashes
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +177,45 @@ def test_packed_weights_run_and_are_near(tmp_path: Path):
     loaded = Loaded(SafetensorsModel(folder, "BF16"), "")
     error = (loaded.run(Sequence(loaded.pool), IDS) - expected).std() / expected.std()
     assert 1e-4 < error < 0.03
+
+
+def fp8(tmp_path: Path) -> Path:
+    """The folder with the matrices of its layers in FP8."""
+    weights = load_file(tiny.folder("llama-untied") / "model.safetensors")
+    tensors = {}
+    for name, weight in weights.items():
+        if "_proj" in name:
+            scale = weight.abs().max() / 448
+            tensors |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.reshape(1, 1)}
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return altered(tmp_path, config={"quantization_config": how, "dtype": "bfloat16"}, **tensors)
+
+
+def test_fp8_runs_and_says_what_it_takes(tmp_path: Path):
+    folder, expected = fp8(tmp_path), tiny.make("llama-untied").logits(IDS)
+    model = SafetensorsModel(folder)
+    assert len(model.notices) == 1 and model.notices[0].startswith(
+        "the weights are stored as FP8, and unpacked to BF16: "
+    )
+    loaded = Loaded(model, "")
+    error = (loaded.run(Sequence(loaded.pool), IDS) - expected).std() / expected.std()
+    assert 1e-3 < error < 0.2  # of three bits
+    packed = SafetensorsModel(folder, "F16")
+    assert packed.notices == [
+        "the weights are stored as FP8; they are unpacked and packed again as F16 while they are read"
+    ]
+
+
+def test_prompt_caches_know_a_folder_by_what_lies_in_it(tmp_path: Path):
+    """Another form of the weights is another model; the same folder elsewhere is the same."""
+    copy = altered(tmp_path)
+    one, packed, other = (
+        SafetensorsModel(tiny.folder("llama-untied")),
+        SafetensorsModel(copy, "F16"),
+        SafetensorsModel(copy),
+    )
+    hashes = [model_hashes(model)["weights"] for model in (one, packed, other, other, packed)]
+    assert hashes[0] == hashes[2] == hashes[3] != hashes[1] == hashes[4]
 
 
 # --- what is wrong with a folder ---

@@ -24,13 +24,12 @@ _OF_HF = {name: each for each in _KNOWN for name in each.hf}
 
 # Where one description serves several names, or none is needed to plan.
 _GGUF_NAMES = {
-    "qwen3_moe": "qwen3moe", "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_moe": "qwen2moe",
-    "qwen2_vl": "qwen2vl", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "llama4_text": "llama4", "gemma4_text": "gemma4",
-    "olmo3": "olmo2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "kimi_linear": "kimi-linear",
-    "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid", "granitemoe": "granitemoe", "glm4_moe": "glm4moe",
-    "minimax_m2": "minimax-m2", "hunyuan_v1_dense": "hunyuan-dense", "lfm2_moe": "lfm2moe", "mixtral": "llama",
-    "ministral3": "mistral3", "nemotron-nas": "deci", "phimoe": "phimoe", "seed_oss": "seed_oss",
+    "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_moe": "qwen2moe", "qwen2_vl": "qwen2vl",
+    "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
+    "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "lfm2_moe": "lfm2moe", "mixtral": "llama",
+    "nemotron-nas": "deci",
 }  # fmt: skip
 
 
