@@ -6,11 +6,13 @@ import random
 from typing import Any
 
 import pytest
+import tinyvocab
 from chattemplates import TEMPLATES
 from tinyvocab import tiny
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvcli.options import ChatOptions
+from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.template import ChatTemplate, TemplateError
 
 CITY = {"type": "string", "description": 'The city, e.g. "Zürich" & <b>others</b>'}
@@ -161,3 +163,12 @@ def test_a_template_for_tools_is_used_where_there_are_tools():
     assert template.render([], tools=[1, 2]) == "2 tools "
     asked = template.with_options(ChatOptions(variables={"tools": [1], "greeting": "hi"}))
     assert asked.render([]) == "1 tools hi" and template.render([], tools=[1]) == "1 tools "
+
+
+def test_templates_know_the_special_tokens():
+    source = "{{ bos_token ~ eos_token ~ pad_token ~ (unk_token or '') }}"
+    metadata = tinyvocab.byte_level()[0] | {"tokenizer.chat_template": source, "tokenizer.ggml.padding_token_id": 1}
+    template = ModelText.of(metadata, "a.gguf").template
+    assert template is not None
+    assert template.render_segments([]) == [("<|endoftext|><|im_end|><|im_start|>", True)]
+    assert template.with_options(ChatOptions(reasoning="on")).render([]) == "<|endoftext|><|im_end|><|im_start|>"

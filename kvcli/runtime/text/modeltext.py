@@ -47,8 +47,15 @@ class ModelText:
             )
         template = template or (spare if chat_anyway else None)
         if template:
-            template.options = chat
+            template.options, template.special = chat, _special(metadata, tokenizer)
             lost = "the chat template writes {} in a way that kv cannot follow: the model reads it as plain text"
             template.watch(tokenizer.controls, lambda token: tell(lost.format(token)))
         note = "" if given else template_note(metadata, file_name)
         return cls(tokenizer, template, note, spare is not None)
+
+
+def _special(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Tokens beside BOS and EOS that a template may name, as transformers gives them to it."""
+    ids = {"unk_token": tokenizer.vocabulary.unk_id, "pad_token": metadata.get("tokenizer.ggml.padding_token_id")}
+    known = ((name, i) for name, i in ids.items() if type(i) is int and 0 <= i < tokenizer.vocab_size)
+    return {name: tokenizer.vocabulary.tokens[i] for name, i in known}

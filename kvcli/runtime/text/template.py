@@ -95,6 +95,7 @@ class ChatTemplate:
         that is used in place of this one where there are tools; "" = there is none."""
         self.source, self.bos, self.eos, self.origin = source, bos, eos, origin
         self._with_tools = with_tools
+        self.special: Mapping[str, str] = {}  # texts of other tokens, by the names that templates have for them
         self.options = MODELS_OWN
         self._controls: Callable[[str], list[tuple[int, str]]] = lambda text: []
         self._tell: Callable[[str], None] = lambda token: None
@@ -151,7 +152,8 @@ class ChatTemplate:
         """
         if self._with_tools and (variables.get("tools") or self.options.variables.get("tools")):
             return self._tool_use.render_segments(messages, add_generation_prompt, **variables)
-        names = {"bos_token": trust(self.bos), "eos_token": trust(self.eos)}
+        tokens = {"bos_token": self.bos, "eos_token": self.eos, **self.special}
+        names = {name: trust(text) for name, text in tokens.items()}
         values = {"tools": None, "documents": None} | names | self.switch | dict(self.options.variables) | variables
         values["messages"] = [_with_trusted_role(message) for message in messages]
         values["add_generation_prompt"] = add_generation_prompt
@@ -213,7 +215,7 @@ class ChatTemplate:
     @cached_property
     def _tool_use(self) -> ChatTemplate:
         other = ChatTemplate(self._with_tools, self.bos, self.eos, self.origin)
-        other.options = self.options
+        other.options, other.special = self.options, self.special
         other.watch(self._controls, self._tell)
         return other
 
