@@ -17,7 +17,7 @@ from kvcli.cli.wrapping import columns
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.engine.events import End, Logprob, Logprobs
+from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.words import counted, human_bytes
 
@@ -162,7 +162,7 @@ def brief_stats(result: Result, width: int) -> str:
     reused = f" ({usage.cache_read_tokens:,} reused)" if usage.cache_read_tokens else ""
     parts = [
         f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
-        f"answer {usage.completion_tokens:,}, {timings.decode_tps:,.0f} tok/s",
+        f"answer {usage.completion_tokens:,}{_thought(usage)}, {timings.decode_tps:,.0f} tok/s",
         f"KV {human_bytes(cache.nbytes)} {cache.types}",
         f"{cache.evicted:,} evicted" if cache.retention else f"{cache.limit - cache.tokens:,} left",
         *filter(None, [_ENDINGS.get(result.end.finish_reason, "")]),
@@ -172,12 +172,16 @@ def brief_stats(result: Result, width: int) -> str:
     return line
 
 
+def _thought(usage: Usage) -> str:
+    return f" ({usage.reasoning_tokens:,} thinking)" if usage.reasoning_tokens else ""
+
+
 def full_stats(result: Result, loaded: bool = True, verbose: bool = False) -> str:
     """Everything there is to tell."""
     usage, timings = result.end.usage, result.end.timings
     parts = [
         f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:,.0f} tok/s",
-        f"gen {usage.completion_tokens:,} tok · {timings.decode_tps:.1f} tok/s",
+        f"gen {usage.completion_tokens:,} tok{_thought(usage)} · {timings.decode_tps:.1f} tok/s",
         f"TTFT {timings.ttft_s:.2f} s",
         *([f"load {timings.load_s:.2f} s"] if loaded else []),
         str(result.cache) + (f", {result.cache.use}" if verbose else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +104,11 @@ def test_variables_reach_the_template(ask, thinker):
     plain, greeted = (ask(*thinker, *more, "--json") for more in ((), ("--template-var", 'greeting="Oh, "')))
     counts = [json.loads(found.out)["usage"]["prompt_tokens"] for found in (plain, greeted)]
     assert counts[0] < counts[1]
+
+
+def test_the_line_of_statistics_counts_it(ask, thinker):
+    assert re.search(r"gen 40 tok \(\d+ thinking\)", ask(*thinker, *BUDGET, "--stats").err)
+    assert "thinking" not in ask("--stats").err
 
 
 def test_what_changes_nothing_is_said(ask):
