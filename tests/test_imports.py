@@ -27,28 +27,30 @@ kvcli.runtime.plan kvcli.runtime.model
 kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
 kvcli.runtime.model.archs
 kvcli.runtime.model.architecture
-kvcli.runtime.model.ropekeys
+kvcli.runtime.model.expertkeys kvcli.runtime.model.ropekeys
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats
 kvcli.runtime.text
 kvcli.runtime.formats.boundedjson
 kvcli.environment
-kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.versions kvcli.words
+kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.routing kvcli.versions kvcli.words
 kvcli.errors
 kvcli kvcli.runtime
 """
 FLOOR = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 
 # The kernels know nothing of ours but the formats of weights, the cache types and the errors: they could be lifted out.
-KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kvcli.errors")
+KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kvcli.errors", "kvcli.routing")
 
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.decoder runtime.model.loading runtime.model.rope runtime.model.sealing runtime.model.weights
+runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope runtime.model.sealing
+runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
-runtime.engine.graph.pages runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
+runtime.engine.graph.pages runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph runtime.engine.guard
+runtime.engine.sampler
 runtime.engine.scheduler
 runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
@@ -154,7 +156,7 @@ def test_every_dependency_is_used() -> None:
 def test_triton_is_imported_by_few(kv_env: dict[str, str]) -> None:
     """At their top, only the kernels of a GPU and a token's graph; all else works where triton is not installed, and so
     does `kv run`."""
-    users = ("kvcli.kernels.gpu", "kvcli.runtime.engine.graph.tokengraph")
+    users = ("kvcli.kernels.gpu", *(f"kvcli.runtime.engine.graph.{name}" for name in ("tokenexperts", "tokengraph")))
     names = [module for module in MODULES if not _is_in(module, users) and module != "kvcli.__main__"]
     code = (
         f"import importlib, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.modules['triton'] = None\n"

@@ -11,20 +11,25 @@
 | `gated(x, weights, act, bias)` | x [T, cols], gates over what they gate -> activated [T, F], as `matmul` reads it |
 | `activated(x, weights, act, bias)` | the same without gates |
 | `softcap(x, cap)` | [T, F] -> [T, F] |
+| `experts(x, layer)` | x [T, D] -> the weighted sum of what each row's experts give, [T, D] (see experts.py) |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
-`place(matrices, paired)` takes matrices to where the backend computes, and `device` is where that is; `arithmetic`
-says what decides the last bits, in words that change with them. `attend` is all that a layer does with its cache (see
-attend.py); on a CPU it is written in two more operations, on a GPU kernels do several of its steps at once.
+`place(matrices, paired)` and `place_experts(matrices, paired)` take matrices to where the backend computes, and
+`device` is where that is; `arithmetic` says what decides the last bits, in words that change with them. `attend` is all
+that a layer does with its cache (see attend.py), `experts` a whole mixture of experts (experts.py); on a CPU they are
+written in more operations, on a GPU kernels do several of their steps at once.
 
 | on a CPU | shapes |
 |---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
 | `attention(q, kv, start, window, scale, softcap, angles, sink_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+| `route(logits, routing, bias)` | [T, experts] -> ids int64 and weights [T, used] |
+| `matmul_experts(x, weights, ids)` | x [T or T * used, cols] -> [T * used, rows], each with its expert's matrix |
+| `mix(y, weights)` | y [T * n, D], weights [T, n] -> [T, D] |
 
-Each has a form for several parts, `store_each` and `attention_each` (see attend.py).
+`store` and `attention` have a form for several parts, `store_each` and `attention_each` (see attend.py).
 
 `glu(x, act)`, [T, 2F] -> [T, F], is what `gated` does behind its product, and `activate(x, act)`, [T, F] -> [T, F],
 what `activated` does.
@@ -41,8 +46,10 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
+from kvcli.kernels.experts import ExpertLayer, SharedExpert
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, Stretch
 from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank, QuantTensor
 
 if TYPE_CHECKING:
@@ -52,8 +59,9 @@ HostBackend = NativeBackend | ReferenceBackend
 Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
-    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "HostBackend", "LowRank", "PagedKV",
-    "QuantTensor", "RecordLayout", "Stretch", "backend", "on_host",
+    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "ExpertLayer", "ExpertMatrices",
+    "ExpertTensor", "HostBackend", "LowRank", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch",
+    "backend", "on_host",
 ]  # fmt: skip
 
 

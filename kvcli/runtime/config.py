@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kvcli.routing import Routing
+
 FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
 
 
@@ -119,13 +121,27 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Layers whose feed-forward part is a mixture of experts, all but the first `dense` ones.
+
+    `d_ff` is the width of an expert, `shared_ff` that of what every token has besides, 0 = nothing.
+    """
+
+    routing: Routing
+    d_ff: int
+    shared_ff: int = 0
+    dense: int = 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder-only transformer. All dims in elements.
 
     `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token. `residual_scale`
     multiplies what attention and feed-forward parts add; `logit_scale` the logits, before `logit_softcap` c > 0 makes
     c * tanh(x / c) of each x. `d_token`: each layer has an embedding of tokens of its own, of so many elements (as in
-    Gemma 3n); 0 = none. `d_ff`: of the widest layer.
+    Gemma 3n); 0 = none. `d_ff`: of the widest layer without experts. `n_ahead` more layers of the file, which predict
+    tokens beyond the next one, are not run.
     """
 
     arch: str
@@ -144,9 +160,12 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     d_token: int = 0
-    n_experts: int = 0
-    n_experts_used: int = 0
+    experts: Experts | None = None
+    n_ahead: int = 0
     block: Block = Block()
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense
 
     def at(self, ctx: int) -> ModelConfig:
         """The model in a context of `ctx` tokens; see `RopeConfig.at`."""

@@ -162,7 +162,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
 # Those of which each has something that the others do not have.
 FAMILIES = (
     "llama", "gemma3", "qwen2", "qwen3", "phi3", "glm4", "mistral3", "gemma2", "granite", "olmo2", "starcoder2",
-    "cohere2", "hunyuan-dense", "arcee",
+    "cohere2", "hunyuan-dense", "arcee", "mixtral", "qwen2moe", "granitemoe-shared", "glm4moe",
 )  # fmt: skip
 
 
@@ -225,7 +225,8 @@ def test_rows_that_pad_the_vocabulary_have_no_logits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "types"), [("llama", "f16"), ("gemma3", "int4"), *((x, "f16") for x in ("olmo2", "starcoder2", "cohere2"))]
+    ("arch", "types"),
+    [("llama", "f16"), ("gemma3", "int4"), *((x, "f16") for x in ("olmo2", "starcoder2", "cohere2", "qwen2moe"))],
 )
 def test_prompts_without_a_graph(arch, types):
     ours, theirs = Model(arch, types, True), Model(arch, types, True, reference=True)

@@ -39,7 +39,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in tiny.VARIANTS if name not in tiny.BORROWED])
+@pytest.mark.parametrize("variant", [name for name in tiny.VARIANTS if name not in tiny.FILES_ALONE])
 def test_a_folder_is_the_model_of_transformers_and_the_file_that_a_converter_writes(variant: str, tmp_path: Path):
     made = tiny.make(variant)
     with SafetensorsModel(tiny.folder(variant)) as model:

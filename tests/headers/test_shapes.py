@@ -189,8 +189,9 @@ def test_attention_and_state_in_every_layer() -> None:
 
 def test_experts_widen_the_workspace() -> None:
     config = gguf("qwen3moe", expert_count=128, expert_used_count=8, expert_feed_forward_length=768)
-    assert (config.n_experts, config.n_experts_used, config.d_ff) == (128, 8, 6144)
-    assert gguf("llama", expert_count=8, expert_used_count=2).n_experts == 8  # kv does not run it, but plans for it
+    assert config.experts and (config.experts.routing.used, config.experts.d_ff, config.d_ff) == (8, 768, 512)
+    novel = gguf("novel", expert_count=8, expert_used_count=2)  # kv does not run it, but plans for it
+    assert novel.experts and novel.experts.routing.experts == 8
 
 
 def test_layers_that_only_predict_are_left_out() -> None:

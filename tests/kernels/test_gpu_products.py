@@ -16,6 +16,7 @@ from kvcli.kernels.gpu import expand, formats, products
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, advance, matvec
+from kvcli.kernels.reference.pointwise import glu
 
 TYPES = WEIGHT_FORMATS
 EPS = 1e-5
@@ -168,18 +169,18 @@ def test_adding_to_the_residual(type_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("type_", "gelu"), [(t, i % 2 == 1) for i, t in enumerate(TYPES)])
-def test_gates(type_, gelu):
+@pytest.mark.parametrize(("type_", "act"), [(t, ("silu", "gelu")[i % 2]) for i, t in enumerate(TYPES)])
+def test_gates(type_, act):
     cols, rows = columns(type_)[0], 64
     x, gates, gated = Vector(cols), packed(type_, rows, cols, 1), packed(type_, rows, cols, 2)
     matrix = on_device(gates, gated, paired=True)
     for n_planes in (1, 2):
         into = empty(rows)
         tiled = few_programs(matrix, GATED)
-        matvec(matrix, x.codes, GATED, norm=x.norm, into=into, gelu=gelu, planes=n_planes, chosen=tiled)
+        matvec(matrix, x.codes, GATED, norm=x.norm, into=into, act=act, planes=n_planes, chosen=tiled)
         vector = x.as_read(matrix, n_planes) * x.inverse
         a, b = gates.decode().double() @ vector, gated.decode().double() @ vector
-        expected = b * (torch.nn.functional.gelu(a, approximate="tanh") if gelu else torch.nn.functional.silu(a))
+        expected = glu(torch.cat((a, b))[None], act)[0]
         assert error(into.values, expected) < VECTORS_CLOSE
         expect_activations(into.values, into)
         assert unharmed(*into.arrays)

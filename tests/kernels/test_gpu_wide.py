@@ -53,7 +53,7 @@ def test_halves_of_any_size(size):
     torch.testing.assert_close(floats(halve(x.to(DEVICE))), x, rtol=6e-4, atol=6e-8 * float(x.abs().max()))
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "clamped"])
 @pytest.mark.parametrize("paired", [False, True])
 def test_gate(act, paired):
     width = 3 * GROUP
@@ -77,7 +77,7 @@ def test_finish(scaled, added, parts):
     assert not added or found is into
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "clamped"])
 def test_a_feed_forward_part_is_that_of_the_reference(act):
     ops = GpuBackend(torch.device(DEVICE))
     gates, gated, down = plain(96, 64, seed=1), plain(96, 64, seed=2), plain(64, 96, seed=3)

@@ -250,6 +250,17 @@ def test_activations(width: int, act: str, name: str):
         assert same_bits(ops.activate(x[i : i + 1, :width], act), plain[i : i + 1])
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_clamped_gates(name: str):
+    x = 6 * torch.randn(7, 74, generator=torch.manual_seed(1))
+    gate, up = x.double().chunk(2, 1)
+    gate = gate.clamp(max=7)
+    exact = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+    found = backend(name).glu(x, "clamped")
+    assert close(found, exact, exact.abs() + 8, 2e-6) and (up.abs() > 7).any() and (x[:, :37] > 7).any()
+    assert same_bits(backend(name).glu(x[2:3], "clamped"), found[2:3])
+
+
 def test_kernels_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch):
     """After an update of a checkout, say: their structures may be other ones."""
     need_native()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from archcases import IDS, Loaded
 from kernelcases import one_thread
 
 from kvcli.errors import ModelError
+from kvcli.routing import CHOSEN, SIGMOID, SOFTMAX, Routing
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import FULL, SLIDING, ModelConfig
+from kvcli.runtime.config import FULL, SLIDING, Experts, ModelConfig
 from kvcli.runtime.headers.anygguf import config_from_gguf_any
 from kvcli.runtime.model.archs import RUNNABLE, from_gguf
 
@@ -31,6 +33,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "command-r": LAYER_NORM | {"logit_scale": 0.1},
     "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
     "granite": {"logit_scale": 8.0},
+    "granitemoe": {"logit_scale": 8.0},
 }
 
 
@@ -133,6 +136,31 @@ def test_windows_of_llama(window: int | None, pattern: Any, kinds: list[str]) ->
     assert [(layer.kind, layer.window) for layer in planned.layers] == [(x.kind, x.window) for x in config.layers]
 
 
+def test_experts() -> None:
+    keys = {"expert_count": 8, "expert_used_count": 2}
+    assert config_of("qwen3moe", **keys).experts == Experts(Routing(8, 2, SOFTMAX, True), 16)
+    assert config_of("llama", expert_count=0).experts is None
+    wide = SHAPES | {"blk.1.ffn_down_exps.weight": (8, 16, 12), "blk.1.ffn_down_shexp.weight": (16, 20)}
+    more = {"leading_dense_block_count": 1, "expert_weights_norm": False, "expert_weights_scale": 2.5}
+    groups = {"expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 3}
+    routing = Routing(8, 2, CHOSEN, False, 2.5, 4, 2)
+    assert config_of("glm4moe", wide, **keys, **more, **groups).experts == Experts(routing, 12, 20, 1)
+    shared = config_of("glm4moe", **keys, expert_feed_forward_length=12, expert_shared_count=2)
+    assert shared.experts == Experts(Routing(8, 2, SIGMOID, True), 12, 24)
+    for bad in ({"expert_used_count": 9}, {"expert_group_count": 3}, {"expert_gating_func": 7}):
+        with pytest.raises(ModelError, match=next(iter(bad))):
+            config_of("qwen3moe", **keys | bad)
+    with pytest.raises(ModelError, match="cannot be in 1 groups"):
+        config_of("qwen3moe", **keys | {"expert_used_count": 3, "expert_group_count": 4, "expert_group_used_count": 1})
+
+
+def test_layers_that_predict_further_tokens_are_not_run() -> None:
+    ahead = config_of("glm4moe", block_count=4, nextn_predict_layers=1)
+    assert ahead == replace(config_of("glm4moe", block_count=3), n_ahead=1)
+    with pytest.raises(ModelError, match=r"nextn_predict_layers is 3, as many as there are"):
+        config_of("glm4moe", nextn_predict_layers=3)
+
+
 def test_rope_of_windows() -> None:
     two = config_of(attention__sliding_window=8, attention__sliding_window_pattern=3, rope__freq_base_swa=5e5)
     assert [layer.rope and layer.rope.base for layer in two.layers] == [5e5, 5e5, 1e4]
@@ -157,7 +185,7 @@ def test_sizes_by_layer() -> None:
 
 REFUSED = {
     "attention__clamp_kqv": (8.0, 0.0), "attention__max_alibi_bias": (8.0, 0.0), "attention__causal": (False, True),
-    "use_parallel_residual": (True, False), "expert_count": (8, 0), "nextn_predict_layers": (1, 0),
+    "use_parallel_residual": (True, False),
     "rope__scaling__yarn_ext_factor": (1.0, -1.0), "rope__scaling__alpha": (50.0, 1.0),
     "attention__q_lora_rank": (32, 0),
     "attention__value_scale": (2.0, 1.0),
@@ -180,6 +208,7 @@ def test_keys_that_are_refused_by_name(arch: str, key: str) -> None:
         ("llama", "rope__dimension_sections", [2, 1, 1, 0]),
         ("llama", "attention__temperature_scale", 0.1),
         ("gemma3", "embedding_scale", 3.0),
+        ("gemma3", "expert_count", 8),
     ],
 )
 def test_keys_that_only_some_families_obey(arch: str, key: str, bad: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,8 @@ def _tied(tied: bool, **others: Any) -> dict[str, Any]:
 _EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}  # 6 heads of 8 are as wide as the model
 _SLIDING = {"sliding_window": WINDOW}
 _GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, **_SLIDING}
+_EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | {"num_experts_per_tok": 3}
+_EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
@@ -91,6 +94,14 @@ FAMILIES = {
     "hunyuan-dense": Family("hunyuan_v1_dense"),
     "seed_oss": Family(),
     "arcee": Family(halves=True),
+    "qwen2moe": Family("qwen2_moe", _EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+    "qwen3moe": Family("qwen3_moe", _EXPERTS | {"moe_intermediate_size": 24}),
+    "qwen3vlmoe": Family("qwen3_vl_moe_text", _EXPERTS | {"moe_intermediate_size": 24}),
+    "granitemoe": Family(settings=_EXPERTS | _EVEN, halves=True),
+    "olmoe": Family(settings=_EXPERTS | _EVEN),
+    "glm4moe": Family("glm4_moe", _EXPERTS | {"moe_intermediate_size": 24, "first_k_dense_replace": 1}),
+    "minimax-m2": Family("minimax_m2", _EXPERTS),
+    "hunyuan-moe": Family("hunyuan_v1_moe", _EXPERTS | {"moe_topk": 3}),
 }
 
 _LLAMA3 = {
@@ -128,6 +139,10 @@ _GRANITE = {
     "logits_scaling": 2.0,
 }
 _GRANITE_KEYS = {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.0}
+_GLM_KEYS = {
+    "expert_feed_forward_length": 24, "expert_shared_count": 1, "leading_dense_block_count": 1,
+    "expert_gating_func": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+}  # fmt: skip
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
@@ -143,6 +158,7 @@ _GEMMA4_KEYS = {
 }
 _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
+FILES_ALONE = (*BORROWED, "glm4moe-ahead")  # of which transformers writes no folder that is like the file
 _ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
 
 VARIANTS = {
@@ -269,6 +285,41 @@ VARIANTS = {
     "hunyuan-dense": Variant("hunyuan-dense", _tied(True)),
     "seed_oss": Variant("seed_oss", _tied(False)),
     "arcee": Variant("arcee", _tied(False)),
+    "mixtral": Variant("llama", _tied(False, **_EXPERTS), _EXPERT_KEYS, kind="mixtral"),
+    "qwen2moe": Variant(
+        "qwen2moe",
+        _tied(True, norm_topk_prob=False),
+        _EXPERT_KEYS | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+    ),
+    "qwen3moe": Variant(
+        "qwen3moe", _tied(False, norm_topk_prob=True), _EXPERT_KEYS | {"expert_feed_forward_length": 24}
+    ),
+    "qwen3vlmoe": Variant(
+        "qwen3vlmoe",
+        _tied(False, rope_scaling={"rope_type": "default", "mrope_section": [4, 2, 2]}),
+        _EXPERT_KEYS | {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
+    ),
+    "granitemoe": Variant("granitemoe", _tied(True, **_GRANITE), _EXPERT_KEYS | _GRANITE_KEYS),
+    "granitemoe-shared": Variant(
+        "granitemoe",
+        _tied(True, shared_intermediate_size=40, **_GRANITE),
+        _EXPERT_KEYS | _GRANITE_KEYS | {"expert_shared_feed_forward_length": 40},
+        kind="granitemoeshared",
+    ),
+    "olmoe": Variant("olmoe", _tied(False), _EXPERT_KEYS),
+    "glm4moe": Variant(
+        "glm4moe",
+        _tied(False, attention_bias=True, routed_scaling_factor=1.5, n_group=4, topk_group=2),
+        _EXPERT_KEYS | _GLM_KEYS | {"expert_group_count": 4, "expert_group_used_count": 2},
+    ),
+    # GLM 4.5: norms of heads, and a layer that predicts the token after the next one.
+    "glm4moe-ahead": Variant(
+        "glm4moe",
+        _tied(False, use_qk_norm=True, num_hidden_layers=2, routed_scaling_factor=1.5),
+        _EXPERT_KEYS | _GLM_KEYS | {"nextn_predict_layers": 1, "block_count": 3},
+    ),
+    "minimax-m2": Variant("minimax-m2", _tied(False), _EXPERT_KEYS | {"expert_gating_func": 2}),
+    "hunyuan-moe": Variant("hunyuan-moe", _tied(True), _EXPERT_KEYS),
 }
 
 
@@ -326,8 +377,10 @@ def make_even(arch: str, quantized: bool, tokens: int = 64) -> Path:
     known = VARIANTS[arch]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 2, "head_dim": 64 if arch == "gemma3" else 32}
+    sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64}
     settings = _of_two(known.settings) | _tied(arch in _ALWAYS_TIED, **sizes)
-    variant = Variant(arch, settings, _of_two(known.keys), kind=known.kind)
+    keys = {key: value for key, value in _of_two(known.keys).items() if not key.endswith("feed_forward_length")}
+    variant = Variant(known.arch, settings, keys, kind=known.kind)
     path = Path(_folder().name) / f"{arch}-even-{quantized}-{tokens}.gguf"
     names = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(tokens)]}
     write(path, variant, _reference(variant, 64), names, quantized)
@@ -370,12 +423,14 @@ def _reference(variant: Variant, vocab_size: int) -> Any:
     model.eval()
     generator = torch.Generator().manual_seed(7)
     for name, weight in model.named_parameters():  # larger than transformers' own, or layers would do next to nothing
-        scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[1] ** -0.5
+        scale = 0.2 if weight.dim() == 1 else 1.5 * weight.shape[-1] ** -0.5
         mean = 1.0 if weight.dim() == 1 and name.endswith("weight") and not family.one_more else 0.0
         weight.data = mean + scale * torch.randn(weight.shape, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(0.5 + float(torch.rand(1, generator=generator)))
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
     if variant.padding:
         model.get_output_embeddings().weight.data[-variant.padding :] *= 50  # they would win every draw
     return model
@@ -405,7 +460,7 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
         _add(writer, key, value)
     for name, weight in _tensors(variant, model):
         values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
-        if quantized and weight.dim() == 2 and "attn_v" not in name:
+        if quantized and weight.dim() > 1 and not any(x in name for x in ("attn_v", "gate_inp")):
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
@@ -455,9 +510,14 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
             weight = weight + 1
         if name.endswith("layer_scalar"):
             name += ".weight"
+        if experts := _of_experts(name, weight):
+            found += experts
+            continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
+    if ahead := variant.keys.get("nextn_predict_layers"):
+        found += [(f"blk.{sizes.num_hidden_layers + i}.nextn.eh_proj.weight", torch.zeros(4, 8)) for i in range(ahead)]
     scaling = variant.settings.get("rope_scaling", {})
     if scaling is _LLAMA3:
         frequencies, dim = model.model.rotary_emb.inv_freq.double(), sizes.head_dim
@@ -469,6 +529,28 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     if scaling is _LONG:
         found += [(f"rope_factors_{x}.weight", torch.tensor(_LONG[f"{x}_factor"])) for x in ("long", "short")]
     return found
+
+
+def _of_experts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Names and values of what files have of a tensor of experts; nothing of any other."""
+    if not (found := re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|shared_mlp)\.(.+)", name)):
+        return []
+    block, part = f"blk.{found[1]}.", found[2]
+    if re.fullmatch(r"(gate|router|gate\.wg)\.weight", part):
+        return [(block + "ffn_gate_inp.weight", weight)]
+    if part.endswith("e_score_correction_bias"):
+        return [(block + "exp_probs_b.bias", weight)]
+    if part == "shared_expert_gate.weight":
+        return [(block + "ffn_gate_inp_shexp.weight", weight[0])]
+    if part in ("experts.gate_up_proj", "input_linear.weight"):
+        kind = "exps" if part.startswith("experts") else "shexp"
+        halves = zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True)
+        return [(f"{block}ffn_{each}_{kind}.weight", half) for each, half in halves]
+    if part in ("experts.down_proj", "output_linear.weight"):
+        return [(f"{block}ffn_down_{'exps' if part.startswith('experts') else 'shexp'}.weight", weight)]
+    if shared := re.fullmatch(r"(?:shared_experts?|shared_mlp)\.(gate|up|down)_proj\.weight", part):
+        return [(f"{block}ffn_{shared[1]}_shexp.weight", weight)]
+    return []
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

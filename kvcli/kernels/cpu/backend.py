@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Literal
@@ -22,17 +22,29 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.sources import checksum
+from kvcli.kernels.experts import experts
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
+from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
+from kvcli.routing import GATINGS, Routing
 
-ACTS = {"silu": 0, "gelu": 1, "relu2": 2}
+ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "clamped": 3}
 ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
 
 
 class _Weight(ctypes.Structure):
     _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
+
+
+class _Routing(ctypes.Structure):
+    """`Routing`, the gating as its place in GATINGS."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("experts", "used", "gating", "normed", "groups", "groups_used")),
+        ("scale", c_float),
+    ]
 
 
 class _Codec(ctypes.Structure):
@@ -67,6 +79,11 @@ class _Paged(ctypes.Structure):
 
 _SIGNATURES = {
     "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    "kv_matmul_experts": [
+        c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64,
+    ],
+    "kv_route": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p],
+    "kv_mix": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_rows": [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p],
     "kv_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64, c_int64, c_void_p, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
@@ -126,6 +143,16 @@ def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
     )
 
 
+def _experts(weights: Sequence[ExpertTensor]) -> ctypes.Array:
+    """The matrices of one expert after the other."""
+    return _weights([w.of(e) for e in range(weights[0].experts) for w in weights])
+
+
+@functools.cache
+def _routing(r: Routing) -> _Routing:
+    return _Routing(r.experts, r.used, GATINGS.index(r.gating), r.normed, r.groups, r.groups_used, r.scale)
+
+
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -147,6 +174,7 @@ class NativeBackend:
     name: Literal["native"] = "native"
     device = torch.device("cpu")
     place = staticmethod(place)
+    place_experts = staticmethod(place_experts)
 
     def __init__(self, threads: int, isa: str = "") -> None:
         self._lib = library()
@@ -157,14 +185,16 @@ class NativeBackend:
         self.arithmetic = f"cpu native {self.isa}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
-    def _table(self, weights: Sequence[QuantTensor]) -> ctypes.Array:
+    def _table(
+        self, weights: Sequence[QuantTensor] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
+    ) -> ctypes.Array:
         key = tuple(map(id, weights))
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = _weights(weights)
+            table = self._tables[key] = made(weights)
             table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
             table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
-            table.changed = any(w.changes for w in weights)  # type: ignore[attr-defined]
+            table.changed = any(isinstance(w, QuantTensor) and w.changes for w in weights)  # type: ignore[attr-defined]
         return table
 
     def matmul(
@@ -177,6 +207,34 @@ class NativeBackend:
         )
         if table.changed:  # type: ignore[attr-defined]
             add_changes(self.matmul, x, weights, out)
+        return out
+
+    experts = experts
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = logits.shape[0], routing.used
+        ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        self._lib.kv_route(
+            logits.data_ptr(), shape[0], ctypes.byref(_routing(routing)), _address(bias), ids.data_ptr(),
+            weights.data_ptr(),
+        )  # fmt: skip
+        return ids, weights
+
+    def matmul_experts(self, x: torch.Tensor, weights: ExpertMatrices, ids: torch.Tensor) -> torch.Tensor:
+        table, pairs, k = self._table(weights.parts, _experts), ids.numel(), x.shape[1]
+        out = torch.empty(pairs, table.rows)  # type: ignore[attr-defined]
+        self._lib.kv_matmul_experts(
+            table, len(weights.parts), weights.experts, ids.data_ptr(), pairs, pairs // x.shape[0], x.data_ptr(), k,
+            x.stride(0), out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return out if weights.bias is None else out.add_(weights.bias[ids.flatten()])
+
+    def mix(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        (t, n), d = weights.shape, y.shape[1]
+        out = torch.empty(t, d)
+        self._lib.kv_mix(y.data_ptr(), weights.data_ptr(), t, n, d, out.data_ptr())
         return out
 
     def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

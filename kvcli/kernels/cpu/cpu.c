@@ -47,6 +47,13 @@ typedef struct { /* one layer's K/V as pages by address; a record is one (page, 
     kv_record record, open_record;
 } kv_paged;
 
+enum { SOFTMAX, SIGMOID, CHOSEN };
+
+typedef struct { /* how experts are chosen; `Routing` of routing.py says what the fields are */
+    int64_t experts, used, gating, normed, groups, groups_used;
+    float scale;
+} kv_routing;
+
 typedef struct { /* rows [row, row + rows) of a step are those from position `start` on of a sequence, behind the cache `kv` */
     const kv_paged *kv;
     int64_t row, rows, start;
@@ -166,13 +173,18 @@ static int64_t oldest_row(const kv_paged *kv, int64_t window, int64_t pos) {
 /* Decodes cached rows: where they are, their pitch and number, type, scales, the scale of all; to where, pitch, elements. */
 typedef void (*rows_fn)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
 
-enum { SILU, GELU, RELU2 }; /* activations; GELU by its tanh form */
+enum { SILU, GELU, RELU2, CLAMPED }; /* activations; GELU by its tanh form. CLAMPED: `glu` of pointwise.py */
+#define CLAMP 7.0f
 
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
 typedef struct {
     const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
+    void (*matmul_experts)(const kv_weight *, int64_t, int64_t, const int64_t *, int64_t, int64_t, const float *, int64_t, int64_t,
+                           float *, int64_t);
+    void (*route)(const float *, int64_t, const kv_routing *, const float *, int64_t *, float *);
+    void (*mix)(const float *, const float *, int64_t, int64_t, int64_t, float *);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
     void (*norm)(const float *, int64_t, const float *, const float *, int64_t, float, int64_t, int64_t, float *, int64_t);
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
@@ -264,6 +276,24 @@ void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m,
     active->matmul(w, n_weights, x, m, k, ldx, y, ldy, accumulate);
 }
 
+/* y[p, 0..n) = x[p / each, 0..k) . W^T for the stacked rows of the matrices of expert ids[p], which are `n_weights` from
+ * w[ids[p] * n_weights] on. */
+void kv_matmul_experts(const kv_weight *w, int64_t n_weights, int64_t experts, const int64_t *ids, int64_t pairs, int64_t each,
+                       const float *x, int64_t k, int64_t ldx, float *y, int64_t ldy) {
+    active->matmul_experts(w, n_weights, experts, ids, pairs, each, x, k, ldx, y, ldy);
+}
+
+/* The experts of t rows from their logits [t, experts]: ids and weights [t, used]. `bias` is added to the scores by which
+ * they are chosen; NULL = none. */
+void kv_route(const float *logits, int64_t t, const kv_routing *r, const float *bias, int64_t *ids, float *weights) {
+    active->route(logits, t, r, bias, ids, weights);
+}
+
+/* out[i, 0..d) = the sum of y[i, j, 0..d) * weights[i, j] over j < n, in order. */
+void kv_mix(const float *y, const float *weights, int64_t t, int64_t n, int64_t d, float *out) {
+    active->mix(y, weights, t, n, d, out);
+}
+
 /* out[i] = scale * row ids[i] of the matrix, decoded to float32. */
 void kv_rows(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
     active->rows(w, ids, n, k, scale, out);
@@ -282,7 +312,8 @@ void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64
     active->rope(x, ldx, t, heads, dim, rope_dim, cos, sin);
 }
 
-/* out = act(x) for x [t, f], or gated act(x[:, :f]) * x[:, f:]; act 0 = SiLU, 1 = GELU (tanh form), 2 = squared ReLU. */
+/* out = act(x) for x [t, f], or gated act(x[:, :f]) * x[:, f:]; act 0 = SiLU, 1 = GELU (tanh form), 2 = squared ReLU,
+ * 3 = the clamped gates of gpt-oss. */
 void kv_activate(const float *x, int64_t t, int64_t f, int64_t act, int64_t gated, float *out) {
     active->activate(x, t, f, act, gated, out);
 }

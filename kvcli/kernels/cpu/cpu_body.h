@@ -192,12 +192,19 @@ static const NAME(format_ops) *NAME(ops)(int64_t format) {
     return table + format;
 }
 
-typedef struct {
+typedef struct { /* m rows of x times the stacked rows of `n_weights` matrices */
     const kv_weight *w;
     int64_t n_weights, total, m, k, kp, ldx, ldy, accumulate, rows_per_task, few;
     const float *x;
     float *y;
+    float *copy; /* of x, as the kernel wants it; NULL = it reads x */
+    const int64_t *pairs; /* row i of x and y is row pairs[i] / each and pairs[i] there; NULL = i in both */
+    int64_t each;
 } NAME(matmul_args);
+
+INLINE const float *NAME(x_row)(const NAME(matmul_args) *a, int64_t m) {
+    return a->x + (a->pairs ? a->pairs[m] / a->each : m) * a->ldx;
+}
 
 /* The weight matrix and row that stacked row n falls into; returns how many rows follow in that matrix. */
 INLINE int64_t NAME(locate)(const NAME(matmul_args) *a, int64_t n, const kv_weight **w, int64_t *row) {
@@ -208,13 +215,14 @@ INLINE int64_t NAME(locate)(const NAME(matmul_args) *a, int64_t n, const kv_weig
 }
 
 INLINE void NAME(put)(const NAME(matmul_args) *a, int64_t m, int64_t n, vf acc) {
-    float *y = a->y + m * a->ldy + n, sum = NAME(hsum)(acc);
+    float *y = a->y + (a->pairs ? a->pairs[m] : m) * a->ldy + n, sum = NAME(hsum)(acc);
     *y = a->accumulate ? *y + sum : sum;
 }
 
 /* One row of x: weights go from packed bytes to products in registers. */
 static void NAME(vector_task)(void *arg, int64_t task, int thread) {
     const NAME(matmul_args) *a = arg;
+    const float *x = NAME(x_row)(a, 0);
     int64_t end = (task + 1) * a->rows_per_task < a->total ? (task + 1) * a->rows_per_task : a->total;
     (void)thread;
     for (int64_t n = task * a->rows_per_task; n < end;) {
@@ -225,7 +233,7 @@ static void NAME(vector_task)(void *arg, int64_t task, int thread) {
         for (; left > 0;) {
             int cols = left >= WEIGHT_TILE ? WEIGHT_TILE : 1;
             vf acc[WEIGHT_TILE];
-            (cols == 1 ? ops->dot1 : ops->dot4)(w->blocks + row * w->row_bytes, w->row_bytes, a->x, a->k, acc);
+            (cols == 1 ? ops->dot1 : ops->dot4)(w->blocks + row * w->row_bytes, w->row_bytes, x, a->k, acc);
             for (int c = 0; c < cols; c++) NAME(put)(a, 0, n + c, acc[c]);
             n += cols, row += cols, left -= cols;
         }
@@ -257,23 +265,37 @@ static void NAME(few_task)(void *arg, int64_t task, int thread) {
         for (int cols; left > 0; n += cols, row += cols, left -= cols) {
             vf acc[FEW * FEW_TILE];
             cols = left >= FEW_TILE ? FEW_TILE : 1; /* a single row stands in for the other, too */
-            (a->few > 4 ? ops->few8 : ops->few4)(w->blocks + row * w->row_bytes, cols > 1 ? w->row_bytes : 0, a->x, a->k, acc);
+            (a->few > 4 ? ops->few8 : ops->few4)(w->blocks + row * w->row_bytes, cols > 1 ? w->row_bytes : 0, a->copy, a->k, acc);
             for (int64_t m = 0; m < a->m; m++)
                 for (int c = 0; c < cols; c++) NAME(put)(a, m, n + c, acc[m * FEW_TILE + c]);
         }
     }
 }
 
-/* x [m, k] as few_X wants it: [ceil(k / VL), few, VL], zeros where there is nothing. */
-static float *NAME(side_by_side)(const float *x, int64_t m, int64_t k, int64_t ldx, int64_t few) {
-    float *out = aligned_alloc(64, (size_t)((k + VL - 1) / VL * few * VL + 63) / 64 * 64 * sizeof(float));
+static float *NAME(floats)(int64_t n) {
+    float *out = aligned_alloc(64, (size_t)(n + 15) / 16 * 64);
     if (!out) abort();
-    for (int64_t i = 0; i < k; i += VL)
-        for (int64_t r = 0; r < few; r++) {
-            float *to = out + i * few + r * VL;
-            int64_t n = r < m ? (k - i < VL ? k - i : VL) : 0;
-            for (int64_t j = 0; j < VL; j++) to[j] = j < n ? x[r * ldx + i + j] : 0.0f;
-        }
+    return out;
+}
+
+/* x as few_X wants it: [ceil(k / VL), few, VL], zeros where there is nothing. */
+static float *NAME(side_by_side)(const NAME(matmul_args) *a) {
+    float *out = NAME(floats)(a->kp * a->few);
+    for (int64_t r = 0; r < a->few; r++) {
+        const float *x = r < a->m ? NAME(x_row)(a, r) : NULL;
+        for (int64_t i = 0; i < a->k; i += VL)
+            for (int64_t j = 0; j < VL; j++) out[i * a->few + r * VL + j] = x && i + j < a->k ? x[i + j] : 0.0f;
+    }
+    return out;
+}
+
+/* x as rows that stand behind each other, padded with zeros. */
+static float *NAME(gathered)(const NAME(matmul_args) *a) {
+    float *out = NAME(floats)(a->m * a->kp);
+    for (int64_t i = 0; i < a->m; i++) {
+        memcpy(out + i * a->kp, NAME(x_row)(a, i), a->k * sizeof(float));
+        memset(out + i * a->kp + a->k, 0, (a->kp - a->k) * sizeof(float));
+    }
     return out;
 }
 
@@ -294,17 +316,18 @@ static void NAME(panel_task)(void *arg, int64_t task, int thread) {
             memset(out, 0, a->kp * sizeof(float));
         }
     }
+    int64_t ldx = a->copy ? a->kp : a->ldx; /* without a copy rows are whole vectors, one behind the other */
     for (int64_t m = 0; m < a->m; m += ROWS_TILE) {
-        const float *x = a->x + m * a->ldx;
+        const float *x = (a->copy ? a->copy : a->x) + m * ldx;
         int rows = a->m - m < ROWS_TILE ? (int)(a->m - m) : ROWS_TILE;
         for (int64_t j = 0; j < count; j += WEIGHT_TILE) {
             vf acc[ROWS_TILE][WEIGHT_TILE] = {0};
             switch (rows) {
-            case 1: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 1); break;
-            case 2: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 2); break;
+            case 1: NAME(tile)(acc, x, ldx, panel + j * a->kp, a->kp, 1); break;
+            case 2: NAME(tile)(acc, x, ldx, panel + j * a->kp, a->kp, 2); break;
 #if ROWS_TILE == 4
-            case 3: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 3); break;
-            case 4: NAME(tile)(acc, x, a->ldx, panel + j * a->kp, a->kp, 4); break;
+            case 3: NAME(tile)(acc, x, ldx, panel + j * a->kp, a->kp, 3); break;
+            case 4: NAME(tile)(acc, x, ldx, panel + j * a->kp, a->kp, 4); break;
 #endif
             }
             for (int i = 0; i < rows; i++)
@@ -313,37 +336,74 @@ static void NAME(panel_task)(void *arg, int64_t task, int thread) {
     }
 }
 
+typedef struct { /* a product as tasks, those from `first_task` on */
+    NAME(matmul_args) a;
+    task_fn task;
+    int64_t first_task;
+} NAME(run);
+
+typedef struct {
+    const NAME(run) *runs;
+    int64_t n_runs;
+} NAME(runs);
+
+static void NAME(run_task)(void *arg, int64_t task, int thread) {
+    const NAME(runs) *all = arg;
+    const NAME(run) *run = all->runs + all->n_runs - 1;
+    while (task < run->first_task) run--;
+    run->task((void *)&run->a, task - run->first_task, thread);
+}
+
+/* The product as one run, or as two of a few rows each, behind those there are; returns how many there are then. `tasks`:
+ * their number, which grows. */
+static int64_t NAME(add_runs)(NAME(run) *runs, int64_t n_runs, NAME(matmul_args) a, int64_t *tasks) {
+    int64_t rows = a.m, most = rows > 1 && rows <= 2 * FEW ? FEW : rows;
+    for (int64_t first = 0; first < rows; first += most) {
+        NAME(run) *run = runs + n_runs++;
+        run->a = a, run->first_task = *tasks;
+        run->a.m = rows - first < most ? rows - first : most;
+        if (a.pairs) run->a.pairs = a.pairs + first;
+        else run->a.x = a.x + first * a.ldx, run->a.y = a.y + first * a.ldy;
+        if (rows == 1) {
+            run->task = NAME(vector_task);
+        } else if (most < rows || rows <= FEW) {
+            run->a.few = run->a.m > 4 ? FEW : 4, run->a.copy = NAME(side_by_side)(&run->a);
+            run->task = NAME(few_task);
+        } else {
+            if (a.pairs || a.kp != a.k) run->a.copy = NAME(gathered)(&run->a);
+            run->task = NAME(panel_task);
+        }
+        int64_t each = run->task == NAME(panel_task) ? PANEL : a.rows_per_task;
+        *tasks += (a.total + each - 1) / each;
+    }
+    return n_runs;
+}
+
+static void NAME(finish_runs)(NAME(run) *runs, int64_t n_runs, int64_t tasks) {
+    NAME(runs) all = {runs, n_runs};
+    parallel(tasks, NAME(run_task), &all);
+    for (int64_t i = 0; i < n_runs; i++) free(runs[i].a.copy);
+}
+
+/* Weight rows of a task, of so many in all. */
+static int64_t NAME(share)(int64_t rows) {
+    int64_t share = rows / (pool.tuner.limit * 8) / WEIGHT_TILE * WEIGHT_TILE;
+    return share < 16 ? 16 : share;
+}
+
+static int64_t NAME(stacked)(const kv_weight *w, int64_t n_weights) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < n_weights; i++) total += w[i].rows;
+    return total;
+}
+
 static void NAME(matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx,
                          float *y, int64_t ldy, int64_t accumulate) {
-    int64_t total = 0, kp = (k + VL - 1) / VL * VL;
-    for (int64_t i = 0; i < n_weights; i++) total += w[i].rows;
-    NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, 0, 0, x, y};
-    a.rows_per_task = total / (pool.tuner.limit * 8) / WEIGHT_TILE * WEIGHT_TILE;
-    if (a.rows_per_task < 16) a.rows_per_task = 16;
-    int64_t tasks = (total + a.rows_per_task - 1) / a.rows_per_task;
-    if (m == 1) {
-        parallel(tasks, NAME(vector_task), &a);
-        return;
-    }
-    if (m <= 2 * FEW) {
-        for (int64_t first = 0; first < m; first += FEW) {
-            a.m = m - first < FEW ? m - first : FEW, a.few = a.m > 4 ? FEW : 4, a.y = y + first * ldy;
-            float *beside = NAME(side_by_side)(x + first * ldx, a.m, k, ldx, a.few);
-            a.x = beside;
-            parallel(tasks, NAME(few_task), &a);
-            free(beside);
-        }
-        return;
-    }
-    float *padded = NULL;
-    if (kp != k) { /* rows of odd length: a copy padded with zeros keeps the inner loop whole */
-        padded = calloc((size_t)(m * kp), sizeof(float));
-        if (!padded) abort();
-        for (int64_t i = 0; i < m; i++) memcpy(padded + i * kp, x + i * ldx, k * sizeof(float));
-        a.x = padded, a.ldx = kp;
-    }
-    parallel((total + PANEL - 1) / PANEL, NAME(panel_task), &a);
-    free(padded);
+    int64_t total = NAME(stacked)(w, n_weights), kp = (k + VL - 1) / VL * VL, tasks = 0;
+    NAME(matmul_args) a = {w, n_weights, total, m, k, kp, ldx, ldy, accumulate, NAME(share)(total), 0, x, y, NULL, NULL, 1};
+    NAME(run) runs[2];
+    int64_t n_runs = NAME(add_runs)(runs, 0, a, &tasks);
+    NAME(finish_runs)(runs, n_runs, tasks);
 }
 
 static void NAME(rows)(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
@@ -422,14 +482,27 @@ typedef struct {
     float *out;
 } NAME(act_args);
 
+INLINE vf NAME(least)(vf x, float most) {
+    vi larger = x > most;
+    return (vf)(((vi)x & ~larger) | ((vi)SPLAT(most) & larger));
+}
+
 INLINE vf NAME(activation)(vf x, int64_t act) {
     if (act == RELU2) {
         vf positive = (vf)((vi)x & (x > 0.0f));
         return positive * positive;
     }
+    if (act == CLAMPED) x = NAME(least)(x, CLAMP);
     vf z = x;
     if (act == GELU) z = (x + x * x * x * 0.044715f) * 1.5957691216057308f; /* the tanh form is x * sigmoid(2z) */
+    if (act == CLAMPED) z = x * 1.702f;
     return x / (NAME(exp)(-z) + 1.0f);
+}
+
+/* What an activated gate multiplies. */
+INLINE vf NAME(gated)(vf u, int64_t act) {
+    if (act != CLAMPED) return u;
+    return -NAME(least)(-NAME(least)(u, CLAMP), CLAMP) + 1.0f;
 }
 
 static void NAME(act_task)(void *arg, int64_t row, int thread) {
@@ -440,14 +513,16 @@ static void NAME(act_task)(void *arg, int64_t row, int thread) {
     (void)thread;
     for (; i + VL <= a->f; i += VL) {
         vf y = NAME(activation)(LOAD(g + i), a->act);
-        if (a->gated) y *= LOAD(u + i);
+        if (a->gated) y *= NAME(gated)(LOAD(u + i), a->act);
         STORE(out + i, y);
     }
     if (i < a->f) {
-        float gt[VL] = {0}, ot[VL];
+        float gt[VL] = {0}, ut[VL] = {0};
         memcpy(gt, g + i, (a->f - i) * sizeof(float));
-        STORE(ot, NAME(activation)(LOAD(gt), a->act));
-        for (int64_t j = i; j < a->f; j++) out[j] = a->gated ? ot[j - i] * u[j] : ot[j - i];
+        if (a->gated) memcpy(ut, u + i, (a->f - i) * sizeof(float));
+        vf y = NAME(activation)(LOAD(gt), a->act);
+        if (a->gated) y *= NAME(gated)(LOAD(ut), a->act);
+        memcpy(out + i, &y, (a->f - i) * sizeof(float));
     }
 }
 
@@ -455,6 +530,8 @@ static void NAME(activate)(const float *x, int64_t t, int64_t f, int64_t act, in
     NAME(act_args) a = {x, f, act, gated, out};
     parallel(t, NAME(act_task), &a);
 }
+
+#include "cpu_experts.h"
 
 /* ---- the paged cache ------------------------------------------------------------------------------------------ */
 
@@ -1030,7 +1107,8 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(rows), NAME(norm), NAME(rope), NAME(activate), NAME(rotate), NAME(store), NAME(seal), NAME(rows_of),
+    NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(rope), NAME(activate),
+    NAME(rotate), NAME(store), NAME(seal), NAME(rows_of),
     NAME(attention),
 };
 

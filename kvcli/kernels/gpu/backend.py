@@ -15,7 +15,8 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu import expand, few, wide
+from kvcli.kernels.experts import ExpertLayer, SharedExpert
+from kvcli.kernels.gpu import expand, experts, few, wide
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
@@ -24,6 +25,7 @@ from kvcli.kernels.gpu.rows import normed_together, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import pointwise
+from kvcli.kernels.reference.experts import ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
 
@@ -67,7 +69,11 @@ class GpuBackend:
         return wide.finish(self._products(rows.values, weights), rows.scales, add_to)
 
     def gated(
-        self, x: torch.Tensor, weights: Sequence[DeviceMatrix], act: str, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | wide.HalfRows,
+        weights: Sequence[DeviceMatrix],
+        act: str,
+        bias: torch.Tensor | None = None,
     ) -> wide.HalfRows:
         """See `kernels.gated`; as the next product reads it."""
         rows = _half_rows(x)
@@ -96,6 +102,33 @@ class GpuBackend:
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out
+
+    def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
+        """As `place`, of matrices of experts."""
+        return experts.place_experts(weights, self.device, paired)
+
+    def experts(self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer) -> torch.Tensor:
+        """See `kernels.experts`."""
+        rows = _half_rows(x)
+        shape = rows.values.shape[0], layer.routing.used
+        ids = torch.empty(shape, dtype=torch.int32, device=self.device)
+        weights = torch.empty(shape, device=self.device)
+        logits = self.matmul(rows, layer.router)
+        experts.route(logits, layer.routing, layer.router_bias, layer.choice_bias, ids, weights)
+        grouping = experts.Grouping.of(ids, layer.routing.experts)
+        products = experts.grouped_product(rows, layer.gate_up, grouping)
+        activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired)
+        out = experts.mix(experts.grouped_product(activated, layer.down, grouping), weights)
+        if layer.shared is not None:
+            self._add_shared(out, rows, layer.shared, layer.activation)
+        return out
+
+    def _add_shared(self, out: torch.Tensor, rows: wide.HalfRows, shared: SharedExpert, activation: str) -> None:
+        activated = self.gated(rows, shared.gate_up, activation)
+        if shared.gate is None:
+            self.matmul(activated, shared.down, add_to=out)
+        else:
+            out.addcmul_(self.matmul(activated, shared.down), self.matmul(rows, shared.gate).sigmoid_())
 
     def rows(self, weight: DeviceMatrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return expand.changed_rows(

@@ -85,6 +85,21 @@ def half_of(pair, HIGH: tl.constexpr):
     return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+ACTS = {"silu": 0, "gelu": 1, "clamped": 2}
+
+
+@triton.jit
+def glu(gate, up, ACT: tl.constexpr):
+    """The activated gate times `up`; ACT: see ACTS, and `glu` of reference/pointwise.py."""
+    inner = gate  # of the sigmoid
+    if ACT == 1:
+        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    if ACT == 2:
+        gate = tl.minimum(gate, 7.0)
+        inner, up = 1.702 * gate, tl.clamp(up, -7.0, 7.0) + 1.0
+    return gate / (1.0 + tl.exp(-inner)) * up
+
+
 FINE = tl.constexpr(254)  # fine steps in a coarse one
 
 

@@ -33,6 +33,7 @@ from kvcli.kernels.gpu.language import (
     FINE,
     dot4,
     dot_nibbles,
+    glu,
     half_of,
     store_activations,
     wait_at_end,
@@ -164,16 +165,6 @@ def inverse_rms(squares, K, eps):
 
 
 @triton.jit
-def activate(x, GELU: tl.constexpr):
-    """SiLU, or GELU by its tanh form."""
-    if GELU:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x / (1.0 + tl.exp(-2.0 * inner))
-    else:
-        return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def before(H, NEXT, X_SQUARES, n, ROLE: tl.constexpr, PARTS: tl.constexpr):
     """What `finish` will want, asked for while weights are on their way: the sums of squares of the vector, and for
     RESIDUAL the rows n of the residual and of the next norm's weights, float32 [BN]."""
@@ -198,7 +189,7 @@ def add_change(y, n, N, INNER, B, RANK: tl.constexpr):
 
 @triton.jit
 def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES, INNER, B,
-           ROLE: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
+           ROLE: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, SUMSQ: tl.constexpr, ACT: tl.constexpr,
            KEEP: tl.constexpr, RANK: tl.constexpr):  # fmt: skip
     """The rows n of a product, y float32 [BN], with RANK > 0 plus B times INNER, with PARTS > 0 times 1 / rms of the
     vector: stored; or added to the residual h, which goes on as the next product's vector, normed by `following`; or
@@ -218,8 +209,52 @@ def finish(y, n, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, S
         store_activations(h * following, pid * BN, N, BN // 32, CODES, SCALES, SUMS, VALUES, BN // 32, KEEP)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(y, (BN // 64, 2, 32)), (0, 2, 1)))
-        v = tl.reshape(activate(gate, GELU) * up, (BN // 2,))
+        v = tl.reshape(glu(gate, up, ACT), (BN // 2,))
         store_activations(v, pid * (BN // 2), N // 2, BN // 64, CODES, SCALES, SUMS, VALUES, BN // 64, KEEP)
+
+
+@triton.jit
+def load_vector(XCODES, XSCALES, XSUMS, g, plane, G: tl.constexpr, PLANES: tl.constexpr):
+    """The groups g of a vector, as `dot_rows` wants them; `plane` words of codes are in each plane."""
+    word = tl.arange(0, 4)
+    seen = g < G
+    at = XCODES + (g[:, None] * 8 + word[None, :])
+    xa = tl.load(at, mask=seen[:, None], other=0)
+    xb = tl.load(at + 4, mask=seen[:, None], other=0)
+    ya, yb = xa, xb
+    if PLANES == 2:
+        ya = tl.load(at + plane, mask=seen[:, None], other=0)
+        yb = tl.load(at + plane + 4, mask=seen[:, None], other=0)
+    xd = tl.load(XSCALES + g, mask=seen, other=0.0)
+    sums = XSUMS + (PLANES - 1) * (plane // 4) + g * 2
+    s0 = tl.load(sums, mask=seen, other=0.0)
+    s1 = tl.load(sums + 1, mask=seen, other=0.0)
+    return xa, xb, ya, yb, xd, s0, s1
+
+
+@triton.jit
+def walk_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, first, last, w0, w1, w2, high, s, d, g, xa, xb, ya, yb, xd,
+                s0, s1, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr,
+                OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BN: tl.constexpr,
+                BG: tl.constexpr, RC: tl.constexpr):  # fmt: skip
+    """Rows [first, first + BN) times the vector -> float32 [BN], with the first RC of them loaded; `last` stands in for
+    rows behind it."""
+    row = tl.arange(0, RC)
+    NCH: tl.constexpr = BN // RC
+    chunk = tl.arange(0, NCH)
+    out = tl.zeros((NCH, RC), tl.float32)
+    for c in range(NCH - 1):
+        n = tl.minimum(first + (c + 1) * RC + row, last)
+        v0, v1, v2, next_high, next_s, next_d = load_rows(
+            W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN
+        )
+        y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
+                     UNIT, PLANES)  # fmt: skip
+        out = tl.where(chunk[:, None] == c, tl.sum(y, 1)[None, :], out)
+        w0, w1, w2, high, s, d = v0, v1, v2, next_high, next_s, next_d
+    y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
+                 UNIT, PLANES)  # fmt: skip
+    return tl.reshape(tl.where(chunk[:, None] == NCH - 1, tl.sum(y, 1)[None, :], out), (BN,))
 
 
 @triton.jit
@@ -227,80 +262,63 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, 
                   VALUES, X_SQUARES, SQUARES, INNER, B, N, eps, G: tl.constexpr, CODING: tl.constexpr,
                   WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
                   PLANES: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr,
-                  GELU: tl.constexpr, KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+                  ACT: tl.constexpr, KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
                   RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
     g = tl.arange(0, BG)
-    row = tl.arange(0, RC)
     first = pid * BN
-    NCH: tl.constexpr = BN // RC
-    n = tl.minimum(first + row, N - 1)
+    n = tl.minimum(first + tl.arange(0, RC), N - 1)
     w0, w1, w2, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN)
     wait_for_previous(PDL)
-    word = tl.arange(0, 4)
-    seen = g < G
-    xa = tl.load(XCODES + (g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
-    xb = tl.load(XCODES + (g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
-    ya, yb = xa, xb
-    if PLANES == 2:
-        ya = tl.load(XCODES + (G * 8 + g[:, None] * 8 + word[None, :]), mask=seen[:, None], other=0)
-        yb = tl.load(XCODES + (G * 8 + g[:, None] * 8 + 4 + word[None, :]), mask=seen[:, None], other=0)
-    xd = tl.load(XSCALES + g, mask=seen, other=0.0)
-    sums = XSUMS + (PLANES - 1) * (G * 2) + g * 2
-    s0 = tl.load(sums, mask=seen, other=0.0)
-    s1 = tl.load(sums + 1, mask=seen, other=0.0)
+    xa, xb, ya, yb, xd, s0, s1 = load_vector(XCODES, XSCALES, XSUMS, g, G * 8, G, PLANES)
     mine = first + tl.arange(0, BN)
     squares, h, following = before(H, NEXT, X_SQUARES, mine, ROLE, PARTS)
-    chunk = tl.arange(0, NCH)
-    out = tl.zeros((NCH, RC), tl.float32)
-    for c in range(NCH - 1):
-        n = tl.minimum(first + (c + 1) * RC + row, N - 1)
-        v0, v1, v2, next_high, next_s, next_d = load_rows(
-            W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN
-        )
-        y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
-                     UNIT, PLANES)  # fmt: skip
-        y = tl.sum(y, 1)
-        out = tl.where(chunk[:, None] == c, y[None, :], out)
-        w0, w1, w2, high, s, d = v0, v1, v2, next_high, next_s, next_d
-    y = dot_rows(w0, w1, w2, high, s, d, TABLE, xa, xb, ya, yb, xd, s0, s1, RC, BG, CODING, WORDS, KIND, OFFSET,
-                 UNIT, PLANES)  # fmt: skip
-    y = tl.sum(y, 1)
-    out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
-    finish(tl.reshape(out, (BN,)), mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS,
-           VALUES, SQUARES, INNER, B, ROLE, PARTS, BN, SUMSQ, GELU, KEEP, RANK)  # fmt: skip
+    y = walk_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, first, N - 1, w0, w1, w2, high, s, d, g, xa, xb, ya, yb, xd,
+                    s0, s1, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, PLANES, BN, BG, RC)  # fmt: skip
+    finish(y, mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES, INNER, B,
+           ROLE, PARTS, BN, SUMSQ, ACT, KEEP, RANK)  # fmt: skip
     wait_at_end(PDL)
 
 
 @triton.jit
+def load_plain(W, n, k, K: tl.constexpr):
+    """Rows n of a matrix of floats, [RC, BK]."""
+    at = W + (n.to(tl.int64)[:, None] * K + k[None, :])
+    return tl.load(at, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def walk_plain(W, first, last, w, k, x, K: tl.constexpr, BN: tl.constexpr, RC: tl.constexpr):
+    """As `walk_packed`, for a vector x float32 [BK]."""
+    row = tl.arange(0, RC)
+    NCH: tl.constexpr = BN // RC
+    chunk = tl.arange(0, NCH)
+    out = tl.zeros((NCH, RC), tl.float32)
+    for c in range(NCH - 1):
+        next_w = load_plain(W, tl.minimum(first + (c + 1) * RC + row, last), k, K)
+        y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+        out = tl.where(chunk[:, None] == c, y[None, :], out)
+        w = next_w
+    y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+    return tl.reshape(tl.where(chunk[:, None] == NCH - 1, y[None, :], out), (BN,))
+
+
+@triton.jit
 def matvec_plain(W, X, OUT, H, NEXT, CODES, SCALES, SUMS, VALUES, X_SQUARES, SQUARES, INNER, B, N, eps,
-                 K: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr, GELU: tl.constexpr,
+                 K: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr, ACT: tl.constexpr,
                  KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, RC: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """The same for a matrix of floats, with the vector in float32."""
     pid = tl.program_id(0)
     k = tl.arange(0, BK)
-    row = tl.arange(0, RC)
     first = pid * BN
-    NCH: tl.constexpr = BN // RC
-    seen = (k < K)[None, :]
-    n = tl.minimum(first + row, N - 1).to(tl.int64)
-    w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
+    w = load_plain(W, tl.minimum(first + tl.arange(0, RC), N - 1), k, K)
     wait_for_previous(PDL)
     x = tl.load(X + k, mask=k < K, other=0.0)
     mine = first + tl.arange(0, BN)
     squares, h, following = before(H, NEXT, X_SQUARES, mine, ROLE, PARTS)
-    chunk = tl.arange(0, NCH)
-    out = tl.zeros((NCH, RC), tl.float32)
-    for c in range(NCH - 1):
-        n = tl.minimum(first + (c + 1) * RC + row, N - 1).to(tl.int64)
-        next_w = tl.load(W + (n[:, None] * K + k[None, :]), mask=seen, other=0.0, eviction_policy="evict_first")
-        y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        out = tl.where(chunk[:, None] == c, y[None, :], out)
-        w = next_w
-    y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-    out = tl.where(chunk[:, None] == NCH - 1, y[None, :], out)
-    finish(tl.reshape(out, (BN,)), mine, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES,
-           SQUARES, INNER, B, ROLE, PARTS, BN, SUMSQ, GELU, KEEP, RANK)  # fmt: skip
+    y = walk_plain(W, first, N - 1, w, k, x, K, BN, RC)
+    finish(y, mine, pid, N, K, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES, INNER, B, ROLE,
+           PARTS, BN, SUMSQ, ACT, KEEP, RANK)  # fmt: skip
     wait_at_end(PDL)

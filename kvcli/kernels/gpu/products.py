@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants
-from kvcli.kernels.gpu.language import AFTER, LEADING, SERIAL, store_activations, wait_for_previous
+from kvcli.kernels.gpu.language import ACTS, AFTER, LEADING, SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
@@ -101,7 +101,7 @@ def matvec(
     next_norm: torch.Tensor | None = None,
     into: Activations | None = None,
     squares: torch.Tensor | None = None,
-    gelu: bool = False,
+    act: str = "silu",
     pdl: int = SERIAL,
     chosen: Tiles | None = None,
     planes: int = 0,
@@ -131,7 +131,7 @@ def matvec(
         norm.eps if norm else 0.0,
     )  # fmt: skip
     common = {
-        "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "GELU": gelu,
+        "ROLE": role, "PARTS": norm.parts if norm else 0, "SUMSQ": squares is not None, "ACT": ACTS[act],
         "KEEP": into is not None and into.keep, "BN": t.bn, "RC": t.rc, "PDL": pdl, "num_warps": t.warps,
         "launch_pdl": pdl != SERIAL, "RANK": change.b.shape[1] if change else 0,
     }  # fmt: skip

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP
+from kvcli.kernels.gpu.language import ACTS, glu
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
 
-ACTS = {"silu": 0, "gelu": 1}
 COLUMNS = 1024  # of a row that a program scales
 
 
@@ -68,16 +68,12 @@ def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _gate(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, GELU: tl.constexpr, RUN: tl.constexpr):
+def _gate(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr):
     """x: rows of 2 N, runs of RUN gates, each with what they gate behind it."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     at = x + row * (2 * N) + i // RUN * (2 * RUN) + i % RUN
-    gate = tl.load(at, mask=i < N, other=0.0)
-    inner = gate  # of the sigmoid; see `pointwise.glu`
-    if GELU:
-        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
-    v = gate / (1.0 + tl.exp(-inner)) * tl.load(at + RUN, mask=i < N, other=0.0)
+    v = glu(tl.load(at, mask=i < N, other=0.0), tl.load(at + RUN, mask=i < N, other=0.0), ACT)
     _scale_down(v, row, values, scales, N, PAD)
 
 

@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 
 from kvcli.kernels.attend import attend, attention_each, store_each
+from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
+from kvcli.kernels.reference.experts import matmul_experts, mix, place_experts, route
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
 from kvcli.kernels.reference.pointwise import activate, activated, gated, glu, layer_norm, rms_norm, rope_, softcap
 from kvcli.kernels.reference.rotation import rotate_
@@ -27,6 +29,9 @@ class ReferenceBackend:
     arithmetic = "cpu reference exact products"
     device = torch.device("cpu")
     place = staticmethod(place)
+    place_experts = staticmethod(place_experts)
+    route = staticmethod(route)
+    mix = staticmethod(mix)
     rows = staticmethod(rows)
     rms_norm = normed = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
@@ -50,6 +55,8 @@ class ReferenceBackend:
 
     activated = activated
     gated = gated
+    matmul_experts = matmul_experts
+    experts = experts
     store_each = store_each
     attention_each = attention_each
     attend = attend

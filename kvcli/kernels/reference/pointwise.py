@@ -9,6 +9,8 @@ import torch
 
 from kvcli.kernels.reference.sums import exp, tanh, total
 
+CLAMP = 7.0
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; x [..., D], weight [D] (arXiv 1910.07467)."""
@@ -46,8 +48,14 @@ def activate(x: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def glu(x: torch.Tensor, act: str) -> torch.Tensor:
-    """act(x[:, :F]) * x[:, F:] for x [T, 2F] (arXiv 2002.05202)."""
+    """act(x[:, :F]) * x[:, F:] for x [T, 2F] (arXiv 2002.05202).
+
+    "clamped" is (min(max(up, -7), 7) + 1) * g * sigmoid(1.702 g), g = min(gate, 7), as in gpt-oss (arXiv 2508.10925).
+    """
     gate, up = x.chunk(2, dim=1)
+    if act == "clamped":
+        gate = gate.clamp(max=CLAMP)
+        return gate / (exp(gate * -1.702) + 1.0) * (up.clamp(-CLAMP, CLAMP) + 1.0)
     return activate(gate, act) * up
 
 

@@ -35,7 +35,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "full_attention_interval": (0, 1),
     "logit_scale": (0, 1),
     "n_deepstack_layers": (0,),
-    "nextn_predict_layers": (0,),
     "residual_scale": (0, 1),
     "rope.dimension_sections": (0,),
     "rope.scaling.alpha": (0, 1),

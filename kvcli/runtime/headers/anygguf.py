@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.routing import Routing
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Experts, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfkeys import metadata_of
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
@@ -95,11 +96,8 @@ class _Reader:
 
     def config(self) -> ModelConfig:
         layers = self._layers()
-        experts, used = self.count("expert_count", "", 0), self.count("expert_used_count", "", 0)
-        width = self.count("feed_forward_length", "ffn", 0 if experts or not self._has_rows() else None)
-        if experts:
-            shared = self.count("expert_shared_feed_forward_length", "", 0)
-            width = max(width, used * self.count("expert_feed_forward_length", "", width) + shared)
+        width = self.count("feed_forward_length", "ffn", 0 if self._n_experts() or not self._has_rows() else None)
+        experts = self._experts(width)
         embedding = self.shapes.get("token_embd.weight")
         name = self.metadata.get("general.name")
         return planning_config(
@@ -112,8 +110,22 @@ class _Reader:
             d_ff=width,
             n_heads=max(self.heads) or 1,
             context_length=self.count("context_length", "", 0),
-            n_experts=experts,
-            n_experts_used=used,
+            experts=experts,
+        )
+
+    def _n_experts(self) -> int:
+        return self.count("expert_count", "", 0)
+
+    def _experts(self, width: int) -> Experts | None:
+        """`width`: of dense layers."""
+        if not self._n_experts():
+            return None
+        used = self.count("expert_used_count", "", 0)
+        return Experts(
+            Routing(self._n_experts(), used),
+            self.count("expert_feed_forward_length", "", width),
+            self.count("expert_shared_feed_forward_length", "", 0),
+            self.count("leading_dense_block_count", "", 0),
         )
 
     def _vocabulary(self) -> int:

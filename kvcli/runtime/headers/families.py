@@ -13,7 +13,6 @@ _PLANNED = (
     Architecture(("gpt-oss",), ("gpt_oss",), windows=Windows(every=2)),
     Architecture(("llama4",), ("llama4_text",), windows=Windows(every=4, size=8192)),
     Architecture(("smallthinker",), windows=Windows(every=4)),
-    Architecture(("qwen3moe", "qwen3vlmoe"), ("qwen3_moe", "qwen3_vl_moe_text"), _NORMED),
     Architecture(("qwen3next", "qwen35", "qwen35moe"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _NORMED),
 )
 _UNKNOWN = Architecture(())
@@ -24,12 +23,11 @@ _OF_HF = {name: each for each in _KNOWN for name in each.hf}
 
 # Where one description serves several names, or none is needed to plan.
 _GGUF_NAMES = {
-    "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_moe": "qwen2moe", "qwen2_vl": "qwen2vl",
+    "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_vl": "qwen2vl",
     "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
-    "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "lfm2_moe": "lfm2moe", "mixtral": "llama",
-    "nemotron-nas": "deci",
+    "lfm2_moe": "lfm2moe", "nemotron-nas": "deci",
 }  # fmt: skip
 
 

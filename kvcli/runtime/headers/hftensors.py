@@ -24,7 +24,7 @@ from kvcli.runtime.model.archs import RUNNABLE
 from kvcli.words import listed
 
 # Architectures beside those that kv runs whose tensors are those of llama.cpp's converter.
-_CONVERTED = ("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "llama4")
+_CONVERTED = ("gpt-oss", "llama4")
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
 _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
@@ -80,7 +80,7 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
 
 def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
     """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that was not compared."""
-    if arch not in (*RUNNABLE, *_CONVERTED):
+    if arch not in RUNNABLE:
         raise ModelError(f"kv does not read folders of the architecture '{arch}'", f"it reads {listed(RUNNABLE)}")
     import gguf
 

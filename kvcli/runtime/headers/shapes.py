@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvcli.errors import UsageError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Block, LayerConfig, ModelConfig
+from kvcli.routing import Routing
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Block, Experts, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
 
 _MAX_LAYERS = 4096
@@ -55,8 +56,8 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], block: Block, **sizes: int) -> ModelConfig:
-    """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, n_experts..."""
+def planning_config(arch: str, name: str, layers: Sequence[LayerConfig], block: Block, **sizes: Any) -> ModelConfig:
+    """A config for planning. `sizes`: vocab_size, d_model, d_ff, n_heads, context_length, experts..."""
     dim = next((layer.dim_k for layer in layers if layer.dim_k), 1)
     return ModelConfig(
         arch=arch, name=name, norm_eps=1e-5, layers=tuple(layers), attn_scale=dim**-0.5, block=block, **sizes
@@ -167,7 +168,7 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
         layer = LayerConfig(group["kind"], group["kv_heads"], group["dim_k"], group["dim_v"], group.get("window", 0))
         layers += [layer] * group["layers"]
     moe = shape.get("moe", {})
-    expert_width = moe.get("experts_used", 0) * moe.get("expert_ffn", 0) + moe.get("shared_ffn", 0)
+    experts = _experts(shape, moe) if moe else None
     return planning_config(
         shape["arch"],
         name,
@@ -175,12 +176,16 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
         families.of_gguf(shape["arch"]).block,
         vocab_size=shape["vocab"],
         d_model=shape["hidden"],
-        d_ff=max(shape["ffn"], expert_width),
+        d_ff=shape["ffn"],
         n_heads=shape["heads"],
         context_length=shape["context"],
-        n_experts=moe.get("experts", 0),
-        n_experts_used=moe.get("experts_used", 0),
+        experts=experts,
     )
+
+
+def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> Experts:
+    dense = shape["layers"] - _sparse_layers(shape, moe, 3 * shape["hidden"] * moe["expert_ffn"])
+    return Experts(Routing(moe["experts"], moe["experts_used"]), moe["expert_ffn"], moe["shared_ffn"], dense)
 
 
 def recipe_params_read(shape: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from kvcli.errors import ModelError
 from kvcli.runtime.config import FULL, LAYER, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig, Temperature
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
+from kvcli.runtime.model.expertkeys import Mixture, read_experts
 from kvcli.runtime.model.ropekeys import read_rope
 
 _WIDEST = 1 << 20  # d_model
@@ -45,8 +46,8 @@ class Architecture:
     root where the file has no scale; None = the head dim. `logit_scale`: what logits are multiplied by, of the key of
     that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
     whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position.
-    `whole_ramp`: see `read_rope`. `tokens_each`: see `ModelConfig.d_token`. `of_images`: keys that say nothing about
-    text.
+    `whole_ramp`: see `read_rope`. `tokens_each`: see `ModelConfig.d_token`. `qk_norm_optional`: files may lack the
+    norms of q and k. `experts`: files may have them. `of_images`: keys that say nothing about text.
     """
 
     gguf: tuple[str, ...]
@@ -61,6 +62,8 @@ class Architecture:
     tempered: bool = False
     whole_ramp: bool = True
     tokens_each: bool = False
+    qk_norm_optional: bool = False
+    experts: Mixture | None = None
     of_images: tuple[str, ...] = ()
 
     def read(self, metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
@@ -94,16 +97,23 @@ class Architecture:
             d_token=keys.integer("embedding_length_per_layer_input", 0, limit=_WIDEST, zero=True)
             if self.tokens_each
             else 0,
-            block=self.block,
+            n_ahead=_ahead(keys),
+            block=self._block(shapes),
         )
         if self.embed_scale:
             scale = self.embed_scale(d_model)
         else:
             scale = float(keys.number("embedding_scale", 0.0, zero=True)) or 1.0
+        if self.experts:
+            config = replace(config, experts=read_experts(keys, shapes, self.experts, config))
         query_dim = self.query_dim(config) if self.query_dim else config.layers[0].dim_k
         attn_scale = float(keys.number("attention.scale", 0.0, zero=True)) or query_dim**-0.5
         logit_scale = self.logit_scale(float(keys.number("logit_scale"))) if self.logit_scale else 1.0
         return replace(config, embed_scale=scale, attn_scale=attn_scale, logit_scale=logit_scale)
+
+    def _block(self, shapes: Shapes) -> Block:
+        without = self.qk_norm_optional and "blk.0.attn_q_norm.weight" not in shapes
+        return replace(self.block, qk_norm="") if without else self.block
 
     def _layers(self, keys: Keys, shapes: Shapes, n_heads: int, d_model: int) -> tuple[LayerConfig, ...]:
         """All agree but for windows and RoPE, and what files list by layer."""
@@ -126,7 +136,7 @@ class Architecture:
             for i, kind in enumerate(kinds)
         ]  # fmt: skip
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
-        return tuple(share_last(layers, first))
+        return tuple(share_last(layers, first))[: n - _ahead(keys)]
 
     def _ropes(self, keys: Keys, shapes: Shapes, wide: int, narrow: int) -> tuple[RopeConfig | None, RopeConfig | None]:
         """Of the layers that see everything, and of those that slide; head dims `wide` and `narrow`."""
@@ -172,6 +182,14 @@ def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
     """How many of an embedding's rows belong to a token of the file's vocabulary; all where it has none."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     return min(rows, len(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
+
+
+def _ahead(keys: Keys) -> int:
+    """How many of the file's layers, the last ones, predict tokens beyond the next one."""
+    ahead = keys.integer("nextn_predict_layers", 0, zero=True)
+    if ahead >= keys.integer("block_count", limit=4096):
+        raise ModelError(f"the GGUF key {keys.arch}.nextn_predict_layers is {ahead}, as many as there are layers")
+    return ahead
 
 
 def _dims(keys: Keys, head_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import AttentionLayer, Backend, Stretch
+from kvcli.kernels import AttentionLayer, Backend, ExpertLayer, Stretch
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
 from kvcli.runtime.model.rope import RopeTables
@@ -55,12 +55,12 @@ class TokenEmbeddings:
     norm: torch.Tensor
 
 
-Inner = Attention | FeedForward | TokenGate
+Inner = Attention | FeedForward | ExpertLayer | TokenGate
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """x += scale * post_norm(out . inner(norm(x)) + bias), without what is None; the scale is the model's.
+    """x += scale * post_norm(out . inner(norm(x)) + bias), without what is None or (); the scale is the model's.
 
     `norm` has weights and, for a layer norm that has one, a bias. `beside`: it takes the normed input of the sublayer
     before it, and has no norm. `leaves`: what the sum is multiplied by.
@@ -140,20 +140,23 @@ class Decoder:
     def _add(self, x: torch.Tensor, inner: Operand, sublayer: Sublayer) -> None:
         """x += what the sublayer makes of `inner`, its last product's input."""
         scale, bias = self.config.residual_scale, sublayer.bias
-        if bias is None and sublayer.post_norm is None and scale == 1:
+        if sublayer.out and bias is None and sublayer.post_norm is None and scale == 1:
             self.ops.matmul(inner, sublayer.out, add_to=x)
             return
-        y = self.ops.matmul(inner, sublayer.out)
+        y = self.ops.matmul(inner, sublayer.out) if sublayer.out else inner
         if bias is not None:
             y += bias
         y = self._normed(y, sublayer.post_norm)
         x += y if scale == 1 else y * scale
 
-    def _inner(self, inner: Attention | FeedForward, x: Operand, step: Step) -> Operand:
-        """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff].
+    def _inner(self, inner: Attention | FeedForward | ExpertLayer, x: Operand, step: Step) -> Operand:
+        """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff], or
+        what experts give, [T, d_model].
 
         Products are of all rows at once; each part then looks at its own pages.
         """
+        if isinstance(inner, ExpertLayer):
+            return self.ops.experts(x, inner)
         if isinstance(inner, FeedForward):
             first_products = self.ops.gated if self.config.block.gated else self.ops.activated
             return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)

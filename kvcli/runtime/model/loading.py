@@ -25,6 +25,7 @@ from kvcli.runtime.model.decoder import (
     TokenEmbeddings,
     TokenGate,
 )
+from kvcli.runtime.model.experts import load_experts
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
@@ -46,7 +47,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     head = ops.place((weights.head(config),)) if weights.has_head else tuple(x.unchanged for x in embedding)
     norm, norm_bias = loader.norm("output_norm")
     tokens = loader.tokens() if config.d_token else None
-    left = sorted(set(weights.file.tensors) - weights.used)
+    ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
+    left = sorted(x for x in set(weights.file.tensors) - weights.used if not x.startswith(ahead))
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ModelError(
@@ -124,9 +126,11 @@ class _Loader:
             name("attn_norm") if block.pre_norms else "", self._attention(i), name("attn_output"), heads,
             name("post_attention_norm"),
         )  # fmt: skip
+        with_experts = c.has_experts(i)
         yield self._sublayer(
-            name(block.ffn_norm) if block.pre_norms and not block.parallel else "", self._feed_forward(i),
-            name("ffn_down"), self._width(i), name("post_ffw_norm"), beside=block.parallel,
+            name(block.ffn_norm) if block.pre_norms and not block.parallel else "",
+            load_experts(c, i, self.weights, self.ops) if with_experts else self._feed_forward(i),
+            "" if with_experts else name("ffn_down"), self._width(i), name("post_ffw_norm"), beside=block.parallel,
             leaves=1.0 if c.d_token else leaves,
         )  # fmt: skip
         if c.d_token:
@@ -153,10 +157,10 @@ class _Loader:
     def _sublayer(
         self, norm: str, inner: Inner, out: str, cols: int, post: str, beside: bool = False, leaves: float = 1.0
     ) -> Sublayer:
-        """From names of tensors; `norm` "" = none. `cols` of the matrix that gives what is added."""
+        """From names of tensors; `norm`, `out` "" = none. `cols` of the matrix that gives what is added."""
         d = self.config.d_model
         weight, bias = self.norm(norm) if norm else (None, None)
-        matrices = self.ops.place((self.weights.matrix(f"{out}.weight", d, cols),))
+        matrices = self.ops.place((self.weights.matrix(f"{out}.weight", d, cols),)) if out else ()
         post_norm = self.vector(f"{post}.weight", d) if self.config.block.post_norms else None
         return Sublayer(weight, inner, matrices, post_norm, bias, self.bias(out, d), beside, leaves)
 

@@ -9,7 +9,7 @@ import torch
 
 from kvcli.blockformats import WEIGHT_FORMATS
 from kvcli.errors import ModelError
-from kvcli.kernels import LowRank, QuantTensor
+from kvcli.kernels import ExpertTensor, LowRank, QuantTensor
 from kvcli.kernels.reference import ggml
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.adapter import EMBEDDING, Adapter, Pair
@@ -41,10 +41,20 @@ class Weights:
         changes = tuple(_low_rank(file, pair, name == EMBEDDING) for file, pair in pairs)
         return QuantTensor(info.type, _bytes(self.file, name).view(info.shape[0], -1), cols, changes).part(0, rows)
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        """The vector of that name as float32 [size]."""
-        info = self._info(name, (size,))
-        return ggml.decode(info.type, _bytes(self.file, name)).clone()
+    def experts(self, name: str, experts: int, rows: int, cols: int) -> ExpertTensor:
+        """The matrices [rows, cols] of that name, one of each expert. Raises ModelError likewise."""
+        info = self._info(name, (experts, rows, cols))
+        return ExpertTensor(info.type, _bytes(self.file, name).view(experts, rows, -1), cols)
+
+    def row(self, name: str, cols: int) -> QuantTensor:
+        """The vector of that name as a matrix of one row."""
+        shape = (1, cols) if name in self and len(self.file.tensors[name].shape) == 2 else (cols,)
+        return QuantTensor(self._info(name, shape).type, _bytes(self.file, name).view(1, -1), cols)
+
+    def vector(self, name: str, *shape: int) -> torch.Tensor:
+        """The vector (or the vectors) of that name as float32 [*shape]."""
+        info = self._info(name, shape)
+        return ggml.decode(info.type, _bytes(self.file, name)).view(shape).clone()
 
     def embedding(self, config: ModelConfig) -> QuantTensor:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""

@@ -7,7 +7,7 @@ and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
@@ -29,6 +29,7 @@ _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
 PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
+_SORTED = 10  # GPU: numbers of four bytes that sort a pair of a row and an expert
 _LOGIT_COPIES = 4  # logits, and what the sampler makes of them
 TOKEN_BYTES = 56  # host: an id as a Python integer and its places in the lists of a sequence
 PAGE_BYTES = 1024  # host: the objects that stand for a page
@@ -84,9 +85,9 @@ def weights_of_tensors(
 
 def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
     packed = copies = read = 0
-    for name, tensor in tensors.items():
+    for name, tensor in _run(tensors, config):
         packed += tensor.nbytes
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) == 1 or name.endswith(".bias"):
             copies += 4 * prod(tensor.shape)
         elif config.block.rope_pairs and name.endswith((".attn_q.weight", ".attn_k.weight")):
             copies += tensor.nbytes  # rows reordered for half-split RoPE
@@ -94,10 +95,16 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> Weigh
     return WeightBytes(packed, copies, read, EXACT, "header")
 
 
+def _run(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """All tensors but those of layers that are not run."""
+    ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
+    return ((name, tensor) for name, tensor in tensors.items() if not name.startswith(ahead))
+
+
 def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
     """As repacked; a head that is the embedding stands in the file once, and so on the GPU."""
     packed = read = in_file = 0
-    for name, tensor in tensors.items():
+    for name, tensor in _run(tensors, config):
         size = repacked.device_bytes(tensor.type, tensor.shape, tensor.nbytes)
         packed, in_file = packed + size, in_file + tensor.nbytes
         read += _bytes_read(name, size, tensors, config)
@@ -114,8 +121,8 @@ def _bytes_read(name: str, size: int, tensors: Mapping[str, Tensor], config: Mod
         return size // max(1, config.vocab_size)
     if name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors):
         return 0
-    if config.n_experts and ("_exps." in name or ".experts." in name):
-        return size * config.n_experts_used // config.n_experts
+    if config.experts and ("_exps." in name or ".experts." in name):
+        return size * config.experts.routing.used // config.experts.routing.experts
     return size
 
 
@@ -141,13 +148,13 @@ def _angle_bytes(config: ModelConfig, rows: int) -> int:
 def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one.
     `queries`: see `activation_bytes`."""
-    d, f = config.d_model, config.d_ff
+    d, f = config.d_model, _dense_width(config)
     width = partials = 0
     for layer in set(config.layers):
         q, kv, out = _projections(config, layer)
         # Rows that products read are float16, with the float32 ones beside them where those are not a norm's.
         attention = 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d)
-        mlp = 3 * d // 2 + max(2 * f + f // 2, f // 2 + d)
+        mlp = 3 * d // 2 + max(2 * f + f // 2, f // 2 + d, _mixture_on_gpu(config))
         width = max(width, attention, mlp)
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
@@ -163,13 +170,39 @@ def _slice_rows(cols: int) -> int:
 
 def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
     """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
-    d, f = config.d_model, config.d_ff
+    d, f = config.d_model, _dense_width(config)
     q, kv, out = _projections(config, layer)
     normed_heads = 2 * q if config.block.qk_norm else 0
     attention = 2 * d + queries * q + kv + normed_heads + out
-    mlp = d + max(out, d) + max(d + 2 * f, 3 * f)
+    mlp = d + max(out, d) + max(d + 2 * f, 3 * f, _mixture(config))
     padded = max((x for x in (d, f, out) if x % _LANES), default=0)
     return max(attention, mlp) + padded
+
+
+def _dense_width(config: ModelConfig) -> int:
+    """Of the widest feed-forward part that every token has."""
+    experts = config.experts
+    return config.d_ff if experts is None else max(config.d_ff if experts.dense else 0, experts.shared_ff)
+
+
+def _mixture(config: ModelConfig) -> int:
+    """Elements alive per row in a mixture of experts on a CPU: see kernels/experts.py. Products copy rows by expert."""
+    if (experts := config.experts) is None:
+        return 0
+    d, f, shared, used = config.d_model, experts.d_ff, experts.shared_ff, experts.routing.used
+    products = max(_whole(d) + 2 * f, 3 * f, f + _whole(f) + d)
+    return d + experts.routing.experts + max(used * products, used * d + d, d + 3 * shared, 2 * d + shared)
+
+
+def _mixture_on_gpu(config: ModelConfig) -> int:
+    """The same on a GPU, in units of four bytes: rows of products are float32, activated ones float16; see
+    kernels/gpu/experts.py, which sorts pairs."""
+    if (experts := config.experts) is None:
+        return 0
+    d, f, used = config.d_model, experts.d_ff, experts.routing.used
+    shared = max(2 * experts.shared_ff + experts.shared_ff // 2, experts.shared_ff // 2 + d)
+    products = max(2 * f + f // 2 + 1, f // 2 + 1 + d) + _SORTED
+    return d + experts.routing.experts + max(used * products, shared)
 
 
 def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
@@ -183,7 +216,9 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
 
 def scratch_bytes(config: ModelConfig, page_size: int, threads: int, queries: int = 1) -> int:
     """Scratch of the CPU kernels: for each thread a panel of decoded weights, or a page and its queries."""
-    most = _PANEL * _whole(max(config.d_model, config.d_ff))
+    experts = config.experts
+    widest = max(config.d_model, _dense_width(config), experts.d_ff if experts else 0)
+    most = max(_PANEL * _whole(widest), 4 * _whole(experts.routing.experts if experts else 0))
     for layer in set(config.layers):
         if layer.kind != RECURRENT:
             dim_k, dim_v = _whole(layer.dim_k), _whole(layer.dim_v, 4 * _LANES)

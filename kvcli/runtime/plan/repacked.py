@@ -26,7 +26,8 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
             if dim % 8 or dim > MOST_HEAD_DIM:
                 return f"a head dim of {dim}; it must be a multiple of 8 up to {MOST_HEAD_DIM}"
     for i in range(config.n_layers):
-        gate, up = (types.get(f"blk.{i}.ffn_{x}.weight") for x in ("gate", "up"))
+        kind = "_exps" if config.has_experts(i) else ""
+        gate, up = (types.get(f"blk.{i}.ffn_{x}{kind}.weight") for x in ("gate", "up"))
         if gate and gate != up:
             return f"gate and up of layer {i} are stored as {gate} and {up}"
     if config.block.v_norm:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvcli.kernels import PagedKV
+from kvcli.kernels import ExpertLayer, PagedKV
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend, other_parts
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
-from kvcli.kernels.gpu.language import AFTER, BESIDE, LEADING, SERIAL
+from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, LEADING, SERIAL
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
@@ -28,6 +28,7 @@ from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import LAYER, RMS, RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.engine.graph.tokenexperts import TokenExperts, expert_matrices
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
 from kvcli.runtime.model.sealing import fix_bases, fixes_basis
@@ -42,7 +43,8 @@ def unsupported(model: Decoder) -> str:
     """Why a model's tokens cannot be computed by these kernels; "" = they can."""
     c = model.config
     heads = max(c.n_heads * x.dim_v for x in c.layers)
-    for name, size in (("d_model", c.d_model), ("d_ff", c.d_ff), ("heads x head dim", heads)):
+    sizes = [("d_model", c.d_model), ("heads x head dim", heads), *(("d_ff", width) for width in _widths(model))]
+    for name, size in sizes:
         if size % GROUP:
             return f"{name} is {size}, which is no multiple of {GROUP}"
         if size > GROUP * MAX_GROUPS:
@@ -57,6 +59,17 @@ def _folds(model: Decoder) -> bool:
     return plain and all(each.bias is None for each in model.weights.sublayers)
 
 
+def _widths(model: Decoder) -> Iterator[int]:
+    """Of feed-forward parts."""
+    c = model.config
+    if c.experts is None or c.experts.dense:
+        yield c.d_ff
+    if c.experts is not None:
+        yield c.experts.d_ff
+        if c.experts.shared_ff:
+            yield c.experts.shared_ff
+
+
 class TokenGraph:
     """The model's next-token computation for one sequence at a time: `bind` it, then `run` row after row."""
 
@@ -69,10 +82,12 @@ class TokenGraph:
         self.logits, self.residual, self.row = floats(c.vocab_size), floats(c.d_model), floats(1, c.d_model)
         self.x = Activations.empty(c.d_model, keep, self.device)
         self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
-        self.gated = Activations.empty(c.d_ff, keep, self.device)
+        mixtures = [each.inner for each in w.sublayers if isinstance(each.inner, ExpertLayer)]
+        self.experts = TokenExperts(mixtures[0], keep) if mixtures else None
+        self.gated = Activations.empty(c.d_ff if len(mixtures) < c.n_layers else GROUP, keep, self.device)
         self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps) if _folds(model) else None  # folded into products
-        self.up = floats(max(m.rows for x in w.sublayers if isinstance(x.inner, FeedForward) for m in x.inner.gate_up))
         inner = [each.inner for each in w.sublayers]
+        self.up = floats(max((m.rows for x in inner if isinstance(x, FeedForward) for m in x.gate_up), default=0))
         self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
         self.y = floats(c.d_model)
         self._pages = GraphPages(model, layout, ctx_size)
@@ -196,6 +211,8 @@ class TokenGraph:
         for each, following in w.with_next():
             if isinstance(each.inner, Attention):
                 self._add(each, self._attention(each.inner, bucket), following)
+            elif isinstance(each.inner, ExpertLayer):
+                self._add_experts(each.inner, following)
             elif isinstance(each.inner, FeedForward):
                 # 16 bits for what has the outliers, and for the logits; both cost a percent or two
                 self._add(each, self._feed_forward(each.inner), following, planes=2)
@@ -208,9 +225,8 @@ class TokenGraph:
     def _feed_forward(self, inner: FeedForward) -> Activations:
         """From the normed vector to what is activated, quantized."""
         block, matrix = self.model.config.block, inner.gate_up[0]
-        if block.gated and inner.bias is None and block.activation in ("silu", "gelu"):
-            gelu = block.activation == "gelu"
-            matvec(matrix, self.x, GATED, norm=self.norm, into=self.gated, gelu=gelu, pdl=self.pdl)
+        if block.gated and inner.bias is None and block.activation in ACTS:
+            matvec(matrix, self.x, GATED, norm=self.norm, into=self.gated, act=block.activation, pdl=self.pdl)
             return self.gated
         matvec(matrix, self.x, STORE, norm=self.norm, out=self.up[: matrix.rows], pdl=self.pdl)
         run = GROUP if block.gated else 0
@@ -270,6 +286,20 @@ class TokenGraph:
         matvec(matrix, x, STORE, out=self.y, squares=squares, pdl=pdl, planes=planes)
         advance(self.y, self.residual, next_norm, self.x, self.norm.squares, (post, Norm(squares, eps)), pdl)
 
+    def _add_experts(self, layer: ExpertLayer, following: Sublayer | None) -> None:
+        """Add what the token's experts give, likewise."""
+        c, experts = self.model.config, self.experts
+        assert experts is not None
+        experts.products(layer, self.x, self.norm, self.pdl)
+        if self.norm is None:
+            experts.mix(layer, self.y, self.pdl)
+            following_norm = self._next_norm(following)
+            settle(self.y, self.residual, following_norm, self.x, c.norm_eps, scale=c.residual_scale, pdl=self.pdl)
+            return
+        next_norm = self.model.weights.norm if following is None else following.norm
+        assert next_norm is not None, "see `_folds`"
+        experts.add(layer, self.residual, next_norm, self.x, self.norm.squares, self.pdl)
+
     def _next_norm(self, following: Sublayer | None) -> NextNorm:
         """What the residual stream passes on its way to the sublayer; None = to the logits."""
         kind, w = LAYER_NORM if self.model.config.block.norm == LAYER else RMS_NORM, self.model.weights
@@ -295,3 +325,5 @@ def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
             yield from each.inner.qkv
         elif isinstance(each.inner, FeedForward):
             yield from each.inner.gate_up
+        elif isinstance(each.inner, ExpertLayer):
+            yield from expert_matrices(each.inner)

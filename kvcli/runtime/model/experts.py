@@ -1,0 +1,62 @@
+"""The experts of a layer from the tensors of a GGUF file."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcli.kernels import Backend, ExpertLayer, ExpertMatrices, ExpertTensor, SharedExpert
+from kvcli.runtime.config import Experts, ModelConfig
+from kvcli.runtime.model.weights import Weights
+
+
+def load_experts(config: ModelConfig, layer: int, weights: Weights, ops: Backend) -> ExpertLayer:
+    """The mixture of experts of model layer `layer`, taken to where the backend computes.
+
+    Raises ModelError for missing or misshapen tensors.
+    """
+    c = config.experts
+    assert c is not None
+    name, count, d = f"blk.{layer}.{{}}".format, c.routing.experts, config.d_model
+
+    def vector(tensor: str) -> torch.Tensor | None:
+        found = weights.vector(tensor, count) if tensor in weights else None
+        return None if found is None else found.to(ops.device)
+
+    return ExpertLayer(
+        c.routing,
+        config.block.activation,
+        ops.place((weights.matrix(name("ffn_gate_inp.weight"), count, d),)),
+        ops.place_experts(_gates(c, name("ffn"), d, weights), paired=True),
+        ops.place_experts(_matrices(weights, name("ffn_down_exps"), count, d, c.d_ff)),
+        vector(name("ffn_gate_inp.bias")),
+        vector(name("exp_probs_b.bias")),
+        _shared(c, name("ffn"), d, weights, ops) if c.shared_ff else None,
+    )
+
+
+def _gates(c: Experts, name: str, d: int, weights: Weights) -> ExpertMatrices:
+    """Gates over what they gate, which files have as two tensors or as one."""
+    count, f = c.routing.experts, c.d_ff
+    if f"{name}_gate_up_exps.weight" in weights:
+        both = _matrices(weights, f"{name}_gate_up_exps", count, 2 * f, d)
+        whole = both.parts[0]
+        halves = (ExpertTensor(whole.type, blocks, d) for blocks in (whole.blocks[:, :f], whole.blocks[:, f:]))
+        return ExpertMatrices(tuple(halves), both.bias)
+    pair = [_matrices(weights, f"{name}_{x}_exps", count, f, d) for x in ("gate", "up")]
+    biases = [x.bias for x in pair if x.bias is not None]
+    return ExpertMatrices(pair[0].parts + pair[1].parts, torch.cat(biases, 1) if len(biases) == 2 else None)
+
+
+def _matrices(weights: Weights, name: str, count: int, rows: int, cols: int) -> ExpertMatrices:
+    bias = weights.vector(f"{name}.bias", count, rows) if f"{name}.bias" in weights else None
+    return ExpertMatrices((weights.experts(f"{name}.weight", count, rows, cols),), bias)
+
+
+def _shared(c: Experts, name: str, d: int, weights: Weights, ops: Backend) -> SharedExpert:
+    gate_up = tuple(weights.matrix(f"{name}_{x}_shexp.weight", c.shared_ff, d) for x in ("gate", "up"))
+    down = weights.matrix(f"{name}_down_shexp.weight", d, c.shared_ff)
+    gate = f"{name}_gate_inp_shexp.weight"
+    return SharedExpert(
+        ops.place(gate_up, paired=True), ops.place((down,)),
+        ops.place((weights.row(gate, d),)) if gate in weights else None,
+    )  # fmt: skip
