@@ -96,7 +96,7 @@ FAMILIES = {
     "arcee": Family(halves=True),
     "qwen2moe": Family("qwen2_moe", _EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
     "qwen3moe": Family("qwen3_moe", _EXPERTS | {"moe_intermediate_size": 24}),
-    "qwen3vlmoe": Family("qwen3_vl_moe_text", _EXPERTS | {"moe_intermediate_size": 24}),
+    "qwen3vlmoe": Family("qwen3_vl_moe_text", _EXPERTS | {"moe_intermediate_size": 20}),
     "granitemoe": Family(settings=_EXPERTS | _EVEN, halves=True),
     "olmoe": Family(settings=_EXPERTS | _EVEN),
     "glm4moe": Family("glm4_moe", _EXPERTS | {"moe_intermediate_size": 24, "first_k_dense_replace": 1}),
