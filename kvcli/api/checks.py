@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 
+from kvcli.api import kinds
 from kvcli.codecs import CODECS, canonical
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, LoadOptions, LoraOption
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions, LoraOption
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import PAGE_SIZES
 from kvcli.runtime.host.device import parse_device
@@ -24,7 +25,8 @@ Adapters = str | PathLike[str] | Sequence[str | PathLike[str]]  # "FILE" or "FIL
 
 
 def check_load(options: LoadOptions) -> None:
-    """Raises UsageError for a value out of range."""
+    """Raises UsageError for a value out of range, or of another kind."""
+    kinds.options(options, LoadOptions, "options")
     if not options.model.strip():
         raise UsageError("`model` is empty", "give a name from kv models ls, or a .gguf file")
     if options.backend not in BACKENDS:
@@ -66,7 +68,9 @@ def adapters(lora: Adapters) -> tuple[LoraOption, ...]:
 
 
 def check_cache(options: CacheOptions) -> None:
-    """Raises UsageError for a value out of range, or for values that exclude each other."""
+    """Raises UsageError for a value out of range or of another kind, or for values that exclude each other."""
+    kinds.options(options, CacheOptions, "cache")
+    kinds.options(options.evict, EvictOptions, "evict")
     types = check_cache_type(options.type_k), check_cache_type(options.type_v)
     if not 0 <= options.ctx_size <= MAX_CONTEXT:
         raise UsageError(f"`ctx` must be 0 (automatic) to {MAX_CONTEXT:,}, not {options.ctx_size}")
@@ -106,5 +110,5 @@ def type_pair(text: str, called: str = "`cache_type`") -> Types:
     >>> type_pair("int8/int4"), type_pair("f16")
     (('int8', 'int4'), ('f16', 'f16'))
     """
-    keys, slash, values = (part.strip() for part in text.partition("/"))
+    keys, slash, values = (part.strip() for part in kinds.text(text, called.strip("`")).partition("/"))
     return check_cache_type(keys, called), check_cache_type(values if slash else keys, called)

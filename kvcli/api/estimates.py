@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcli.api import checks, planning
+from kvcli.api import checks, kinds, planning
 from kvcli.api.checks import Adapters
 from kvcli.api.planning import Outcome, Wish
 from kvcli.codecs import canonical
@@ -86,13 +87,17 @@ def estimate(
     >>> [choice.cache_type for choice in found.choices if not choice.fits]
     ['f32', 'f16']
     """
-    asked = [cache_type] if isinstance(cache_type, str) else list(cache_type or ())
+    for name, given in (("model", model), ("device", device or ""), ("gpu", gpu or ""), ("memory", memory or "")):
+        kinds.text(given, name)
+    if not isinstance(sequences, int) or sequences < 1:
+        raise UsageError(f"`sequences` must be 1 or more, not {sequences!r}")
+    if bandwidth is not None and not (isinstance(bandwidth, (int, float)) and 0 < bandwidth < math.inf):
+        raise UsageError(f"`bandwidth` must be GB/s, more than 0, not {bandwidth!r}")
+    asked = [cache_type] if isinstance(cache_type, str) else kinds.several(cache_type or (), "cache_type")
     named = [checks.type_pair(name) for name in asked]
     pairs = tuple(dict.fromkeys((canonical(k), canonical(v)) for k, v in named)) or planning.USUAL_PAIRS
     for type_k, type_v in pairs:
         checks.check_cache(CacheOptions(ctx, type_k, type_v, cache.page_size, cache.ubatch, cache.tail, cache.sinks))
-    if sequences < 1:
-        raise UsageError(f"`sequences` must be 1 or more, not {sequences}")
     target, warnings = planning.find_target(gpu, memory, device, None, bandwidth)
     planned = planned_model(model, Given(), target.memory.kind, offline, checks.adapters(lora))
     context = ctx or planned.config.context_length

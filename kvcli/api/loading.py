@@ -8,7 +8,7 @@ from dataclasses import replace
 from os import PathLike, fspath
 
 from kvcli import environment
-from kvcli.api import checks
+from kvcli.api import checks, kinds
 from kvcli.api.checks import Adapters
 from kvcli.api.finding import find_runnable
 from kvcli.api.model import Model
@@ -68,6 +68,8 @@ def load(
     DoesNotFit, each before any weight is read. torch itself computes with one thread afterwards, for the engine has
     threads of its own; `torch.set_num_threads` changes that.
     """
+    kinds.options(prompts, PromptCacheOptions, "prompts")
+    cache = kinds.options(cache, CacheOptions, "cache")
     cache = replace(cache, evict=_evict(cache.evict, evict, window, keep))
     if cache_type is not None:
         type_k, type_v = checks.type_pair(cache_type)

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import closing
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcli.api import kinds
 from kvcli.api.answers import Answer
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import ChatOptions, PromptCacheOptions, SampleOptions
@@ -75,41 +75,49 @@ class Model:
 
     # --- what it is
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Model, closed>"
+        return f"<Model {self.name!r}, ctx {self.ctx}, {'/'.join(dict.fromkeys(self.cache_type))}, {self.device}>"
+
     @property
     def name(self) -> str:
         """The model's name, as its makers write it."""
-        return self.engine.loaded.title
+        return self._alive().loaded.title
 
     @property
     def ctx(self) -> int:
         """Most tokens in a sequence."""
-        return self.engine.ctx_size
+        return self._alive().ctx_size
 
     @property
     def cache_type(self) -> tuple[str, str]:
         """The cache types of keys and values."""
-        return self.engine.loaded.cache_types
+        return self._alive().loaded.cache_types
 
     @property
     def device(self) -> str:
         """ "cpu", or "cuda:0" and so on."""
-        return str(self.engine.device)
+        return str(self._alive().device)
 
     @property
     def notices(self) -> list[str]:
         """What is not as it was asked for, or good to know."""
-        return list(self.engine.notices)
+        return list(self._alive().notices)
 
     # --- text
 
     def tokenize(self, text: str, *, bos: bool = False, special: bool = False) -> list[int]:
         """The ids of a text. `bos`: with the token that begins a text, where the model has one; `special`: control
         tokens that the text spells are taken for such."""
-        return self._open().tokenizer.encode(text, add_bos=bos, parse_special=special)
+        return self._alive().tokenizer.encode(kinds.text(text, "text"), add_bos=bos, parse_special=special)
 
     def detokenize(self, ids: Many[int]) -> str:
-        """The text of ids."""
-        return self._open().tokenizer.decode(list(ids))
+        """The text of ids. Raises UsageError for ids that the model does not have."""
+        try:
+            return self._alive().tokenizer.decode(kinds.ids(ids, "ids"))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
     def chat(
         self,
@@ -139,11 +147,10 @@ class Model:
             raise UsageError("`reasoning` is on, off or auto, and `reasoning_budget` -1 or more")
         options = ChatOptions(None, template_vars or {}, reasoning, reasoning_budget)
         template = engine.loaded.text.template.with_options(options)
-        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        segments = template.render_segments(asked)
+        segments = template.render_segments(kinds.messages(messages))
         thinking = template.thinking(segments, engine.tokenizer, assistant)
         ids = engine.tokenizer.encode_segments([*segments, *(thinking.given if thinking else [])], add_bos=True)
-        return self._answer(ids, sequence, replace(sampling, **fields), thinking)
+        return self._answer(ids, sequence, kinds.sampling(sampling, fields), thinking)
 
     def generate(
         self,
@@ -156,8 +163,9 @@ class Model:
     ) -> Answer:
         """Continue a text, or token ids as they are, without a chat template. `special`: control tokens that the text
         spells are taken for such. For the rest see `chat`."""
-        ids = self.tokenize(prompt, bos=True, special=special) if isinstance(prompt, str) else list(prompt)
-        return self._answer(ids, sequence, replace(sampling, **fields))
+        if isinstance(prompt, str):
+            prompt = self.tokenize(prompt, bos=True, special=special)
+        return self._answer(kinds.ids(prompt, "prompt"), sequence, kinds.sampling(sampling, fields))
 
     def _answer(
         self, ids: list[int], sequence: Sequence | None, options: SampleOptions, thinking: Thinking | None = None
@@ -211,8 +219,12 @@ class Model:
 
     def estimate(self, tokens: int | None = None) -> Plan:
         """The memory of a run of `tokens`, by default of the whole context, row by row; `Plan.total` is the sum."""
-        engine = self._open()
-        return engine.plan if tokens is None else engine.predict(tokens)
+        engine = self._alive()
+        if tokens is None:
+            return engine.plan
+        if not isinstance(tokens, int) or tokens < 1:
+            raise UsageError(f"`tokens` must be 1 or more, not {tokens!r}")
+        return engine.predict(tokens)
 
     # --- the end
 
@@ -236,6 +248,8 @@ class Model:
 
     def _rows(self, sequence: Sequence | None) -> Rows:
         """Of a sequence, or of the model's own. Raises UsageError for one of another model."""
+        if not isinstance(sequence, (Sequence, type(None))):
+            raise UsageError(f"`sequence` must be one of Model.new_sequence, not {sequence!r}")
         rows = (self._own if sequence is None else sequence).rows
         if rows.pool is not self.engine.pool:
             raise UsageError("the sequence is of another model", "Model.new_sequence makes one")
@@ -243,9 +257,14 @@ class Model:
 
     def _open(self) -> Engine:
         """The engine. Raises UsageError where it is closed or busy."""
-        if self._closed:
-            raise UsageError("the model is closed", "kvcli.load opens it again")
+        engine = self._alive()
         answer = self._running()
         if answer is not None and not answer.done:
             raise UsageError("the model is writing another answer", "read that to its end, or close() it")
+        return engine
+
+    def _alive(self) -> Engine:
+        """The engine, busy or not. Raises UsageError where it is closed."""
+        if self._closed:
+            raise UsageError("the model is closed", "kvcli.load opens it again")
         return self.engine

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcli.api import kinds
 from kvcli.errors import UsageError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine import sampling
@@ -111,22 +112,11 @@ def _messages(value: Any) -> list[dict[str, str]]:
 def _sampling(value: dict[str, Any], default: SampleOptions) -> SampleOptions:
     """The options with what a line says of them. Raises UsageError."""
     said = {key: value[key] for key in SAMPLING if key in value}
-    most = said.get("max_tokens", 0)
-    if isinstance(most, bool) or not isinstance(most, int) or most < -1:
-        raise UsageError(f"`max_tokens` must be -1 (no limit), 0 or more, not {most!r}")
     if "max_tokens" in said:
         said["unattended"] = False
-    for key in ("ignore_eos", "loop_stop"):
-        if not isinstance(said.get(key, False), bool):
-            raise UsageError(f"`{key}` must be true or false, not {said[key]!r}")
-    if "stop" in said:
-        stops = [said["stop"]] if isinstance(said["stop"], str) else said["stop"]
-        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-            raise UsageError("`stop` must be a text or a list of texts, none of them empty")
-        said["stop"] = tuple(stops)
     if "logit_bias" in said:
         said["logit_bias"] = _logit_bias(said["logit_bias"])
-    options = replace(default, **said)
+    options = kinds.sampling(default, said)
     sampling.check(options)
     return options
 

@@ -120,7 +120,7 @@ def test_sampling_options_and_single_fields(model: kvcli.Model) -> None:
     assert len(model.generate("a", sampling=options, max_tokens=2).ids) <= 2
     with model.generate("a", max_tokens=1) as answer:
         assert answer.sampling.seed >= 0, "a seed that was drawn is told"
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(kvcli.UsageError, match="temprature"):
         model.generate("a", temprature=1)
 
 
@@ -222,6 +222,12 @@ def test_eviction_goes_on_beyond_the_context() -> None:
         ({"cache_type": "int4", "cache": kvcli.CacheOptions(tail=0, sinks=0)}, "`tail=0` and `sinks=0`"),
         ({"cache": kvcli.CacheOptions(ubatch=-1)}, "`ubatch` must be 0 or more"),
         ({"cache": kvcli.CacheOptions(sequences=0)}, "`sequences` must be 1 or more"),
+        ({"ctx": "8k"}, "`ctx` must be a whole number, not '8k'"),
+        ({"ctx": True}, "`ctx` must be a whole number, not True"),
+        ({"cache_type": ("int8", "int4")}, "`cache_type` must be a text, not ('int8', 'int4')"),
+        ({"memory_limit": 0.5}, "`memory_limit` must be a text, not 0.5"),
+        ({"cache": "int8"}, "`cache` must be of kvcli.CacheOptions, not 'int8'"),
+        ({"prompts": None}, "`prompts` must be of kvcli.PromptCacheOptions"),
     ],
 )
 def test_errors_name_fields(changes: dict[str, object], text: str) -> None:
@@ -236,6 +242,15 @@ def test_errors_of_answers_name_fields(model: kvcli.Model) -> None:
         ({"temperature": -1}, "`temperature` must be 0 or more, not -1"),
         ({"top_p": 0}, "`top_p` must be"),
         ({"logit_bias": {1 << 20: 1.0}}, "`logit_bias` names token"),
+        ({"logit_bias": {"the": 1.0}}, "`logit_bias` is by token ids"),
+        ({"logit_bias": [1]}, "`logit_bias` must be a dict"),
+        ({"max_tokens": "5"}, "`max_tokens` must be a whole number"),
+        ({"max_tokens": -2}, "`max_tokens` must be -1 (no limit), 0 or more"),
+        ({"stop": 3}, "`stop` must be a text or a list of texts"),
+        ({"ignore_eos": "no"}, "`ignore_eos` must be true or false"),
+        ({"sampling": {"seed": 1}}, "`sampling` must be of kvcli.SampleOptions"),
+        ({"sequence": 3}, "`sequence` must be one of Model.new_sequence"),
+        ({"temprature": 1}, "there is no option `temprature`"),
     ):
         with pytest.raises(kvcli.UsageError) as caught:
             model.generate("a", **changes)
@@ -244,6 +259,30 @@ def test_errors_of_answers_name_fields(model: kvcli.Model) -> None:
         model.generate([])
     with pytest.raises(kvcli.UsageError, match="outside the vocabulary"):
         model.generate([1 << 20])
+    for prompt in (None, 3, b"abc", [1.5], ["a"]):
+        with pytest.raises(kvcli.UsageError, match="`prompt` must be a text or token ids"):
+            model.generate(prompt)  # type: ignore[arg-type]
+    for messages in (None, [], {"role": "user", "content": "hi"}, ["hi"], [{"content": "hi"}]):
+        with pytest.raises(kvcli.UsageError, match="`messages` must be a text, or a list"):
+            model.chat(messages)  # type: ignore[arg-type]
+    for ids in ([-1], [1 << 30], "abc", 3):
+        with pytest.raises(kvcli.UsageError, match=r"outside the vocabulary|must be token ids"):
+            model.detokenize(ids)  # type: ignore[arg-type]
+    with pytest.raises(kvcli.UsageError, match="must be 1 or more"):
+        model.estimate(0)
+
+
+def test_a_stop_text_is_one_text(model: kvcli.Model) -> None:
+    options: dict[str, object] = {"temperature": 0, "max_tokens": 12}
+    text = model.generate("the pages of", **options).text
+    assert len(text) > 4
+    assert model.generate("the pages of", **options, stop=text[2:5]).text == text[: text.index(text[2:5])]
+
+
+def test_a_model_can_be_asked_while_it_answers(model: kvcli.Model) -> None:
+    with model.generate("the pages", max_tokens=20) as answer:
+        next(answer)
+        assert model.detokenize(model.tokenize("pages")) == "pages" and repr(model).startswith("<Model ")
 
 
 def test_a_model_without_a_template_does_not_chat() -> None:

@@ -39,6 +39,7 @@ _RULES = {
     "dry_allowed_length": _Rule("1 or more", lambda v: _is_int(v) and v >= 1),
     "dry_penalty_last_n": _Rule("-1 (all), 0 (off) or more", lambda v: _is_int(v) and v >= -1),
     "logprobs": _Rule("a whole number from 0 to 100", lambda v: _is_int(v) and 0 <= v <= 100),
+    "max_tokens": _Rule("-1 (no limit), 0 or more", lambda v: _is_int(v) and v >= -1),
     "seed": _Rule("-1 (random) or in [0, 2^64)", lambda v: _is_int(v) and -1 <= v < 1 << 64),
 }
 _BUILT_IN = {
@@ -59,7 +60,9 @@ def check(options: SampleOptions) -> None:
         if value is not None and not rule.holds(value):
             raise UsageError(f"`{name}` must be {rule.text}, not {value}")
     for token, bias in options.logit_bias.items():
-        if math.isnan(bias) or bias == math.inf:
+        if not _is_int(token):
+            raise UsageError(f"`logit_bias` is by token ids, not {token!r}")
+        if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
             raise UsageError(f"`logit_bias` of token {token} must be a number or -inf, not {bias}")
 
 
