@@ -14,6 +14,7 @@ from tinyvocab import tiny, tiny_sp
 
 from kvcli.errors import InputBytesError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.model.architecture import tokens_with_rows
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from kvcli.runtime.text.vocabulary import END_TEXTS, NORMAL, UNUSED, USER_DEFINED
 
@@ -294,3 +295,15 @@ def test_a_vocabulary_only_file(tmp_path):
         tokenizer = Tokenizer.from_gguf(file.metadata)
         assert not file.tensors
     assert tokenizer.encode("It's 12") == tiny("smollm").encode("It's 12")
+
+
+def test_placeholders_of_rows_without_a_token_are_none():
+    """Converters call them [PAD400] and so on; a token of that form that stands elsewhere is one."""
+    plain = tinyvocab.byte_level()[0]["tokenizer.ggml.tokens"]
+    count = len(plain)
+    tokens = [*plain, f"[PAD{count}]", "real", f"[PAD{count + 2}]", f"[PAD{count + 3}]"]
+    tokenizer = tiny(tokens=tokens, token_type=[1] * len(tokens))
+    assert tokenizer.vocab_size == count + 2 and tokenizer.piece(count) == f"[PAD{count}]"
+    metadata = {"tokenizer.ggml.tokens": tokens}
+    assert tokens_with_rows(metadata, len(tokens)) == tokens_with_rows(metadata, len(tokens) + 60) == count + 2
+    assert tokens_with_rows(metadata, 5) == 5

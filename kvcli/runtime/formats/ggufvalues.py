@@ -114,7 +114,18 @@ class StringArray(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
+        if self._strings is None and isinstance(index, int):
+            return self._one(range(len(self))[index])
         return self._decoded()[index]
+
+    def _one(self, index: int) -> str:
+        """A string without those before it."""
+        last = index == len(self) - 1
+        raw = bytes(self._buffer[self._starts[index] + 8 : self._end if last else self._starts[index + 1]])
+        try:
+            return raw.decode("utf-8", self._errors)
+        except UnicodeDecodeError:
+            raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._decoded())

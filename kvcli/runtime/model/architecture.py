@@ -14,6 +14,7 @@ from kvcli.runtime.config import FULL, LAYER, SLIDING, Block, LayerConfig, Model
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
 from kvcli.runtime.model.expertkeys import Mixture, read_experts
 from kvcli.runtime.model.ropekeys import read_rope
+from kvcli.runtime.text.placeholders import count_tokens
 
 _WIDEST = 1 << 20  # d_model
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, in row-major order (rows, columns) as numpy has them
@@ -181,7 +182,7 @@ def check_is_model(metadata: Mapping[str, Any]) -> str:
 def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
     """How many of an embedding's rows belong to a token of the file's vocabulary; all where it has none."""
     tokens = metadata.get("tokenizer.ggml.tokens")
-    return min(rows, len(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
+    return min(rows, count_tokens(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
 
 
 def _ahead(keys: Keys) -> int:

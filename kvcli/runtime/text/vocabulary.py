@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcli.errors import ModelError
+from kvcli.runtime.text.placeholders import count_tokens
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -115,6 +116,7 @@ class Vocabulary:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Vocabulary:
         """Raises ModelError for a missing or malformed vocabulary."""
         tokens = _strings(metadata, "tokenizer.ggml.tokens")
+        del tokens[count_tokens(tokens) :]
         kinds = _kinds(metadata, len(tokens))
         assumed = _ASSUMED.get(str(metadata.get("tokenizer.ggml.model")), (None, None, None))
         bos, eos, unk = (
