@@ -261,7 +261,7 @@ class HFConfig:
 
     def within(self, table: Mapping[str, Any], name: str, default: int | None = None, limit: int = 1 << 31) -> int:
         """A whole number of such a table. Raises ModelError."""
-        value = table.get(name)
+        value = self._as_table(name, table).get(name)
         if value is None and default is not None:
             return default
         return self._checked(name, value, limit)
