@@ -229,15 +229,16 @@ def test_what_is_no_number_and_no_table_is_refused():
                     hf(family, **{key: value})
                 except ModelError:
                     continue
+    wide = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
+    for value in values:
+        try:
+            hf("gemma4_text", rope_parameters=wide, per_layer_config={"3": value})
+        except ModelError:
+            continue
+    scaling = ("factor", "rope_theta", "original_max_position_embeddings", "attention_factor", "mrope_section")
     for kind in ("linear", "yarn", "longrope", "llama3", "dynamic", "su", 3, None, []):
         for value in values:
-            for key in (
-                "factor",
-                "rope_theta",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "mrope_section",
-            ):
+            for key in scaling:
                 try:
                     hf(rope_scaling={"rope_type": kind, "factor": 2.0, key: value})
                 except ModelError:
