@@ -60,12 +60,12 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
 
 def tell_of_thinking(template: ChatTemplate | None, styles: bool, invocation: Invocation) -> None:
     """Say where options of thinking change nothing for a model; `styles`: it marks thinking in a way that kv knows."""
-    if template is None or styles:
+    if template is None or template.switch:
         return
-    if template.options.budget >= 0:
-        render.warn("--reasoning-budget changes nothing: the model marks no thinking that kv knows", invocation)
-    elif template.options.reasoning != "auto" and not template.switch:
-        render.warn("--reasoning changes nothing: the chat template has no switch for thinking", invocation)
+    if template.options.reasoning == "on":
+        render.warn("--reasoning on changes nothing: the chat template has no switch for thinking", invocation)
+    elif template.budget >= 0 and not styles:
+        render.notice("the model marks no thinking that kv knows: there is none to end", invocation)
 
 
 def _tell(notices: list[str], doubts: list[str], invocation: Invocation) -> None:

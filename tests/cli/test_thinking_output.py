@@ -112,8 +112,10 @@ def test_the_line_of_statistics_counts_it(ask, thinker):
 
 
 def test_what_changes_nothing_is_said(ask):
-    assert "marks no thinking" in ask("--reasoning-budget", "5").err
     assert "has no switch for thinking" in ask("--reasoning", "on").err
+    for nothing_to_end in (("--reasoning-budget", "5"), ("--reasoning", "off")):
+        assert "marks no thinking" in ask(*nothing_to_end, "-v").err
+        assert "thinking" not in ask(*nothing_to_end).err
 
 
 def test_log_probabilities(ask):

@@ -304,6 +304,32 @@ def test_tokens_are_those_of_the_host(options):
     assert model.seq.tokens in (found, found[:-1])  # no row of a token that nobody has seen
 
 
+@pytest.mark.slow
+def test_tokens_go_on_behind_those_that_were_put_in_between():
+    """As where thinking is ended: what the device chose ahead is taken back."""
+    model, theirs, prompt, between = Model("llama", "f16"), Model("llama", "f16", reference=True), ids(14, 5), [5, 6, 7]
+    sampler, expected, found = Sampler(GREEDY, {}, VOCAB), list(prompt), list(prompt)
+    logits = theirs.feed(prompt)
+    for more in (between, []):
+        for _ in range(2):
+            expected.append(sampler.sample(logits, expected, len(expected)))
+            logits = theirs.token(expected[-1])
+        if more:
+            expected += more
+            logits = theirs.feed(more)
+    assert model.graph is not None
+    logits = model.feed(prompt)
+    for more in (between, []):
+        tokens = graph_tokens(model.graph, VOCAB, model.seq, found, sampler, logits.to(DEVICE))
+        for token in islice(tokens, 2):
+            found.append(token)
+        tokens.close()
+        if more:
+            found += more
+            logits = model.feed(found[model.seq.length :])
+    assert found == expected
+
+
 def test_the_plan_counts_the_parts_of_a_decoded_token():
     assert footprint.DECODE_PARTS == combine.MOST_PARTS
 

@@ -127,4 +127,5 @@ def test_what_the_host_must_sample() -> None:
         assert reason(replace(plain, **{name: 1.5})) == ""
     assert "DRY" in reason(replace(plain, dry_multiplier=0.8))
     assert reason(replace(plain, dry_multiplier=0.8, dry_penalty_last_n=0)) == ""
+    assert "log probabilities" in reason(replace(plain, logprobs=0))
     assert "top-k" in reason(replace(plain, top_k=0)) and "top-k" in reason(replace(plain, top_k=1025))
