@@ -1,8 +1,9 @@
-"""GGUF files with the shapes of real Llama models and random weights, to try large plans without large downloads.
+"""GGUF files with the shapes of real models and random weights, to try large plans without large downloads.
 
     python benchmarks/synthetic.py 1b OUT.gguf                  # Llama-3.2-1B: tied embeddings, about 0.8 GB
     python benchmarks/synthetic.py 8b OUT.gguf --quant Q8_0     # Llama-3.1-8B: 8.5 GB, 4.9 GB as Q4_K_M
     python benchmarks/synthetic.py 8b OUT.gguf --vocab 4096     # small embeddings: quicker to write
+    python benchmarks/synthetic.py 30b-a3b OUT.gguf             # Qwen3-30B-A3B: 128 experts, 8 a token, 18.6 GB
 
 Every block is a valid one with finite scales, so `kv run` computes with real cost and says nonsense. `--vocab` is the
 number of tokens; the tokenizer is a byte-level one of exactly that size. Blocks are written in pieces: memory stays
@@ -35,7 +36,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a llama-type model."""
+    """Sizes of a model: a llama, or with `experts` a qwen3moe, of which a token has `used`, `ffn` wide each."""
 
     layers: int
     hidden: int
@@ -46,11 +47,19 @@ class Shape:
     vocab: int = 128256
     context: int = 131072
     tied: bool = False
+    experts: int = 0
+    used: int = 0
+
+    @property
+    def arch(self) -> str:
+        return "qwen3moe" if self.experts else "llama"
 
 
 SHAPES = {
     "1b": Shape(16, 2048, 8192, 32, 8, 64, tied=True),
     "8b": Shape(32, 4096, 14336, 32, 8, 128),
+    "30b-a3b": Shape(48, 2048, 768, 32, 4, 128, vocab=151936, context=40960, experts=128, used=8),
+    "tiny-experts": Shape(2, 256, 256, 4, 2, 64, vocab=512, context=2048, experts=8, used=2),
     "tiny": Shape(2, 256, 512, 4, 2, 64, vocab=512, context=2048),
 }
 
@@ -85,18 +94,39 @@ def tensors(shape: Shape, quant: str) -> list[Tensor]:
             Tensor(p + "attn_v.weight", (kv, d), sensitive),
             Tensor(p + "attn_output.weight", (d, q), base),
             Tensor(p + "ffn_norm.weight", (d,), "F32"),
-            Tensor(p + "ffn_gate.weight", (shape.ffn, d), base),
-            Tensor(p + "ffn_up.weight", (shape.ffn, d), base),
-            Tensor(p + "ffn_down.weight", (d, shape.ffn), sensitive),
+            *(_experts(p, shape, base, sensitive) if shape.experts else _dense(p, shape, base, sensitive)),
         ]
     found.append(Tensor("output_norm.weight", (d,), "F32"))
     return found if shape.tied else [*found, Tensor("output.weight", (shape.vocab, d), better)]
 
 
+def _dense(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]:
+    f, d = shape.ffn, shape.hidden
+    return [
+        Tensor(prefix + "ffn_gate.weight", (f, d), base),
+        Tensor(prefix + "ffn_up.weight", (f, d), base),
+        Tensor(prefix + "ffn_down.weight", (d, f), sensitive),
+    ]
+
+
+def _experts(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]:
+    """The experts of a layer, and the norms of heads that a qwen3moe has."""
+    n, f, d = shape.experts, shape.ffn, shape.hidden
+    return [
+        *(Tensor(f"{prefix}attn_{x}_norm.weight", (shape.head_dim,), "F32") for x in "qk"),
+        Tensor(prefix + "ffn_gate_inp.weight", (n, d), "F32"),
+        Tensor(prefix + "ffn_gate_exps.weight", (n, f, d), base),
+        Tensor(prefix + "ffn_up_exps.weight", (n, f, d), base),
+        Tensor(prefix + "ffn_down_exps.weight", (n, d, f), sensitive),
+    ]
+
+
 def random_blocks(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """The tensor's bytes, piece by piece: random codes, scales such that a weight is about 1 / sqrt(columns)."""
     if tensor.type == "F32":
-        yield np.ones(tensor.shape, dtype="<f4").view(np.uint8)
+        router = len(tensor.shape) > 1
+        values = rng.standard_normal(tensor.shape) * tensor.shape[-1] ** -0.5 if router else np.ones(tensor.shape)
+        yield values.astype("<f4").view(np.uint8)
         return
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]
     target = tensor.shape[-1] ** -0.5
@@ -162,13 +192,17 @@ def write(path: Path, shape: Shape, quant: str, seed: int = 1) -> int:
 
 def _write_header(path: Path, shape: Shape, quant: str, table: list[Tensor]) -> int:
     """Metadata and the table of tensors; the alignment of the data."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(f"synthetic llama, {shape.layers} layers of {shape.hidden}, {quant}")
+    writer = gguf.GGUFWriter(path, shape.arch)
+    writer.add_name(f"synthetic {shape.arch}, {shape.layers} layers of {shape.hidden}, {quant}")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.ffn)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)

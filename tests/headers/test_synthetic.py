@@ -23,6 +23,7 @@ from kvcli.runtime.text.tokenizer import Tokenizer
         ("1b", 1_235_814_400, "Q4_K_M", 807_690_000),
         ("8b", 8_030_261_248, "Q4_K_M", 4_920_730_000),
         ("8b", 8_030_261_248, "Q8_0", 8_540_770_000),
+        ("30b-a3b", 30_532_122_624, "Q4_K_M", 18_556_690_000),
     ],
 )
 def test_sizes_are_those_of_the_published_models(name: str, parameters: int, quant: str, size: int) -> None:
@@ -32,10 +33,10 @@ def test_sizes_are_those_of_the_published_models(name: str, parameters: int, qua
     assert abs(sum(tensor.nbytes for tensor in table) / size - 1) < 0.02
 
 
-@pytest.mark.parametrize("quant", ["Q4_K_M", "Q8_0"])
-def test_a_tiny_one_runs(quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "quant"), [("tiny", "Q4_K_M"), ("tiny", "Q8_0"), ("tiny-experts", "Q4_K_M")])
+def test_a_tiny_one_runs(name: str, quant: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    assert module().write(path, module().SHAPES["tiny"], quant) == path.stat().st_size
+    assert module().write(path, module().SHAPES[name], quant) == path.stat().st_size
     engine = Engine.open(path, LoadOptions("tiny", 1), CacheOptions())
     assert engine.loaded.text.template is not None
     ids = engine.tokenizer.encode_segments(
