@@ -33,7 +33,7 @@ def lines() -> list[str]:
 
 
 def as_object() -> dict[str, Any]:
-    """The same for programs."""
+    """Versions, system and folder for programs, as JSON has them."""
     import platform
 
     system = f"{platform.system()} {platform.release()}"

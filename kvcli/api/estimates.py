@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcli.api import checks, kinds, planning
 from kvcli.api.checks import Adapters
-from kvcli.api.planning import Outcome, Wish
+from kvcli.api.planning import Outcome, Query
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
@@ -103,11 +103,11 @@ def estimate(
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")
-    wish = Wish(
+    query = Query(
         (context,), planning.kept_apart(planned, pairs), cache.page_size, cache.ubatch, sequences,
         threads=len(usable_cpus()), tail=cache.tail, sinks=cache.sinks, evict=cache.evict,
     )  # fmt: skip
-    [outcomes] = planning.compare(planned, target, wish)
+    [outcomes] = planning.compare(planned, target, query)
     best = planning.recommend(outcomes, bool(named), planned.config.context_length)
     return Estimate(
         planned.name,

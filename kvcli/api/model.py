@@ -202,7 +202,7 @@ class Model:
                 f"the sequence has {rows.length} tokens, less than a page of {engine.layout.page_size}",
                 "save it after a prompt",
             )
-        saved.save(self._caches.setting, rows, Path(path))
+        saved.save(self._caches.engine, rows, Path(path))
 
     def load_cache(self, path: str | PathLike[str]) -> Sequence:
         """A sequence with the rows of a file that `save_cache` wrote, with the same model and cache options.
@@ -213,7 +213,7 @@ class Model:
         from kvcli.runtime.promptcache import saved
 
         self._open()
-        return Sequence(saved.load(self._caches.setting, Path(path)))
+        return Sequence(saved.load(self._caches.engine, Path(path)))
 
     # --- memory
 

@@ -59,7 +59,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Query:
     """What is asked about: contexts, pairs of cache types, and how the run would be cut."""
 
     contexts: tuple[int, ...]
@@ -178,45 +178,45 @@ def kept_apart(model: PlannedModel, pairs: tuple[Pair, ...]) -> tuple[Pair, ...]
     return tuple(dict.fromkeys((k, k) for k, _ in pairs)) if latent else pairs
 
 
-def setting(model: PlannedModel, target: Target, wish: Wish) -> Setting:
+def setting(model: PlannedModel, target: Target, query: Query) -> Setting:
     """The parts of the plan that do not depend on types and context. Raises UsageError for an odd number of ranks."""
-    weights = (model.weights or _NO_WEIGHTS).part(wish.ranks)
+    weights = (model.weights or _NO_WEIGHTS).part(query.ranks)
     return Setting(
-        per_rank(model.config, wish.ranks),
+        per_rank(model.config, query.ranks),
         weights,
         target.memory.kind,
-        threads=wish.threads,
-        sequences=wish.sequences,
-        shared=wish.shared,
+        threads=query.threads,
+        sequences=query.sequences,
+        shared=query.shared,
         runtime_bytes=target.runtime_bytes,
         margin=target.margin,
-        evict=wish.evict,
+        evict=query.evict,
     )
 
 
-def compare(model: PlannedModel, target: Target, wish: Wish) -> list[list[Outcome]]:
+def compare(model: PlannedModel, target: Target, query: Query) -> list[list[Outcome]]:
     """For each context, every pair. Raises UsageError, also for a context that is too short for what is to be kept."""
-    base = setting(model, target, wish)
+    base = setting(model, target, query)
     layouts = {
-        pair: KVLayout.build(base.config, *pair, wish.page_size, sinks=wish.sinks, tail=wish.tail)
-        for pair in wish.pairs
+        pair: KVLayout.build(base.config, *pair, query.page_size, sinks=query.sinks, tail=query.tail)
+        for pair in query.pairs
     }
     trained = model.config.context_length or NO_LIMIT
-    longest = {pair: _largest(base, layout, target, wish, trained) for pair, layout in layouts.items()}
+    longest = {pair: _largest(base, layout, target, query, trained) for pair, layout in layouts.items()}
     return [
         [
             _outcome(
-                base.stepping(layout, context, target.memory.free, wish.ubatch), pair, layout, target, context, most
+                base.stepping(layout, context, target.memory.free, query.ubatch), pair, layout, target, context, most
             )
             for (pair, layout), most in zip(layouts.items(), longest.values(), strict=True)
         ]
-        for context in wish.contexts
+        for context in query.contexts
     ]
 
 
-def _largest(base: Setting, layout: KVLayout, target: Target, wish: Wish, trained: int) -> tuple[int, int]:
+def _largest(base: Setting, layout: KVLayout, target: Target, query: Query, trained: int) -> tuple[int, int]:
     """The largest context that fits, within training and by memory alone: with the shortest steps, if need be."""
-    base = base.stepping(layout, NO_LIMIT, target.memory.free, wish.ubatch)
+    base = base.stepping(layout, NO_LIMIT, target.memory.free, query.ubatch)
     by_memory = base.largest_context(layout, target.memory.free, NO_LIMIT)
     return min(by_memory, trained), by_memory
 

@@ -14,11 +14,11 @@ from conftest import ROOT
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.evaluate import quality
-from kvcli.runtime.evaluate.quality import Protocol, Summary
+from kvcli.runtime.evaluate.quality import Scoring, Summary
 
 
 def _measured(
-    name: str, path: Path, types: list[tuple[str, str]], protocol: Protocol, tail: int = 1
+    name: str, path: Path, types: list[tuple[str, str]], protocol: Scoring, tail: int = 1
 ) -> dict[str, Summary]:
     """Of one chunk at the start of the long golden text, by keys/values."""
     ids = json.loads((ROOT / "tests" / "data" / f"goldens_{name}.json").read_text())["long"]["ids"]
@@ -30,15 +30,15 @@ def _measured(
 @pytest.mark.models
 def test_smollm2(smollm2_path: Path):
     types = [("int8", "int8"), ("fp8", "fp8"), ("int8", "int4"), ("int4", "int4")]
-    found = _measured("smollm2", smollm2_path, types, Protocol(512, 1, 256))
+    found = _measured("smollm2", smollm2_path, types, Scoring(512, 1, 256))
     limits = {"int8/int8": 0.0001, "fp8/fp8": 0.007, "int8/int4": 0.0010, "int4/int4": 0.0080}
     assert {name: row.kld for name, row in found.items() if row.kld > limits.get(name, 0)} == {}
     assert found["int4/int4"].top1 >= 93.5 and found["int8/int8"].top1 >= 99.5
-    no_tail = _measured("smollm2", smollm2_path, [("int4", "int4")], Protocol(512, 1, 256), tail=0)
+    no_tail = _measured("smollm2", smollm2_path, [("int4", "int4")], Scoring(512, 1, 256), tail=0)
     assert no_tail["int4/int4"].kld <= 0.030
 
 
 @pytest.mark.models
 def test_gemma3(gemma3_path: Path):
-    found = _measured("gemma3", gemma3_path, [("int8", "int8"), ("int4", "int4")], Protocol(640, 1, 512))
+    found = _measured("gemma3", gemma3_path, [("int8", "int8"), ("int4", "int4")], Scoring(640, 1, 512))
     assert found["int8/int8"].kld <= 0.0002 and found["int4/int4"].kld <= 0.016

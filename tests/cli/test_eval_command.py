@@ -80,7 +80,7 @@ def test_an_answer_is_scored_as_greedy_decoding_would_give_it(types: tuple[str, 
     assert found.nll == pytest.approx(sum(nll) / len(nll), rel=1e-5)
     assert not found.exact and greedy != asked.answer
     # What the model does say first is an exact answer of one token.
-    said = recall.Question(50, "", asked.context, greedy[:1])
+    said = recall.PassKey(50, "", asked.context, greedy[:1])
     assert recall.ask(engine, pool, said).exact
     pool.check([])
 

@@ -22,7 +22,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.evaluate import quality
-from kvcli.runtime.evaluate.quality import Protocol
+from kvcli.runtime.evaluate.quality import Scoring
 
 TEXT = "The cache of a transformer holds 1234 keys. It's read page by page; isn't it?\n" * 20
 Ppl = Callable[..., tuple[int, str, str]]
@@ -48,14 +48,14 @@ def ppl(kv_here: KvHere, tmp_path: Path) -> Ppl:
 
 def test_chunks_do_not_overlap_and_begin_with_bos_where_the_model_adds_it():
     ids = list(range(100, 133))
-    assert Protocol(8).cut(ids, None) == [ids[0:8], ids[8:16], ids[16:24], ids[24:32]]
-    assert Protocol(8, 2).cut(ids, 1) == [[1, *ids[1:8]], [1, *ids[9:16]]]
-    assert (Protocol(512).first, Protocol(512).scored) == (256, 255)  # as llama-perplexity has it
-    assert (Protocol(8, score_from=0).first, Protocol(8, score_from=0).scored) == (0, 7)
-    assert (Protocol(1024, score_from=256).first, Protocol(1024, score_from=256).scored) == (256, 767)
+    assert Scoring(8).cut(ids, None) == [ids[0:8], ids[8:16], ids[16:24], ids[24:32]]
+    assert Scoring(8, 2).cut(ids, 1) == [[1, *ids[1:8]], [1, *ids[9:16]]]
+    assert (Scoring(512).first, Scoring(512).scored) == (256, 255)  # as llama-perplexity has it
+    assert (Scoring(8, score_from=0).first, Scoring(8, score_from=0).scored) == (0, 7)
+    assert (Scoring(1024, score_from=256).first, Scoring(1024, score_from=256).scored) == (256, 767)
     with pytest.raises(UsageError, match="the text has 33 tokens, one chunk needs 64"):
-        Protocol(64).cut(ids, None)
-    for nothing in (Protocol(4), Protocol(64, score_from=62), Protocol(64, score_from=100)):
+        Scoring(64).cut(ids, None)
+    for nothing in (Scoring(4), Scoring(64, score_from=62), Scoring(64, score_from=100)):
         with pytest.raises(UsageError, match="nothing to measure"):
             nothing.check()
 
@@ -64,7 +64,7 @@ def test_chunks_do_not_overlap_and_begin_with_bos_where_the_model_adds_it():
 def test_figures_are_those_of_a_computation_by_hand():
     engine = open_tiny("llama", "native", CacheOptions(page_size=16))
     ids = engine.tokenizer.encode(TEXT)
-    protocol = Protocol(100, 3, 30)
+    protocol = Scoring(100, 3, 30)
     chunks = protocol.cut(ids, None)
     found = quality.measure(engine, [chunks[:2], chunks[2:]], [("int4", "int8"), ("f32", "f32")], protocol, _silent)
     assert list(found) == [("f16", "f16"), ("int4", "int8"), ("f32", "f32")]
@@ -101,11 +101,11 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 def test_slices_and_steps_change_nothing(monkeypatch: pytest.MonkeyPatch):
     engine = open_tiny("llama", "native", CacheOptions(page_size=16))
-    chunks = Protocol(128).cut(engine.tokenizer.encode(TEXT), None)[:1]
-    first = quality.measure(engine, [chunks], [("int4", "int4")], Protocol(128), _silent)
+    chunks = Scoring(128).cut(engine.tokenizer.encode(TEXT), None)[:1]
+    first = quality.measure(engine, [chunks], [("int4", "int4")], Scoring(128), _silent)
     monkeypatch.setattr(quality, "SLICE_ELEMENTS", 7 * engine.config.vocab_size)
     engine = open_tiny("llama", "native", CacheOptions(page_size=16, ubatch=5))
-    again = quality.measure(engine, [chunks], [("int4", "int4")], Protocol(128), _silent)
+    again = quality.measure(engine, [chunks], [("int4", "int4")], Scoring(128), _silent)
     for types, (scores,) in first.items():
         assert torch.equal(scores.nll, again[types][0].nll)
         assert torch.allclose(scores.kld, again[types][0].kld, atol=1e-6)
@@ -250,7 +250,7 @@ def test_a_foreign_name_is_told_and_stdin_is_read(kv, tmp_path: Path):
 # --- the real models against float32 of another program
 
 
-def _f32(engine: Engine, texts: list[list[int]], protocol: Protocol) -> list[float]:
+def _f32(engine: Engine, texts: list[list[int]], protocol: Scoring) -> list[float]:
     """PPL of each text, one chunk, through an f32 cache."""
     found = quality.measure(engine, [[ids] for ids in texts], [("f32", "f32")], protocol, _silent)
     row = quality.summarize(found["f32", "f32"], found[quality.BASE])
@@ -269,7 +269,7 @@ def test_golden_perplexity(name: str, request: pytest.FixtureRequest):
     goldens = json.loads((ROOT / "tests" / "data" / f"goldens_{name}.json").read_text())
     texts = [golden for kind, golden in goldens.items() if kind != "long"]
     engine = _open(request.getfixturevalue(f"{name}_path"), ubatch=16)
-    found = _f32(engine, [golden["ids"] for golden in texts], Protocol(score_from=0))
+    found = _f32(engine, [golden["ids"] for golden in texts], Scoring(score_from=0))
     assert len(found) >= 4 and found == pytest.approx([math.exp(golden["mean_nll"]) for golden in texts], rel=1e-3)
 
 
@@ -280,7 +280,7 @@ def test_golden_perplexity_by_the_protocol_of_llama_perplexity(name: str, ppl: f
     folder = os.environ.get("KV_TEST_TEXTS")
     if not folder:
         pytest.skip("KV_TEST_TEXTS does not name a folder with pydoc.txt")
-    engine, protocol = _open(request.getfixturevalue(f"{name}_path")), Protocol(2048, 1)
+    engine, protocol = _open(request.getfixturevalue(f"{name}_path")), Scoring(2048, 1)
     tokenizer = engine.tokenizer
     ids = tokenizer.encode((Path(folder) / "pydoc.txt").read_text("utf-8"))
     chunks = protocol.cut(ids, tokenizer.bos_id if tokenizer.add_bos else None)

@@ -14,7 +14,7 @@ from kvcli.errors import DoesNotFit
 from kvcli.runtime.cache import layout as layouts
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcache.held import Held
+from kvcli.runtime.promptcache.held import HeldPages
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length
 
@@ -33,7 +33,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.tree = PrefixTree(self.pool)
         self.pool.lend(self._make_room, self.budget // 2)
         self.live: list[Sequence] = []
-        self.writing: list[tuple[Held, dict[tuple[int, int], bytes]]] = []
+        self.writing: list[tuple[HeldPages, dict[tuple[int, int], bytes]]] = []
         self.known: list[list[int]] = [[]]
         self.tokens = iter(range(1, 1 << 24))
 
@@ -69,7 +69,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 return
             seq.commit(prompt[start:end])
         self.tree.insert(seq, whole=n % 2 == 0)
-        held = Held(seq, {}, seq.numbered())
+        held = HeldPages(seq, {}, seq.numbered())
         self.writing.append((held, {key: bytes(held.buffer(key)) for key in seq.numbered()}))
         self.known.append(prompt)
 

@@ -32,7 +32,7 @@ from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.promptcache import pagefiles
 from kvcli.runtime.promptcache.file import ALIGN, Contents, PromptCacheFile, is_prompt_cache
 from kvcli.runtime.promptcache.filewriting import write
-from kvcli.runtime.promptcache.held import Held, Trail
+from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
 TYPES = st.sampled_from(("f32", "f16", "bf16", "fp8", "int8", "int6", "int4"))
@@ -77,7 +77,7 @@ def test_a_loaded_sequence_is_the_saved_one(layers, k, v, tail, sinks, seed, cut
     """Whole, after a fork went on, and cut to any prefix that can be gone on from."""
     layout, generator = _layout(layers, k, v, tail, sinks), torch.Generator().manual_seed(seed)
     pool = PagePool(layout)
-    seq, trail, token = Sequence(pool), Trail(layout, sum(cuts)), iter(range(1, 10_000))
+    seq, trail, token = Sequence(pool), WindowTrail(layout, sum(cuts)), iter(range(1, 10_000))
     for n in cuts:
         fill(seq, [next(token) for _ in range(n)], generator)
         trail.follow(seq)
@@ -86,7 +86,7 @@ def test_a_loaded_sequence_is_the_saved_one(layers, k, v, tail, sinks, seed, cut
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x"
         keys, sizes = sorted({**trail.copies, **seq.numbered()}), [g.page_bytes for g in layout.arenas]
-        held = Held(seq, trail.copies, keys)
+        held = HeldPages(seq, trail.copies, keys)
         other_twin = seq.fork()
         fill(other_twin, [next(token) for _ in range(20)], generator)  # goes on before they are written
         c = Contents(IDENTITY, seq.tokens, keys, dict(enumerate(sizes)), pagefiles.basis_arrays(held.bases))

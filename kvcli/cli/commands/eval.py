@@ -24,7 +24,7 @@ from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.evaluate.recall import Answer, Question
+    from kvcli.runtime.evaluate.recall import Answer, PassKey
 
 DEFAULT_TYPES = "f16,int8,int4"
 
@@ -142,7 +142,7 @@ def recall(
 
 def _questions(
     engine: Engine, flags: QuestionFlags, lengths: list[int], depths: list[float]
-) -> dict[tuple[int, float], list[Question]]:
+) -> dict[tuple[int, float], list[PassKey]]:
     from kvcli.runtime.evaluate import recall
 
     return {
@@ -153,7 +153,7 @@ def _questions(
 
 
 def _ask(
-    engine: Engine, asked: dict[tuple[int, float], list[Question]], types: list[Types], progress: render.Progress
+    engine: Engine, asked: dict[tuple[int, float], list[PassKey]], types: list[Types], progress: render.Progress
 ) -> list[_Cell]:
     from kvcli.runtime.cache.pool import PagePool
     from kvcli.runtime.evaluate import quality, recall

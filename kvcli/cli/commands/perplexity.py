@@ -27,7 +27,7 @@ from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.evaluate.quality import Cost, Protocol, Scores, Summary
+    from kvcli.runtime.evaluate.quality import Cost, Scores, Scoring, Summary
 
 DEFAULT_TYPES = "f16,fp8,int8,int8/int4,int4"
 QUALITY_HEADERS = ("type", "PPL", "±", "ΔPPL %", "KLD", "±", "99 %", "max", "top-1 %")
@@ -99,11 +99,11 @@ class TextFlags:
         ),
     ] = None
 
-    def protocol(self) -> Protocol:
+    def protocol(self) -> Scoring:
         """Raises UsageError."""
-        from kvcli.runtime.evaluate.quality import Protocol
+        from kvcli.runtime.evaluate.quality import Scoring
 
-        found = Protocol(_chunk(self.ctx_size), self.chunks, self.score_from)
+        found = Scoring(_chunk(self.ctx_size), self.chunks, self.score_from)
         found.check()
         return found
 
@@ -220,7 +220,7 @@ def perplexity(
 
 
 def _measure(
-    engine: Engine, texts: list[tuple[str, str]], types: list[Types], protocol: Protocol, invocation: Invocation
+    engine: Engine, texts: list[tuple[str, str]], types: list[Types], protocol: Scoring, invocation: Invocation
 ) -> tuple[dict[Types, list[Scores]], list[tuple[int, int]]]:
     """Scores by type and text; tokens and chunks of each text."""
     from kvcli.runtime.evaluate import quality
@@ -285,5 +285,5 @@ def _numbers(row: Summary) -> dict[str, float | None]:
     return {names.get(name, name): x if math.isfinite(x) else None for name, x in figures}
 
 
-def _protocol_object(protocol: Protocol) -> dict[str, int]:
+def _protocol_object(protocol: Scoring) -> dict[str, int]:
     return {"ctx_size": protocol.chunk, "chunks": protocol.chunks, "first_scored_token": protocol.first}

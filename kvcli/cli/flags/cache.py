@@ -71,7 +71,7 @@ def type_pairs(both: str | None, keys: str | None, values: str | None) -> list[T
 
 
 def one_pair(both: str | None, keys: str | None, values: str | None) -> Types:
-    """The same where one pair is wanted, 16 bits where nothing is given. Raises UsageError."""
+    """The pair that -ct, -ctk and -ctv name, 16 bits where nothing is given. UsageError for several."""
     pairs = type_pairs(both, keys, values) or [("auto", "auto")]
     if len(pairs) > 1:
         named = ", ".join(dict.fromkeys("/".join(pair) for pair in pairs))

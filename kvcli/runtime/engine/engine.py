@@ -153,7 +153,7 @@ class Engine:
     ) -> PromptCaches:
         """Caches to give to `generate` and `request`: the rows of prompts are looked for and kept there. The caller
         closes them. `elsewhere` gives the tokens of a chat's other branches."""
-        return PromptCaches(enginecaches.setting(self), options, tell, elsewhere)
+        return PromptCaches(enginecaches.view(self), options, tell, elsewhere)
 
     @torch.inference_mode()
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:

@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Scoring:
     """How a text is cut and what is scored.
 
     Chunks of `chunk` tokens without overlap, each from an empty cache, at most `chunks` of a text (0 = all whole ones).
@@ -110,7 +110,7 @@ class Cost:
 
 
 def measure(
-    engine: Engine, texts: list[list[list[int]]], types: list[Types], protocol: Protocol, progress: Progress
+    engine: Engine, texts: list[list[list[int]]], types: list[Types], protocol: Scoring, progress: Progress
 ) -> dict[Types, list[Scores]]:
     """Scores of every type for every text (a list of chunks), f16 always among them.
 

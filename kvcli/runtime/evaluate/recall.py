@@ -35,7 +35,7 @@ _WHEN = ("in the morning", "on most days", "when it rains", "after the market", 
 
 
 @dataclass(frozen=True)
-class Question:
+class PassKey:
     """Token ids of a context and of the key that should follow. `depth`: where the key stands, in per cent."""
 
     depth: float
@@ -56,7 +56,7 @@ def needle(key: str) -> str:
     return f"The pass key is {key}. Remember it: {key} is the pass key."
 
 
-def question(tokenizer: Tokenizer, ctx: int, depth: float, seed: int) -> Question:
+def question(tokenizer: Tokenizer, ctx: int, depth: float, seed: int) -> PassKey:
     """A question of at most `ctx` tokens, the key's included, and not much less. Raises UsageError for too few."""
     chance = random.Random(f"{seed} {ctx} {depth}")
     key = "".join(chance.choices("123456789", k=KEY_DIGITS))
@@ -70,10 +70,10 @@ def question(tokenizer: Tokenizer, ctx: int, depth: float, seed: int) -> Questio
         low, high = (middle, high) if fits else (low, middle - 1)
     asked, whole = _encode(tokenizer, key, filler[:low], depth)
     common = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    return Question(depth, key, whole[:common], whole[common:])
+    return PassKey(depth, key, whole[:common], whole[common:])
 
 
-def ask(engine: Engine, pool: PagePool, asked: Question) -> Answer:
+def ask(engine: Engine, pool: PagePool, asked: PassKey) -> Answer:
     """The key after the context, through a fresh cache on `pool`; one forward pass of chunks."""
     ids = asked.context + asked.answer[:-1]
     first, seq, hidden = len(asked.context) - 1, Sequence(pool), []

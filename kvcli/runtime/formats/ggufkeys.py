@@ -75,14 +75,14 @@ class Keys:
         return value
 
     def integer(self, key: str, default: int | None = None, limit: int = 1 << 31, *, zero: bool = False) -> int:
-        """The same for a whole number of at most `limit`."""
+        """A positive whole number of at most `limit`, with `zero` also 0. Raises ModelError."""
         value = self.number(key, default, zero=zero)
         if value > limit or value != int(value):
             raise ModelError(f"the GGUF key {self.arch}.{key} must be a whole number up to {limit:,}, not {value}")
         return int(value)
 
     def each(self, key: str, count: int, default: int | None = None, limit: int = 1 << 31) -> list[int]:
-        """The same for each of `count` layers, of which a file has one value or a list."""
+        """A positive whole number for each of `count` layers, of which a file has one value or a list. ModelError."""
         value = self.get(key, default)
         if not _is_list(value):
             return [self.integer(key, default, limit)] * count

@@ -141,7 +141,7 @@ class Conversation:
         return b"".join(self.stream(response, n_bytes))
 
     def stream(self, response: http.client.HTTPResponse, n_bytes: int) -> Iterator[bytes]:
-        """The same in blocks, each as soon as it is here."""
+        """The next `n_bytes` of the body in blocks, each as soon as it is here. Raises DownloadError."""
         left = n_bytes
         while left:
             try:

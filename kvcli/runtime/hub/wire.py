@@ -126,7 +126,7 @@ class _Timed(http.client.HTTPConnection):
 
 
 class _TimedHTTPS(_Timed, http.client.HTTPSConnection):
-    """The same over TLS; certificates are verified."""
+    """A connection over TLS, with the same limits of time; certificates are verified."""
 
 
 def connect(origin: Origin, deadline: Deadline) -> http.client.HTTPConnection:

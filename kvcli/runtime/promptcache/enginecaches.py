@@ -16,7 +16,7 @@ from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.promptcache.convert import convert
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.keeper import Setting
+from kvcli.runtime.promptcache.keeper import EngineView
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 
@@ -44,10 +44,10 @@ class Opened(Protocol):
     pool: PagePool
 
 
-def setting(engine: Opened) -> Setting:
+def view(engine: Opened) -> EngineView:
     """Everything that stays the same while the engine is open."""
     loaded = engine.loaded
-    return Setting(
+    return EngineView(
         pool=engine.pool,
         pool_bytes=engine.plan.kv_bytes,
         identity=lambda: fingerprint.identity(loaded.file, loaded.adapters, loaded.config, engine.layout),

@@ -1,4 +1,4 @@
-"""`Trail` and `Held`: rows of a sequence that are yet to be written to a file, while the sequence goes on."""
+"""`WindowTrail` and `HeldPages`: rows of a sequence that are yet to be written to a file while it goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcli.runtime.promptcache.pagefiles import host_bytes
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
 
 
-class Trail:
+class WindowTrail:
     """What windows leave behind near the end of a prompt of `end` tokens, in host memory: the pool lets go of it."""
 
     def __init__(self, layout: KVLayout, end: int) -> None:
@@ -33,7 +33,7 @@ class Trail:
                 self.copies[key] = memoryview(bytes(host_bytes(seq.pool.page(key[0], page))))
 
 
-class Held:
+class HeldPages:
     """The pages `keys` of a sequence as they are now, and of its trail.
 
     Full pages get one more holder, for they do not change; of the others there are copies. `close` lets go.

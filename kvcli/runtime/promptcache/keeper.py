@@ -22,7 +22,7 @@ PATIENCE_S = 1.0  # an exit is delayed by more only after a word
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineView:
     """What caches need to know of an engine."""
 
     pool: PagePool
@@ -37,8 +37,8 @@ class Setting:
 class Keeper:
     """The disk side of the caches of one process; what is written of one prompt: see `PromptLedger`."""
 
-    def __init__(self, setting: Setting, options: PromptCacheOptions, tell: Tell) -> None:
-        self.setting, self.options, self.tell = setting, options, tell
+    def __init__(self, engine: EngineView, options: PromptCacheOptions, tell: Tell) -> None:
+        self.engine, self.options, self.tell = engine, options, tell
         self.writer = CacheWriter(tell.warn)
         self.file = userfile.UserFile(options) if options.file is not None else None
         self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
@@ -50,9 +50,9 @@ class Keeper:
     def store(self) -> PromptStore | None:
         """The store; None where there is to be none."""
         if self._store is None and self.options.store is not None:
-            identity = {**self.setting.identity(), "computed_on": self.setting.computed_on}
+            identity = {**self.engine.identity(), "computed_on": self.engine.computed_on}
             limits = Limits(self.options.max_bytes, self.options.ttl_s)
-            page_size = self.setting.pool.layout.page_size
+            page_size = self.engine.pool.layout.page_size
             self._store = PromptStore(self.options.store, identity, page_size, limits, self.tell.warn)
         return self._store
 

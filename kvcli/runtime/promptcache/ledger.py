@@ -17,7 +17,7 @@ from kvcli.runtime.promptcache import chatfiles, userfile
 from kvcli.runtime.promptcache.caches import Ledger, Written
 from kvcli.runtime.promptcache.chatfiles import OWNER, Plan, State, relied_on
 from kvcli.runtime.promptcache.file import Contents
-from kvcli.runtime.promptcache.held import Held, Trail
+from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTree
@@ -47,7 +47,7 @@ class PromptLedger(Ledger):
         super().__init__()
         self.keeper, self.tree, self.elsewhere = keeper, tree, elsewhere
         self.kept: list[Kept] = []  # what the store has of the prompt
-        self.trail = Trail(keeper.setting.pool.layout, n_tokens)
+        self.trail = WindowTrail(keeper.engine.pool.layout, n_tokens)
         self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
         self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
         self._named: tuple[Job, int] | None = None  # the user's own, and its tokens
@@ -100,7 +100,7 @@ class PromptLedger(Ledger):
 
     @property
     def _layout(self) -> KVLayout:
-        return self.keeper.setting.pool.layout
+        return self.keeper.engine.pool.layout
 
     def to_store(self, seq: Sequence, seconds: float) -> None:
         """Write the pages that the store does not have yet, but for parts of this prompt, in one file."""
@@ -131,7 +131,7 @@ class PromptLedger(Ledger):
         about = {OWNER: self.keeper.owner} if plan.own else {}
         contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * layout.page_size, parent)
         self.keeper.announce(store)
-        held_pages = Held(seq, self.trail.copies, plan.pages)
+        held_pages = HeldPages(seq, self.trail.copies, plan.pages)
         write = partial(store.add, replaced=plan.replaced)
         job = self.keeper.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
         file = Kept(store.path_of(contents), contents, seq.length)
@@ -155,8 +155,8 @@ class PromptLedger(Ledger):
         if not file.wants(seq.tokens):
             return
         keys = sorted({**self.trail.copies, **seq.numbered()})
-        contents = self._contents(seq, keys, seconds, self.keeper.setting.identity(), {})
-        held_pages = Held(seq, self.trail.copies, keys)
+        contents = self._contents(seq, keys, seconds, self.keeper.engine.identity(), {})
+        held_pages = HeldPages(seq, self.trail.copies, keys)
         self._named = self.keeper.writer.start(contents, held_pages, file.write, str(file.path)), seq.length
 
     def _written(self) -> Written:
@@ -178,9 +178,9 @@ class PromptLedger(Ledger):
         parent: str = "",
     ) -> Contents:
         """What a file says that has these pages, and the tokens from `start` on."""
-        setting, options, arenas = self.keeper.setting, self.keeper.options, self._layout.arenas
-        about = userfile.about(setting.model, setting.computed_on, seq.losses(), seconds, self.keeper.exact) | more
-        about["begins"] = " ".join(setting.text_of(seq.tokens[max(start, options.lead) :][:WORDS]).split())
+        engine, options, arenas = self.keeper.engine, self.keeper.options, self._layout.arenas
+        about = userfile.about(engine.model, engine.computed_on, seq.losses(), seconds, self.keeper.exact) | more
+        about["begins"] = " ".join(engine.text_of(seq.tokens[max(start, options.lead) :][:WORDS]).split())
         about |= {"source": options.source} if options.source else {}
         about |= {"chat": options.chat} if options.chat is not None else {}
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}

@@ -25,8 +25,8 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import Reuse
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.held import Trail
-from kvcli.runtime.promptcache.keeper import Keeper, Setting, Tell
+from kvcli.runtime.promptcache.held import WindowTrail
+from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
 from kvcli.runtime.promptcache.prefix import PrefixTree
@@ -41,17 +41,17 @@ class PromptCaches:
 
     def __init__(
         self,
-        setting: Setting,
+        engine: EngineView,
         options: PromptCacheOptions,
         tell: Tell,
         elsewhere: Callable[[], Iterable[list[int]]] = tuple,
     ) -> None:
         """`elsewhere` gives the tokens of a chat's other branches."""
-        self.setting, self.options, self.tell, self.elsewhere = setting, options, tell, elsewhere
-        self.keeper = Keeper(setting, options, tell)
-        self.tree = PrefixTree(setting.pool)
+        self.engine, self.options, self.tell, self.elsewhere = engine, options, tell, elsewhere
+        self.keeper = Keeper(engine, options, tell)
+        self.tree = PrefixTree(engine.pool)
         self._ledgers: WeakKeyDictionary[Sequence, PromptLedger] = WeakKeyDictionary()  # the newest of each
-        setting.pool.lend(self._make_room, setting.pool_bytes)
+        engine.pool.lend(self._make_room, engine.pool_bytes)
 
     def _make_room(self, arena: int, last_resort: bool) -> None:
         """Free a page of an arena that is here only in case it is of use again; at last, all that is held."""
@@ -90,7 +90,7 @@ class PromptCaches:
             return have
         self._wait()
         with closing(store.find(tokens)) as found:
-            stored = longest(self.setting.pool.layout, len(tokens), found.valid)
+            stored = longest(self.engine.pool.layout, len(tokens), found.valid)
         return stored if stored >= have + store.page_size else have
 
     def kept_otherwise(self, tokens: list[int]) -> str:
@@ -114,14 +114,14 @@ class PromptCaches:
         self, named: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger
     ) -> Reuse:
         try:
-            with named.open(self.setting.identity()) as file:
+            with named.open(self.engine.identity()) as file:
                 if named.converts:
                     length = self._convert(file, seq, wanted, reuse.tokens)
                 else:
                     found = Found()
                     found.add(file, common_length(file.contents.tokens, wanted))
                     length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
-                    if file.contents.about.get("computed_on") != self.setting.computed_on and length > reuse.tokens:
+                    if file.contents.about.get("computed_on") != self.engine.computed_on and length > reuse.tokens:
                         self.keeper.exact = False
                         self.tell.notice(f"{file.path} was computed on {file.contents.about.get('computed_on')}")
         except FileNotFoundError:
@@ -137,23 +137,23 @@ class PromptCaches:
         if length > reuse.tokens:
             return Reuse(length, length)
         name, held = str(named.path), named.tokens
-        why = missed.diverges(name, common_length(held, wanted), held, wanted, self.setting.text_of)
+        why = missed.diverges(name, common_length(held, wanted), held, wanted, self.engine.text_of)
         if common_length(held, wanted) < min(len(held), len(wanted)):
             why += "; it is left as it is"
         return self._missed(reuse, why)
 
     def _missed(self, reuse: Reuse, why: str) -> Reuse:
-        """The same, with the reason why it is no more."""
+        """The reuse that there is, with the reason why it is no more, which is told."""
         if why:
             self.tell.notice(why)
         return replace(reuse, reason=why or reuse.reason)
 
     def _convert(self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
         """Rows of a file of a larger cache type, encoded as this run's."""
-        pool, shared = self.setting.pool, common_length(file.contents.tokens, wanted)
+        pool, shared = self.engine.pool, common_length(file.contents.tokens, wanted)
         if shared <= have:
             return have
-        converted = self.setting.convert(file, shared)
+        converted = self.engine.convert(file, shared)
         length = converted.rewindable(shared)
         pages: dict[PageKey, int] = {}
         held = converted.numbered()
@@ -194,16 +194,16 @@ class PromptCaches:
             if length > reuse.tokens:
                 return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
-                return self._missed(reuse, missed.reason(store, found, prompt, self.setting.text_of))
+                return self._missed(reuse, missed.reason(store, found, prompt, self.engine.text_of))
             return reuse
 
-    def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: Trail | None = None) -> int:
+    def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: WindowTrail | None = None) -> int:
         """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
         CacheFileError and DoesNotFit.
 
         With `trail` also those that it wants: for a file that is written again as a whole.
         """
-        pool, size = self.setting.pool, self.setting.pool.layout.page_size
+        pool, size = self.engine.pool, self.engine.pool.layout.page_size
         length = longest(pool.layout, len(wanted), found.valid)
         if length < have + size:
             return have
@@ -248,7 +248,7 @@ class PromptCaches:
         finally:
             self.keeper.writer.give_up()
             self.tree.clear()
-            self.setting.pool.lend(lambda arena, last_resort: None, 0)
+            self.engine.pool.lend(lambda arena, last_resort: None, 0)
 
 
 def _release(pool: PagePool, pages: dict[PageKey, int]) -> None:

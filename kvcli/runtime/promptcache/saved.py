@@ -10,40 +10,40 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.filewriting import write
-from kvcli.runtime.promptcache.held import Held
-from kvcli.runtime.promptcache.keeper import Setting
+from kvcli.runtime.promptcache.held import HeldPages
+from kvcli.runtime.promptcache.keeper import EngineView
 from kvcli.runtime.promptcache.ledger import WORDS
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
 from kvcli.runtime.promptcache.prefixpages import longest, needed
 
 
-def save(setting: Setting, seq: Sequence, path: Path) -> None:
+def save(engine: EngineView, seq: Sequence, path: Path) -> None:
     """Write the rows of `seq` in place of what is at `path`. Raises OutputError, with nothing changed there."""
     layout, keys = seq.pool.layout, sorted(seq.numbered())
     sizes = {arena: layout.arenas[arena].page_bytes for arena, _ in keys}
-    about = userfile.about(setting.model, setting.computed_on, seq.losses(), 0.0, True)
-    about["begins"] = " ".join(setting.text_of(seq.tokens[:WORDS]).split())
-    contents = Contents(setting.identity(), list(seq.tokens), keys, sizes, basis_arrays(seq.bases), about)
+    about = userfile.about(engine.model, engine.computed_on, seq.losses(), 0.0, True)
+    about["begins"] = " ".join(engine.text_of(seq.tokens[:WORDS]).split())
+    contents = Contents(engine.identity(), list(seq.tokens), keys, sizes, basis_arrays(seq.bases), about)
     try:
-        with closing(Held(seq, {}, keys)) as held:
+        with closing(HeldPages(seq, {}, keys)) as held:
             write(path, contents, (held.buffer(key) for key in keys))
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}", "name another file") from error
 
 
-def load(setting: Setting, path: Path) -> Sequence:
+def load(engine: EngineView, path: Path) -> Sequence:
     """A new sequence with the rows of a file, as many of its tokens as a sequence can go on from.
 
     Raises CacheFileError for a file that is missing, damaged, of another model or setting, or computed by other
     kernels, whose last bits are not those of this machine; and DoesNotFit.
     """
-    with PromptCacheFile(path, setting.identity()) as file:
-        contents, pool = file.contents, setting.pool
+    with PromptCacheFile(path, engine.identity()) as file:
+        contents, pool = file.contents, engine.pool
         if contents.start:
             raise CacheFileError(f"{path} holds only a part of a prompt", "files of the store are found by themselves")
-        made_by = contents.about.get("computed_on", setting.computed_on)
-        if made_by != setting.computed_on:
-            raise CacheFileError(f"{path} was computed by {made_by}, not {setting.computed_on}", "save it here again")
+        made_by = contents.about.get("computed_on", engine.computed_on)
+        if made_by != engine.computed_on:
+            raise CacheFileError(f"{path} was computed by {made_by}, not {engine.computed_on}", "save it here again")
         length = longest(pool.layout, len(contents.tokens), dict.fromkeys(contents.pages, len(contents.tokens)))
         bases = bases_of(contents.basis, pool.layout, length, pool.device)
         pages = load_pages(pool, dict.fromkeys(needed(pool.layout, length), file))

@@ -23,7 +23,7 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that is another there than here. `there` and `here` are "" for one that has no name in a few words."""
+    """A setting that differs between two places. `there` and `here` are "" for one that has no name in a few words."""
 
     name: str
     there: str = ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcache.file import Contents
-from kvcli.runtime.promptcache.held import Held
+from kvcli.runtime.promptcache.held import HeldPages
 
 LEAD_BYTES = 128 << 20
 Write = Callable[[Contents, Iterator[Any]], Any]
@@ -27,7 +27,7 @@ class Job:
     be written, "" = it could, or is not done yet."""
 
     contents: Contents
-    held: Held
+    held: HeldPages
     write: Write
     name: str
     blocks: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
@@ -52,7 +52,7 @@ class CacheWriter:
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
 
-    def start(self, contents: Contents, held: Held, write: Write, name: str) -> Job:
+    def start(self, contents: Contents, held: HeldPages, write: Write, name: str) -> Job:
         """Write a file from the pages in `held`, which is closed when that is done. `name` is what the
         message calls it if it fails."""
         job = Job(contents, held, write, name)

@@ -97,13 +97,13 @@ def _report(
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     model = planned_model(name, given, target.memory.kind, invocation.offline, tuple(map(lora_option, plan.lora)))
-    wish = plan.wish(model, evict)
-    outcomes = compare(model, target, wish)
+    query = plan.query(model, evict)
+    outcomes = compare(model, target, query)
     trained = model.config.context_length
-    if trained and max(wish.contexts) > trained:
-        warnings.append(f"a context of {max(wish.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
+    if trained and max(query.contexts) > trained:
+        warnings.append(f"a context of {max(query.contexts):,} needs RoPE scaling: the model is trained on {trained:,}")
     return Report(
-        model, target, wish, outcomes, [recommend(each, plan.names_types, trained) for each in outcomes], warnings
+        model, target, query, outcomes, [recommend(each, plan.names_types, trained) for each in outcomes], warnings
     )
 
 
@@ -126,7 +126,7 @@ def _show(report: Report, output: OutputFlags) -> None:
 
 def _check(report: Report, plan: PlanFlags) -> None:
     """DoesNotFit unless every pair asked for (by default f16, as kv run takes) fits at every context."""
-    wanted = report.wish.pairs if plan.names_types else (("f16", "f16"),)
+    wanted = report.query.pairs if plan.names_types else (("f16", "f16"),)
     for outcomes in report.outcomes:
         for o in outcomes:
             if o.pair in wanted and not o.fits:
@@ -139,10 +139,10 @@ def _check(report: Report, plan: PlanFlags) -> None:
 
 
 def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: Invocation) -> None:
-    model, wish = report.model, report.wish
-    if len(wish.contexts) > 1:
+    model, query = report.model, report.query
+    if len(query.contexts) > 1:
         raise UsageError("--print-args is about one context", "give -c one number")
-    if wish.ranks > 1 or wish.sequences > 1:
+    if query.ranks > 1 or query.sequences > 1:
         raise UsageError("kv run has one device and one sequence", "leave --tp and --batch-size out with --print-args")
     if name is not None and not model.run_as:
         raise ModelError(f"there are no flags for kv run with {model.name}: {model.problem}", model.remedy)
@@ -157,11 +157,11 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += [word for each in plan.lora for word in ("--lora", each)]
     args += choice.args
-    args += [] if wish.page_size == CacheOptions.page_size else ["--page-size", str(wish.page_size)]
-    args += [] if wish.ubatch == CacheOptions.ubatch else ["-ub", str(wish.ubatch)]
-    args += [] if wish.tail == CacheOptions.tail else ["--kv-tail", str(wish.tail)]
-    args += as_flags(wish.evict.named).split() if wish.evict.policy != "none" else []
-    args += [] if wish.sinks == CacheOptions.sinks else ["--kv-sink", str(wish.sinks)]
+    args += [] if query.page_size == CacheOptions.page_size else ["--page-size", str(query.page_size)]
+    args += [] if query.ubatch == CacheOptions.ubatch else ["-ub", str(query.ubatch)]
+    args += [] if query.tail == CacheOptions.tail else ["--kv-tail", str(query.tail)]
+    args += as_flags(query.evict.named).split() if query.evict.policy != "none" else []
+    args += [] if query.sinks == CacheOptions.sinks else ["--kv-sink", str(query.sinks)]
     render.write_out(shlex.join(args) + "\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcli.api.planning import Outcome, Wish
+from kvcli.api.planning import Outcome, Query
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
 from kvcli.runtime.cache.layout import GroupLayout
@@ -21,18 +21,18 @@ def explain(report: Report) -> str:
 
 
 def _outcome(report: Report, o: Outcome) -> Iterator[str]:
-    wish, tokens, keeps = report.wish, o.tokens, o.layout.retention
-    yield f"{o.label} at {o.plan.tokens:,} tokens" + (f", {wish.sequences:,} sequences" if wish.sequences > 1 else "")
+    query, tokens, keeps = report.query, o.tokens, o.layout.retention
+    yield f"{o.label} at {o.plan.tokens:,} tokens" + (f", {query.sequences:,} sequences" if query.sequences > 1 else "")
     if keeps:
         yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + a step of {o.step:,} = {tokens:,}"
-    counts = o.layout.arena_pages(tokens, o.step, wish.sequences, min(wish.shared, tokens))
+    counts = o.layout.arena_pages(tokens, o.step, query.sequences, min(query.shared, tokens))
     sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
     for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
         if i < len(o.layout.groups):
-            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(wish, arena, tokens, o.step))
+            yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(query, arena, tokens, o.step))
         else:
-            title = "16-bit tail and sinks" if wish.tail else "16-bit sinks and rows of a step"
-            yield from _arena(report, arena, title, count, _opened(wish, next(sealed), tokens, o.step))
+            title = "16-bit tail and sinks" if query.tail else "16-bit sinks and rows of a step"
+            yield from _arena(report, arena, title, count, _opened(query, next(sealed), tokens, o.step))
     yield f"  KV pool  {o.plan.kv_bytes:,} B"
     for row in o.plan.rows:
         if row.name != "KV pool":
@@ -47,14 +47,14 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
     if o.tokens_per_s is not None and report.target.bandwidth is not None:
         weights = report.model.weights
         assert weights is not None
-        read = weights.part(wish.ranks).read
-        cache = wish.sequences * (o.layout.read_bytes(tokens) + o.layout.state_bytes)
+        read = weights.part(query.ranks).read
+        cache = query.sequences * (o.layout.read_bytes(tokens) + o.layout.state_bytes)
         rate = f"{report.target.bandwidth:g}e9 / ({read:,} weights + {cache:,} cache) = {o.tokens_per_s:.1f}"
         yield f"  tokens/s ≤ {rate}"
 
 
 def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
-    wish, size = report.wish, g.page_size
+    query, size = report.query, g.page_size
     title += f", window {g.window:,}" if g.window else ""
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
     yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
@@ -72,11 +72,11 @@ def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -
     chunks = -(-count // g.pages_per_chunk)
     figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.page_bytes:,} = {g.committed_bytes(count):,} B"
     yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
-    if wish.ranks > 1:
-        yield f"    (one of {wish.ranks} devices)"
+    if query.ranks > 1:
+        yield f"    (one of {query.ranks} devices)"
 
 
-def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+def _pages(query: Query, g: GroupLayout, tokens: int, step: int) -> str:
     size = g.page_size
     text = f"ceil({tokens:,} / {size})"
     if g.sealed:
@@ -89,22 +89,24 @@ def _pages(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
         text = f"min({text}, {kept} kept + ceil(({window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if g.kind == SLIDING:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
-    if wish.sequences > 1:
-        common, _ = g.shared_pages(min(wish.shared, tokens))
-        text = f"{common:,} + {wish.sequences:,} × ({text} - {common:,})" if common else f"{wish.sequences:,} × {text}"
+    if query.sequences > 1:
+        common, _ = g.shared_pages(min(query.shared, tokens))
+        text = (
+            f"{common:,} + {query.sequences:,} × ({text} - {common:,})" if common else f"{query.sequences:,} × {text}"
+        )
     return text
 
 
-def _opened(wish: Wish, g: GroupLayout, tokens: int, step: int) -> str:
+def _opened(query: Query, g: GroupLayout, tokens: int, step: int) -> str:
     """16-bit pages of a sealed group: those of the sequence that runs, and those that the others keep meanwhile."""
     size, sinks = g.page_size, g.sinks
     if g.retention:
         sinks = min(sinks, g.retention.kept_pages + g.retention.pages_behind)
     running = f"min(ceil({tokens:,} / {size}), {sinks} + ceil({step:,} / {size}))"
-    if wish.sequences == 1:
+    if query.sequences == 1:
         return running
-    _, common = g.shared_pages(min(wish.shared, tokens))
+    _, common = g.shared_pages(min(query.shared, tokens))
     kept = g.open_pages_kept(tokens)
     if common:
-        return f"{common:,} + {wish.sequences - 1:,} × ({kept:,} - {common:,}) + ({running} - {common:,})"
-    return f"{wish.sequences - 1:,} × {kept:,} + {running}"
+        return f"{common:,} + {query.sequences - 1:,} × ({kept:,} - {common:,}) + ({running} - {common:,})"
+    return f"{query.sequences - 1:,} × {kept:,} + {running}"

@@ -29,7 +29,7 @@ from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvcli.api.planning import Pair, Wish
+    from kvcli.api.planning import Pair, Query
     from kvcli.runtime.headers.plannedmodel import PlannedModel
     from kvcli.runtime.headers.shapes import Given
 
@@ -177,9 +177,9 @@ class PlanFlags:
     def names_types(self) -> bool:
         return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
 
-    def wish(self, model: PlannedModel, evict: EvictOptions) -> Wish:
+    def query(self, model: PlannedModel, evict: EvictOptions) -> Query:
         """Raises UsageError for values that do not go together, or for a context that nobody names."""
-        from kvcli.api.planning import Wish, kept_apart
+        from kvcli.api.planning import Query, kept_apart
 
         pairs = self.pairs()
         check_pages(self.kv_tail, self.kv_sink, pairs)
@@ -189,7 +189,7 @@ class PlanFlags:
         pairs = kept_apart(model, pairs)
         threads = len(usable_cpus())  # no fewer than the engine starts
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, threads
-        return Wish(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
+        return Query(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length

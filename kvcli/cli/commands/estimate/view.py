@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.api.planning import NO_LIMIT, Outcome, Recommendation, Target, Wish
+from kvcli.api.planning import NO_LIMIT, Outcome, Query, Recommendation, Target
 from kvcli.cli.render import one_line
 from kvcli.cli.wrapping import fill
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
@@ -30,7 +30,7 @@ class Report:
 
     model: PlannedModel
     target: Target
-    wish: Wish
+    query: Query
     outcomes: Sequence[Sequence[Outcome]]
     best: Sequence[Recommendation | None]
     warnings: Sequence[str] = ()
@@ -38,7 +38,7 @@ class Report:
     @property
     def config(self) -> ModelConfig:
         """What one device holds."""
-        return per_rank(self.model.config, self.wish.ranks)
+        return per_rank(self.model.config, self.query.ranks)
 
 
 def number(count: int, units: str) -> str:
@@ -47,7 +47,7 @@ def number(count: int, units: str) -> str:
 
 
 def size(count: int, units: str) -> str:
-    """The same with the units behind it."""
+    """Bytes in these units, which stand behind the number: '8,192 MiB'."""
     return f"{number(count, units)} {units}"
 
 
@@ -67,7 +67,7 @@ def cache_only(report: Report, units: str) -> str:
     """For a shape without weights: the cache alone, one line for each pair of types and context."""
     lines = [f"{name:<11}{text}" for name, text in _model_lines(report, units)]
     for outcomes in report.outcomes:
-        times = f" × {report.wish.sequences:,} sequences" if report.wish.sequences > 1 else ""
+        times = f" × {report.query.sequences:,} sequences" if report.query.sequences > 1 else ""
         lines += ["", f"{outcomes[0].plan.tokens:,} tokens{times}"]
         for o in outcomes:
             figures = f"{_token_bytes(o)} · {size(o.plan.kv_bytes, units)}"
@@ -82,7 +82,7 @@ def _token_bytes(o: Outcome) -> str:
 
 
 def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
-    model, config, ranks = report.model, report.model.config, report.wish.ranks
+    model, config, ranks = report.model, report.model.config, report.query.ranks
     parts = [
         one_line(os.path.basename(model.name) or model.name),
         config.arch if config.arch != model.name else "",
@@ -153,7 +153,7 @@ def _device_lines(report: Report, units: str) -> list[str]:
     free = f"{number(memory.free, units)} of {size(memory.total, units)} free"
     if memory.free == memory.total:
         free = size(memory.free, units)
-    each = f" · each of {report.wish.ranks}" if report.wish.ranks > 1 else ""
+    each = f" · each of {report.query.ranks}" if report.query.ranks > 1 else ""
     lines = [f"{'device':<11}{one_line(memory.name)} · {free} ({memory.source}){each}"]
     plan = _shown(report).plan
     rows = [("", units, "source")]
@@ -178,9 +178,9 @@ def _source(source: str, detail: str) -> str:
 
 
 def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]:
-    wish, context = report.wish, outcomes[0].plan.tokens
-    times = f" × {wish.sequences:,} sequences" if wish.sequences > 1 else ""
-    common = f", {wish.shared:,} of them shared" if wish.shared and wish.sequences > 1 else ""
+    query, context = report.query, outcomes[0].plan.tokens
+    times = f" × {query.sequences:,} sequences" if query.sequences > 1 else ""
+    common = f", {query.shared:,} of them shared" if query.shared and query.sequences > 1 else ""
     small, unit = ("B", 1) if units == "B" else ("KiB", 1024) if "i" in units else ("kB", 1000)
     rows = [["cache", f"{small}/token", "KV", "total", "left", "fits", "max ctx", "≤ tok/s"]]
     for o in outcomes:
@@ -220,7 +220,7 @@ def _steps(outcomes: Sequence[Outcome]) -> str:
 def _what_limits_speed(report: Report) -> str:
     if report.target.bandwidth is None:
         return "not known: --bandwidth GB/s gives it"
-    each = "for each sequence, " if report.wish.sequences > 1 else ""
+    each = "for each sequence, " if report.query.sequences > 1 else ""
     rate = f"{report.target.bandwidth:,.0f} GB/s ({report.target.bandwidth_source})"
     return f"{each}an upper bound from reading memory at {rate}"
 
@@ -245,7 +245,7 @@ def _advice(
     if sixteen and not sixteen.fits and sixteen.max_context and best.outcome is not sixteen:
         lines.append(f"{'or':<11}-c {sixteen.max_context} to stay at f16")
     held = best.outcome
-    if report.wish.sequences == 1 and best.context == held.plan.tokens:
+    if report.query.sequences == 1 and best.context == held.plan.tokens:
         each = size(held.file_bytes, units)
         lines.append(f"{'on disk':<11}a full prompt cache of {held.plan.tokens:,} tokens takes {each} at {held.label}")
     return lines
@@ -311,13 +311,13 @@ def as_json(report: Report) -> dict[str, Any]:
         "device_info": {"name": memory.name, "total_bytes": memory.total, "free_bytes": memory.free,
                         "source": memory.source, "bandwidth_gb_s": report.target.bandwidth,
                         "bandwidth_source": report.target.bandwidth_source or None},
-        "page_size": report.wish.page_size,
-        "kv_tail": report.wish.tail,
-        "kv_sink": report.wish.sinks,
+        "page_size": report.query.page_size,
+        "kv_tail": report.query.tail,
+        "kv_sink": report.query.sinks,
         "ubatch_size": _shown(report).step,
-        "batch_size": report.wish.sequences,
-        "shared_prefix": report.wish.shared,
-        "tp": report.wish.ranks,
+        "batch_size": report.query.sequences,
+        "shared_prefix": report.query.shared,
+        "tp": report.query.ranks,
         "fixed": [*fixed, {"name": "margin", "predicted_bytes": report.target.margin, "source": "chosen"}],
         "types": [_type_object(o) for outcomes in report.outcomes for o in outcomes],
         "recommend": _recommend_object(report.best[0]),
