@@ -274,6 +274,8 @@ def test_tensors_that_are_wrong_are_named(tmp_path: Path):
         ({"lm_head.weight": None}, None, "has no lm_head.weight"),
         ({}, {"model_type": "nonsense"}, "kv does not read folders of the architecture 'nonsense'"),
         ({}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1.0}}, "of the type 'odd'"),
+        ({}, {"hidden_act": "gelu"}, "kv's llama has the activation silu, not 'gelu'"),
+        ({}, {"clip_qkv": 8.0}, "kv's llama cannot obey clip_qkv = 8.0"),
     ]
     for i, (tensors, config, what) in enumerate(cases):
         assert what in refusal(altered(tmp_path / str(i), config=config, **tensors))
@@ -281,3 +283,8 @@ def test_tensors_that_are_wrong_are_named(tmp_path: Path):
         folder = altered(tmp_path / f"load{i}", **tensors)
         with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight"):
             Loaded(SafetensorsModel(folder), "reference")
+
+
+def test_layers_without_rope_are_those_that_files_can_name(tmp_path: Path):
+    folder = altered(tmp_path, "smollm3", config={"no_rope_layers": [1, 0, 1, 0]})
+    assert "every 4th layer has no RoPE, and no others" in refusal(folder)

@@ -65,10 +65,13 @@ class SafetensorsModel(ModelFile):
         self, merged: Mapping[str, safetensors.TensorInfo], config: Mapping[str, Any], quantize: str
     ) -> dict[str, Presented]:
         from kvcli.runtime.formats.packedweights import sources_of
+        from kvcli.runtime.headers.hfarithmetic import check_arithmetic
         from kvcli.runtime.headers.hftensors import present, quantized
 
+        sizes = config_of(config)
+        check_arithmetic(sizes)
         sources = sources_of(merged, self._raw, config)
-        presented = present(sources, config, config_of(config))
+        presented = present(sources, config, sizes)
         layouts = sorted({source.layout for source in sources.values() if source.layout != "plain"})
         if layouts:
             into = quantize or next(x.type for x in sources.values() if x.layout != "plain")
