@@ -3,7 +3,7 @@
     python benchmarks/formats.py                      # the table of docs/benchmarks.md
     python benchmarks/formats.py --types Q4_0,IQ4_NL
 
-Weights are random, 4096 x 4096; each time is the best of several short runs, which take turns. Gigabytes are packed
+Weights are random, 2048 x 2048; each time is the best of several short runs, which take turns. Gigabytes are packed
 ones; a few rows are 8, many are 64.
 """
 
@@ -21,7 +21,7 @@ from kvcli.kernels import QuantTensor
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
 from kvcli.runtime.host.cores import physical_cores
 
-SIZE = 4096
+SIZE = 2048
 ROWS = {"one row": 1, "a few": 8, "many": 64}
 
 
@@ -35,9 +35,10 @@ def matrix(type_: str) -> QuantTensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=",".join(WEIGHT_FORMATS))
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=physical_cores())
     options = parser.parse_args()
-    ops = NativeBackend(physical_cores(), asked_isa())
+    ops = NativeBackend(options.threads, asked_isa())
     matrices = {name: matrix(name) for name in options.types.split(",")}
     best = dict.fromkeys(((name, what) for name in matrices for what in ROWS), float("inf"))
     for _ in range(options.runs):
@@ -55,7 +56,7 @@ def main() -> None:
         bits, rate = 8 * w.nbytes / SIZE**2, w.nbytes / best[name, "one row"] / 1e9
         print(f"| {name} | {bits:.2f} | {rate:.1f} | " + " | ".join(f"{speed:.1f}" for speed in speeds) + " |")
         rows.append({"format": name, "bits": bits, "GB/s": rate, **dict(zip(ROWS, speeds, strict=True))})
-    print(json.dumps({"isa": ops.isa, "cores": physical_cores(), "formats": rows}))
+    print(json.dumps({"isa": ops.isa, "threads": options.threads, "formats": rows}))
 
 
 if __name__ == "__main__":

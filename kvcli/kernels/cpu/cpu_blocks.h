@@ -152,7 +152,13 @@ INLINE void NAME(part_q8_0)(const uint8_t *b, int part, vf *out) {
 }
 
 /* Groups of 16 in a part of 32: side 0 is the first half of the vectors, side 1 the second. */
+#if VL == 16
 #define EACH_SIDE(side, j) for (int side = 0; side < 2; side++) for (int j = side * VECTORS / 2; j < (side + 1) * VECTORS / 2; j++)
+#else /* left to itself the compiler does not unroll four vectors, and shifts and signs by lane are no constants then */
+#define EACH_SIDE(side, j) \
+    UNROLL for (int side = 0; side < 2; side++) \
+        UNROLL for (int j = side * VECTORS / 2; j < (side + 1) * VECTORS / 2; j++)
+#endif
 
 INLINE void NAME(part_q2_k)(const uint8_t *b, int part, vf *out) {
     float d = HALF(b + 80), dmin = HALF(b + 82);

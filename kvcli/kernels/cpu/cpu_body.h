@@ -97,7 +97,7 @@ INLINE float NAME(half)(uint16_t h) {
             for (int j = 0; j < VECTORS; j++) STORE(out + i + j * VL, part[j]);                                       \
         }                                                                                                             \
         if (elements == 1 && i < n) {                                                                                 \
-            _Alignas(64) uint8_t tail[32 * 4] = {0};                                                                  \
+            _Alignas(64) uint8_t tail[32 * 8] = {0};                                                                  \
             memcpy(tail, b + i * size, (n - i) * size);                                                               \
             NAME(part_##name)(tail, 0, part);                                                                         \
             memcpy(out + i, part, (n - i) * sizeof(float));                                                           \
