@@ -20,8 +20,7 @@ import torch
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
-from kvcli.runtime.promptcache.filewriting import write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
 from kvcli.runtime.promptcache.pagefiles import host_bytes, load_pages
 from kvcli.runtime.promptcache.prefixpages import needed
 

@@ -14,8 +14,7 @@ import tiny
 from conftest import KvHere
 
 from kvcli.cli.cachefiles import check_pages
-from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.filewriting import PART
+from kvcli.runtime.promptcache.file import PART, PromptCacheFile
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 RUN = ("--raw", "--no-stdin", "--temp", "0", "-n", "4", "--ignore-eos", "--page-size", "16", "-t", "1")

@@ -19,7 +19,7 @@ from reusecases import ask, engine_of, store_in
 
 from kvcli.cli import cachefiles, render
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.promptcache.filewriting import write
+from kvcli.runtime.promptcache.file import write
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 

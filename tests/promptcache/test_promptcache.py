@@ -30,8 +30,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.promptcache import pagefiles
-from kvcli.runtime.promptcache.file import ALIGN, Contents, PromptCacheFile, is_prompt_cache
-from kvcli.runtime.promptcache.filewriting import write
+from kvcli.runtime.promptcache.file import ALIGN, Contents, PromptCacheFile, is_prompt_cache, write
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 

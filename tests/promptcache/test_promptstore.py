@@ -15,8 +15,7 @@ from promptkills import LIMITS, segment, store_at
 
 import kvcli
 from kvcli.errors import CacheFileError
-from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.filewriting import PART
+from kvcli.runtime.promptcache.file import PART, PromptCacheFile
 from kvcli.runtime.promptcache.store import Limits, PromptStore, entries, prune
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcli.runtime.promptcache.file import Contents
-from kvcli.runtime.promptcache.filewriting import nothing, write
+from kvcli.runtime.promptcache.file import Contents, nothing, write
 
 SIZE = 16
 IDENTITY = {"weights": "ab" * 32, "tokenizer": "cd", "model_config": "{}", "cache_type_k": "f16", "page_size": "16"}

@@ -8,8 +8,7 @@ from pathlib import Path
 from kvcli.errors import CacheFileError, OutputError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
-from kvcli.runtime.promptcache.filewriting import write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
 from kvcli.runtime.promptcache.held import HeldPages
 from kvcli.runtime.promptcache.keeper import EngineView
 from kvcli.runtime.promptcache.ledger import WORDS

@@ -27,8 +27,7 @@ from typing import Any
 from kvcli import paths
 from kvcli.errors import CacheFileError
 from kvcli.runtime.cache.layout import PageKey
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
-from kvcli.runtime.promptcache.filewriting import Checkpoint, nothing, remove_parts, write
+from kvcli.runtime.promptcache.file import Checkpoint, Contents, PromptCacheFile, nothing, remove_parts, write
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.words import human_bytes
 

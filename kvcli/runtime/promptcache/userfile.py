@@ -12,8 +12,7 @@ from kvcli import __version__
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, is_prompt_cache
-from kvcli.runtime.promptcache.filewriting import remove_parts, write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, is_prompt_cache, remove_parts, write
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
 
