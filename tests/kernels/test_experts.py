@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernelcases import backend, packed, same_bits
+from expertcases import ROUTINGS, layer, random, stack
+from kernelcases import backend, same_bits
 
-from kvcli.kernels import ExpertLayer, SharedExpert
 from kvcli.kernels.cpu.backend import ISAS
-from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, matmul_experts, route
+from kvcli.kernels.reference.experts import ExpertMatrices, matmul_experts, route
 from kvcli.routing import CHOSEN, SIGMOID, SOFTMAX, Routing
-
-ROUTINGS = (
-    Routing(8, 2, SOFTMAX, normed=True), Routing(60, 4, SOFTMAX), Routing(37, 5, SIGMOID, True, 2.5),
-    Routing(32, 4, CHOSEN), Routing(24, 6, SIGMOID, True, 1.5, groups=6, groups_used=3), Routing(3, 1, SIGMOID),
-)  # fmt: skip
-
-
-def stack(type_: str, experts: int, rows: int, cols: int, seed: int = 0) -> ExpertTensor:
-    matrix = packed(type_, experts * rows, cols, seed)
-    return ExpertTensor(type_, matrix.blocks.unflatten(0, (experts, rows)), cols)
-
-
-def random(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: f"{r.gating}-{r.experts}-{r.groups}")
@@ -75,24 +61,6 @@ def test_products_with_experts(type_: str, cols: int, isa: str):
                 row = x[p // (2 * t // len(x))][None]
                 assert same_bits(found[p : p + 1], ops.matmul(row, [w.of(expert) for w in parts]))
             assert same_bits(ops.matmul_experts(x, biased, ids), found + biased.bias[ids.flatten()])
-
-
-def layer(shared: bool, biased: bool, type_: str = "Q8_0", experts: int = 6, d: int = 64, f: int = 32) -> ExpertLayer:
-    def bias(*shape: int) -> torch.Tensor | None:
-        return random(*shape, seed=5) if biased else None
-
-    def gate_up(seed: int) -> tuple[ExpertTensor, ...]:
-        return tuple(stack(type_, experts, f, d, seed + i) for i in range(2))
-
-    beside = SharedExpert(
-        (packed(type_, f, d, 7), packed(type_, f, d, 8)), (packed(type_, d, f, 9),), (packed("F32", 1, d, 10),)
-    )
-    return ExpertLayer(
-        Routing(experts, 3, SIGMOID, True, 1.7), "silu", (packed("F32", experts, d, 3),),
-        ExpertMatrices(gate_up(20), bias(experts, 2 * f)),
-        ExpertMatrices((stack(type_, experts, d, f, 30),), bias(experts, d)), bias(experts), bias(experts),
-        beside if shared else None,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("shared", (False, True))

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expertcases import ROUTINGS, layer, random, stack
 from gpucases import DEVICE, OPS, error, expect_activations, planes
 from kernelcases import one_thread
-from test_experts import ROUTINGS, layer, random, stack
 from test_gpu_products import few_programs
 
 from kvcli.errors import ModelError

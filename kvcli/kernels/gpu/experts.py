@@ -203,7 +203,7 @@ def plain_dot(X, W, row, x_row, there, K: tl.constexpr, N: tl.constexpr, T: tl.c
     return acc
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER, STARTS, ENDS, OUT, rows,
                    EACH: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, CODING: tl.constexpr,
                    WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,

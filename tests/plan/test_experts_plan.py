@@ -1,0 +1,77 @@
+"""What a plan says of mixtures of experts: the weights that a token reads, and what products need beside them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from expertcases import layer, random
+from kernelcases import backend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcli.runtime.config import FULL, Block, Experts, LayerConfig
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.headers.shapes import planning_config
+from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.plan import footprint
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of tensors that are made inside and still there, and the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self.seen:
+                self._add(each.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        at, nbytes = storage.data_ptr(), storage.nbytes()
+        self.seen.add(at)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._remove, at, nbytes)
+
+    def _remove(self, at: int, nbytes: int) -> None:
+        self.seen.discard(at)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize(("d", "f"), [(64, 128), (128, 32)])
+def test_a_mixture_takes_what_is_planned(d: int, f: int):
+    """But for copies of rows, which compiled products make."""
+    t, made, alive, ops = 40, layer(False, False, d=d, f=f), Alive(), backend("")
+    x = random(t, d) * 0.1
+    ops.experts(x, made)  # the first time it looks at weights
+    with alive:
+        ops.experts(x, made)
+    config = planning_config(
+        "novel", "", [LayerConfig(FULL, 1, 8, 8)], Block(), vocab_size=64, d_model=d, d_ff=0, n_heads=1,
+        context_length=64, experts=Experts(made.routing, f),
+    )  # fmt: skip
+    planned = footprint.activation_bytes(config, t)
+    beside, copies = 8 * t * d, 4 * t * made.routing.used * min(d, f)  # residual and normed rows
+    assert planned - copies - 8 * t * max(d, f) <= alive.most + beside <= planned
+    dense = replace(config, experts=None)
+    assert footprint.gpu_workspace_bytes(config, t) > footprint.gpu_workspace_bytes(dense, t)
+
+
+def test_a_token_reads_the_experts_that_it_has_and_no_layer_that_is_not_run():
+    file = GGUFFile.open(tiny.make("glm4moe-ahead").path)
+    config = from_gguf(file.metadata, {name: x.shape for name, x in file.tensors.items()})
+    counted = footprint.weights_of_tensors(file.tensors, config, CPU)
+    run = {name: x.nbytes for name, x in file.tensors.items() if ".nextn." not in name}
+    experts = sum(nbytes for name, nbytes in run.items() if "_exps" in name)
+    assert counted.packed == sum(run.values()) < sum(x.nbytes for x in file.tensors.values())
+    assert counted.read == counted.packed - run["token_embd.weight"] - experts + experts * 3 // 8
