@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from kvcli.options import SampleOptions
@@ -9,7 +10,8 @@ from kvcli.runtime.engine.events import End, Event, Logprobs, Timings, Token, Us
 
 
 class Answer:
-    """One answer of a model. Iterate over it for pieces of text as they come, once; its properties hold the whole.
+    """One answer of a model. Iterate over it for pieces of text as they come, once, or over `parts` for those of the
+    thinking, too; its properties hold the whole.
 
     A property that needs the end generates what is left, so `model.generate("...").text` is all of the text.
     `close`, or the end of a `with`, ends it early. Whatever the model raises comes out of the call that generates.
@@ -24,6 +26,7 @@ class Answer:
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._waiting: deque[tuple[str, str]] = deque()  # pieces that nobody was given yet
         self._end: End | None = None
         self._events = start(lambda: stopped[0])  # without a circle: an answer that nobody has is gone at once
         self._failed = False
@@ -33,23 +36,37 @@ class Answer:
 
     def __next__(self) -> str:
         """The next piece of text, which is never empty."""
-        while not self.done:
-            try:
-                event = next(self._events)
-            except BaseException:
-                self._failed = True
-                raise
-            if isinstance(event, End):
-                self._end = event
-            if isinstance(event, Token) and event.logprobs is not None:
-                self._logprobs.append(event.logprobs)
-            if isinstance(event, (Token, End)):
-                self._thoughts.append(event.reasoning)
-            text = event.text if isinstance(event, (Token, End)) else ""
-            if text:
-                self._pieces.append(text)
-                return text
+        for kind, piece in self.parts():
+            if kind == "text":
+                return piece
         raise StopIteration
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Pieces as they come, of the thinking, too: ("reasoning", piece) and ("text", piece)."""
+        while self._waiting or not self.done:
+            if not self._waiting:
+                self._take()
+                continue
+            yield self._waiting.popleft()
+
+    def _take(self) -> None:
+        """Let the model go on by one event."""
+        try:
+            event = next(self._events)
+        except BaseException:
+            self._failed = True
+            raise
+        if isinstance(event, End):
+            self._end = event
+        if isinstance(event, Token) and event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
+        if isinstance(event, (Token, End)):
+            for kind, piece, whole in (
+                ("reasoning", event.reasoning, self._thoughts), ("text", event.text, self._pieces)
+            ):  # fmt: skip
+                if piece:
+                    whole.append(piece)
+                    self._waiting.append((kind, piece))
 
     def close(self) -> None:
         """End the answer where it is; its text so far stays, and `finish_reason` is "interrupted"."""

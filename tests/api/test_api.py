@@ -93,6 +93,10 @@ def test_thinking_is_apart_and_templates_take_variables(model: kvcli.Model) -> N
     ended = model.chat("pages", assistant="<think>", reasoning_budget=4, **limits)
     assert ended.reasoning and ended.text and 4 < ended.usage.reasoning_tokens < 16
     assert model.chat("pages", assistant="<think>", reasoning="off", **limits).reasoning == ""
+    parts = list(model.chat("pages", assistant="<think>", reasoning_budget=4, **limits).parts())
+    said = {kind: "".join(piece for each, piece in parts if each == kind) for kind in ("reasoning", "text")}
+    assert said == {"reasoning": ended.reasoning, "text": ended.text}
+    assert [kind for kind, _ in parts] == sorted(kind for kind, _ in parts), "thinking comes first"
     assert model.chat("pages", template_vars={"messages": []}, **limits).prompt_tokens < plain.prompt_tokens
     assert model.generate("a", **limits).reasoning == ""
     for wrong in ({"reasoning": "maybe"}, {"reasoning_budget": -2}):
