@@ -63,6 +63,8 @@ class FakeTemplate:
     trim: bool = False
     broken: bool = False
     options: ChatOptions = MODELS_OWN
+    budget: int = -1
+    switch: tuple[str, ...] = ()
 
     def thinking(self, segments: object, tokenizer: object, lead: str = "") -> None:
         """Fakes do not think."""
