@@ -129,7 +129,7 @@ def test_an_adapter_is_no_model(kv_here: KvHere, tmp_path: Path) -> None:
     facts = json.loads(kv_here("inspect", path, "--json")[1])
     assert (facts["runs"], facts["problem"], facts["kind"]) == (False, reason, None)
     for command in (("estimate", path), ("run", "-m", path, "--no-stdin", "hi")):
-        assert kv_here(*command) == (3, "", f"kv: error: {reason}\n  kv runs whole models only\n")
+        assert kv_here(*command) == (3, "", f"kv: error: {reason}\n  give it as --lora, beside its model\n")
 
 
 def test_a_name_that_is_not_utf8(kv_here: KvHere, tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def check_is_model(metadata: Mapping[str, Any]) -> str:
     arch, kind = metadata.get("general.architecture"), metadata.get("general.type")
     if kind in _OTHER_FILES:
         belongs = f" for {arch} models" if isinstance(arch, str) and kind == "adapter" else ""
-        raise ModelError(f"the file holds {_OTHER_FILES[kind]}{belongs}, not a model", "kv runs whole models only")
+        hint = "give it as `lora`, beside its model" if kind == "adapter" else "kv runs whole models only"
+        raise ModelError(f"the file holds {_OTHER_FILES[kind]}{belongs}, not a model", hint)
     if not isinstance(arch, str):
         raise ModelError("the GGUF file lacks the key general.architecture", "the file is incomplete; convert it again")
     return arch
