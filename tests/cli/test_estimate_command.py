@@ -317,9 +317,9 @@ def test_a_folder_is_planned_as_it_runs(kv_here: KvHere) -> None:
         for each in (tiny.folder("llama-untied"), tiny.make("llama-untied").path)
     )
     assert folder["model_info"]["runs"] is file["model_info"]["runs"] is True
-    assert [folder[key] for key in ("attention", "fixed", "types")] == [
-        file[key] for key in ("attention", "fixed", "types")
-    ]
+    assert [folder[key] for key in ("attention", "fixed")] == [file[key] for key in ("attention", "fixed")]
+    same = ("bytes_per_token", "kv_bytes", "predicted_bytes", "limit_tps")  # what is free changes meanwhile
+    assert [folder["types"][0][key] for key in same] == [file["types"][0][key] for key in same]
 
 
 def test_lists(kv_here: KvHere) -> None:
