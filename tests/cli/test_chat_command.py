@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from calling import Caller
+from chatcases import asked, chat
 from fakes import FakeEngine, FakeTemplate
 from jsonchecks import check
 
@@ -23,14 +24,6 @@ def kv(monkeypatch, capfdbinary):
     caller.drafts = []  # what the editor began with, message by message
     caller.engine = FakeEngine(["one", "two", "three", "four", "five"])
     return caller
-
-
-def chat(kv: Caller, script: str, *args: str):
-    return kv("chat", "--script", *args, stdin=script.encode())
-
-
-def asked(kv: Caller, call: int = -1) -> str:
-    return kv.engine.tokenizer.decode(kv.engine.calls[call][0])
 
 
 # --- scripts

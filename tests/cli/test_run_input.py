@@ -7,8 +7,9 @@ import os
 
 import pytest
 from calling import Caller
+from chatcases import asked
 from fakes import BOS, END, START, FakeEngine, FakeTemplate
-from runcases import asked, question
+from runcases import question
 
 from kvcli.cli import inputs, render
 

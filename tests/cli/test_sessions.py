@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from calling import Caller
+from chatcases import asked, chat
 from fakes import FakeEngine
 from jsonchecks import check
 
@@ -25,14 +26,6 @@ def kv(monkeypatch, capfdbinary, tmp_path):
     caller = Caller(monkeypatch, capfdbinary)
     caller.engine = FakeEngine(ANSWERS)
     return caller
-
-
-def chat(kv: Caller, script: str, *args: str):
-    return kv("chat", "--script", *args, stdin=script.encode())
-
-
-def asked(kv: Caller, call: int = -1) -> str:
-    return kv.engine.tokenizer.decode(kv.engine.calls[call][0])
 
 
 def saved(tmp_path: Path, name: str = "ann") -> dict:

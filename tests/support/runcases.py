@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from calling import Caller
-
-
-def asked(kv: Caller) -> str:
-    """The text of the prompt that the engine got."""
-    return kv.engine.tokenizer.decode(kv.engine.calls[-1][0])
+from chatcases import asked
 
 
 def question(kv: Caller) -> str:

@@ -1,0 +1,86 @@
+"""Commands of `kv chat` that keep it: /save, /export, branches; with an engine that has no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calling import Caller
+from chatcases import ANSWERS, chat, typing
+from fakes import FakeEngine
+
+from kvcli.runtime.promptcache import sessions
+
+
+@pytest.fixture
+def kv(monkeypatch, capfdbinary, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(ANSWERS)
+    return caller
+
+
+@pytest.fixture
+def talk(kv, monkeypatch):
+    return typing(kv, monkeypatch)
+
+
+def test_a_chat_is_saved_from_now_on(kv, tmp_path):
+    outcome = chat(kv, "first\n/branch b\n/save ann\nsecond\n/save\n")
+    assert outcome.code == 0 and "saved as ann after every turn" in outcome.err
+    assert kv.engine.cache_options.stored_from == 1
+    found = sessions.read("ann")
+    assert found.branch == "b" and sorted(found.states) == ["b", "main"]
+    assert [m["content"] for m in found.messages()] == ["first", "one", "second", "two"]
+    assert [m["content"] for m in found.messages("main")] == ["first", "one"]
+    outcome = chat(kv, "third\n/save bob\nfourth\n", "--resume", "ann")
+    assert len(sessions.read("ann").messages()) == 6 and len(sessions.read("bob").messages()) == 8
+    assert chat(kv, "x\n", "--resume", "ann").code == 0, "its lock is free"
+
+
+def test_what_cannot_be_saved_is_said(kv, talk):
+    chat(kv, "first\n", "--session", "ann")
+    held = sessions.Session("eve", "m", {})
+    outcome = talk("/save", "/save ann", "/save a/b", "/save eve", "second")
+    for part in (
+        "/save needs a NAME",
+        "a saved chat 'ann' already",
+        "is not a name for a chat",
+        "open in another kv chat",
+    ):
+        assert part in outcome.err
+    held.close()
+    assert len(sessions.read("ann").messages()) == 2 and outcome.out == "two\n"
+
+
+def test_export_writes_new_files_only(kv, talk, tmp_path):
+    Path("there.md").write_text("mine")
+    outcome = talk("/export a.md", "first", "/export a.md", "/export a.json", "/export there.md", "/export a.txt",
+                   "/export no/a.md", "/export", args=("-sys", "be kind"))  # fmt: skip
+    assert Path("a.md").read_text() == (
+        "# Chat with smollm2\n\n## System\n\nbe kind\n\n## User\n\nfirst\n\n## Assistant\n\none\n"
+    )
+    value = json.loads(Path("a.json").read_text())
+    assert value["kv_schema"] == 2 and value["model"] == "smollm2" and value["session"] is None
+    assert [m["role"] for m in value["messages"]] == ["system", "user", "assistant"]
+    assert Path("there.md").read_text() == "mine"
+    for part in (
+        "nothing to export yet",
+        "wrote 1 turn to a.md",
+        "there.md exists",
+        "neither in .md nor",
+        "cannot write",
+    ):
+        assert part in outcome.err
+    assert "/export needs FILE" in outcome.err
+
+
+def test_what_a_shorter_context_is_refused_with(kv):
+    """The message of the script is named, and the context that holds the conversation."""
+    kv.engine.ctx_size = 200
+    outcome = chat(kv, "first\n/ctx 10\n")
+    told = "kv: error: line 2: the conversation has 27 tokens, more than a context of 10 holds\n"
+    hint = "  /ctx 27 or more holds it, /evict sink keeps the newest text only\n"
+    assert (outcome.code, outcome.err) == (2, told + hint)
