@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvcli.errors import UsageError
-from kvcli.options import SampleOptions
+from kvcli.options import ChatOptions, SampleOptions
 from kvcli.words import meant, near
 
 Options = TypeVar("Options")
@@ -74,6 +74,17 @@ def messages(given: Any) -> list[Mapping[str, Any]]:
     if not found or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found):
         raise UsageError('`messages` must be a text, or a list of {"role": "user", "content": "..."}')
     return found
+
+
+def chat(reasoning: Any, budget: Any, variables: Any) -> ChatOptions:
+    """How a chat template is used. Raises UsageError."""
+    if reasoning not in ("on", "off", "auto"):
+        raise UsageError(f"`reasoning` must be on, off or auto, not {reprlib.repr(reasoning)}")
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < -1:
+        raise UsageError(f"`reasoning_budget` must be -1 (no limit), 0 or more, not {reprlib.repr(budget)}")
+    if not isinstance(variables, Mapping | None) or not all(isinstance(name, str) for name in variables or ()):
+        raise UsageError(f"`template_vars` must be a dict with names, not {reprlib.repr(variables)}")
+    return ChatOptions(None, variables or {}, reasoning, budget)
 
 
 def sampling(base: Any, fields: Mapping[str, Any]) -> SampleOptions:

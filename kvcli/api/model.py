@@ -143,12 +143,10 @@ class Model:
         engine = self._open()
         if engine.loaded.text.template is None:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
-        if reasoning not in ("on", "off", "auto") or reasoning_budget < -1:
-            raise UsageError("`reasoning` is on, off or auto, and `reasoning_budget` -1 or more")
-        options = ChatOptions(None, template_vars or {}, reasoning, reasoning_budget)
+        options = kinds.chat(reasoning, reasoning_budget, template_vars)
         template = engine.loaded.text.template.with_options(options)
         segments = template.render_segments(kinds.messages(messages))
-        thinking = template.thinking(segments, engine.tokenizer, assistant)
+        thinking = template.thinking(segments, engine.tokenizer, kinds.text(assistant, "assistant"))
         ids = engine.tokenizer.encode_segments([*segments, *(thinking.given if thinking else [])], add_bos=True)
         return self._answer(ids, sequence, kinds.sampling(sampling, fields), thinking)
 

@@ -99,9 +99,10 @@ def test_thinking_is_apart_and_templates_take_variables(model: kvcli.Model) -> N
     assert [kind for kind, _ in parts] == sorted(kind for kind, _ in parts), "thinking comes first"
     assert model.chat("pages", template_vars={"messages": []}, **limits).prompt_tokens < plain.prompt_tokens
     assert model.generate("a", **limits).reasoning == ""
-    for wrong in ({"reasoning": "maybe"}, {"reasoning_budget": -2}):
-        with pytest.raises(kvcli.UsageError, match="`reasoning`"):
-            model.chat("pages", **wrong)
+    wrong = {"reasoning": "maybe", "reasoning_budget": -2, "template_vars": ["tools"], "assistant": 3}
+    for name, value in wrong.items():
+        with pytest.raises(kvcli.UsageError, match=f"`{name}` must be"):
+            model.chat("pages", **{name: value})
 
 
 def test_log_probabilities_of_tokens(model: kvcli.Model) -> None:
