@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import triton
 
 from kvcli.kernels import ExpertLayer
 from kvcli.kernels.gpu.experts import route
 from kvcli.kernels.gpu.expertvec import add_experts, matvec_experts, mix_experts
-from kvcli.kernels.gpu.formats import DeviceMatrix
+from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import GATED, STORE
-from kvcli.kernels.gpu.products import Activations, Norm, matvec
+from kvcli.kernels.gpu.products import Activations, Norm, Tiles, matvec
 
 
 class TokenExperts:
@@ -34,7 +35,9 @@ class TokenExperts:
 
     def products(self, layer: ExpertLayer, x: Activations, norm: Norm | None, pdl: int) -> None:
         """What each chosen expert of the vector gives, and the shared one."""
-        matvec(layer.router[0], x, STORE, norm=norm, out=self.logits, pdl=pdl, planes=2)
+        router = layer.router[0]
+        tiles = Tiles(2, triton.next_power_of_2(router.cols), 2, 4) if router.format.kind == PLAIN else None
+        matvec(router, x, STORE, norm=norm, out=self.logits, pdl=pdl, planes=2, chosen=tiles)
         route(self.logits, layer.routing, layer.router_bias, layer.choice_bias, self.ids, self.weights, pdl)
         act = layer.activation
         matvec_experts(layer.gate_up, self.ids, x, norm=norm, into=self.gated, act=act, pdl=pdl)
