@@ -17,6 +17,7 @@ _ALIASES = {
     "--page-size": "--block-size",
     "--keep": "--num-keep --n-keep",
     "--vram-limit": "--gpu-memory-utilization",
+    "--lora": "--lora-scaled",
     "--cache": "--enable-prefix-caching --cache-prompt",
     "--no-cache": "--no-enable-prefix-caching --no-cache-prompt",
     "--prompt-cache": "--prompt-cache-file",
@@ -70,7 +71,7 @@ _NOTES = {
     "--grammar --grammar-file -j --json-schema --json-schema-file --format --response-format": (
         "has no counterpart: answers cannot be bound to a grammar or a schema"
     ),
-    "--lora --lora-scaled --lora-path --adapter-path": "has no counterpart: adapters are not supported",
+    "--lora-path --adapter-path": "is --lora FILE here, of an adapter as a .gguf file",
     "-md --model-draft --draft --draft-max --draft-model --speculative-config": (
         "has no counterpart: there is no speculative decoding"
     ),

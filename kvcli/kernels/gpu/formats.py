@@ -66,6 +66,7 @@ from kvcli.blockformats import (
     Form,
 )
 from kvcli.kernels import grids
+from kvcli.kernels.gpu.entries import ENTRIES, Arrays, flat, half
 from kvcli.kernels.reference import fields, ggml, lookup
 from kvcli.kernels.reference.matmul import QuantTensor
 
@@ -215,31 +216,23 @@ def empty_matrix(form: Form, rows: int, cols: int, device: torch.device, paired:
     )  # fmt: skip
 
 
-Arrays = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
 def _convert(type_: str, blocks: Tensor) -> Arrays:
     """uint8 [n, row bytes] of GGML blocks -> codes, high, scales, supers of those rows."""
     form = FORMS[type_]
     if form.kind == PLAIN:
         return ggml.decode(type_, blocks.contiguous()).to(getattr(torch, form.table)), None, None, None
     b = blocks.unflatten(-1, (-1, FORMATS[type_].bytes))
-    if type_ in _ENTRIES:
-        words, high, scales, supers = _ENTRIES[type_](b)
+    if type_ in ENTRIES:
+        words, high, scales, supers = ENTRIES[type_](b)
         return _planar(words), high, scales, supers
     codes, scales, supers = _PARTS[type_](b)
     codes = codes.flatten(1)
     if form.coding == 8:
-        return _flat(b[..., 2:34], torch.int32), None, scales, supers
+        return flat(b[..., 2:34], torch.int32), None, scales, supers
     if form.coding < 4:
         high = _high_bits(codes >> 2, 1) if form.coding == 3 else None
         return _planar(_few_bits(codes, form.coding)), high, scales, supers
     return _words(codes), _high_bits(codes >> 4, form.high // 32) if form.high else None, scales, supers
-
-
-def _flat(fields: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [n, ...] -> [n, all of them as dtype]."""
-    return fields.flatten(1).contiguous().view(dtype)
 
 
 def _planar(words: Tensor) -> Tensor:
@@ -280,126 +273,62 @@ def _high_bits(high: Tensor, bits: int) -> Tensor:
 def _six_bits(b: Tensor) -> Tensor:
     """The scale and minimum bytes of Q4_K and Q5_K: int16 [n, groups]."""
     scales, minima = fields.six_bit_scales(b[..., 4:16])
-    return _flat(torch.cat((scales, minima), -1).to(torch.uint8).flatten(-2), torch.int16)
+    return flat(torch.cat((scales, minima), -1).to(torch.uint8).flatten(-2), torch.int16)
 
 
 def _q4_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = fields.nibbles(b[..., 16:144].unflatten(-1, (4, 32))).flatten(-2)
-    return codes, _six_bits(b), _flat(b[..., 0:4], torch.int32)
+    return codes, _six_bits(b), flat(b[..., 0:4], torch.int32)
 
 
 def _q5_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = fields.nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-2)
     high = fields.planes(b[..., 16:48], 1).flatten(-2)
-    return low | high << 4, _six_bits(b), _flat(b[..., 0:4], torch.int32)
+    return low | high << 4, _six_bits(b), flat(b[..., 0:4], torch.int32)
 
 
 def _q6_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = fields.nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-2)
     high = fields.planes(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
-    return low | high << 4, _flat(b[..., 192:208], torch.int16), _flat(b[..., 208:210], torch.float16)
+    return low | high << 4, flat(b[..., 192:208], torch.int16), flat(b[..., 208:210], torch.float16)
 
 
 def _q3_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = fields.planes(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
     codes = low | fields.planes(b[..., 0:32], 1).flatten(-2) << 2
     scales = fields.nibbles(b[..., 96:104]) | fields.planes(b[..., 104:108], 2).flatten(-2) << 4
-    return codes, _flat(scales - 32, torch.int16), _flat(b[..., 108:110], torch.float16)
+    return codes, flat(scales - 32, torch.int16), flat(b[..., 108:110], torch.float16)
 
 
 def _q2_k(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = fields.planes(b[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3)
-    return codes, _flat(b[..., 0:16], torch.int16), _flat(b[..., 80:84], torch.int32)
+    return codes, flat(b[..., 0:16], torch.int16), flat(b[..., 80:84], torch.int32)
 
 
 def _iq4_xs(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = fields.nibbles(b[..., 8:136].unflatten(-1, (8, 16))).flatten(-2)
-    return codes, lookup.iq4_xs_scales(b).flatten(1), _flat(b[..., 0:2], torch.float16)
-
-
-def _half(field: Tensor) -> Tensor:
-    return _flat(field, torch.float16)
+    return codes, lookup.iq4_xs_scales(b).flatten(1), flat(b[..., 0:2], torch.float16)
 
 
 # Codes uint8 [n, blocks, elements] (of Q8_0: none), scales, supers.
 _PARTS = {
-    "Q4_0": lambda b: (fields.nibbles(b[..., 2:18]), _half(b[..., 0:2]), None),
-    "Q4_1": lambda b: (fields.nibbles(b[..., 4:20]), _flat(b[..., 0:4], torch.int32), None),
-    "Q5_0": lambda b: (fields.nibbles(b[..., 6:22]) | fields.fifth_bits(b[..., 2:6]), _half(b[..., 0:2]), None),
+    "Q4_0": lambda b: (fields.nibbles(b[..., 2:18]), half(b[..., 0:2]), None),
+    "Q4_1": lambda b: (fields.nibbles(b[..., 4:20]), flat(b[..., 0:4], torch.int32), None),
+    "Q5_0": lambda b: (fields.nibbles(b[..., 6:22]) | fields.fifth_bits(b[..., 2:6]), half(b[..., 0:2]), None),
     "Q5_1": lambda b: (
-        fields.nibbles(b[..., 8:24]) | fields.fifth_bits(b[..., 4:8]), _flat(b[..., 0:4], torch.int32), None
+        fields.nibbles(b[..., 8:24]) | fields.fifth_bits(b[..., 4:8]), flat(b[..., 0:4], torch.int32), None
     ),
-    "Q8_0": lambda b: (b[..., 2:34], _half(b[..., 0:2]), None),
+    "Q8_0": lambda b: (b[..., 2:34], half(b[..., 0:2]), None),
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "Q1_0": lambda b: (fields.in_turn(b[..., 2:18], 1), _half(b[..., 0:2]), None),
-    "TQ1_0": lambda b: (fields.base_3(b[..., 0:52]).byte(), _half(b[..., 52:54]), None),
+    "Q1_0": lambda b: (fields.in_turn(b[..., 2:18], 1), half(b[..., 0:2]), None),
+    "TQ1_0": lambda b: (fields.base_3(b[..., 0:52]).byte(), half(b[..., 52:54]), None),
     "TQ2_0": lambda b: (
-        fields.planes(b[..., 0:64].unflatten(-1, (2, 32)), 2).flatten(-3), _half(b[..., 64:66]), None
+        fields.planes(b[..., 0:64].unflatten(-1, (2, 32)), 2).flatten(-3), half(b[..., 64:66]), None
     ),
-    "IQ4_NL": lambda b: (fields.nibbles(b[..., 2:18]), _half(b[..., 0:2]), None),
+    "IQ4_NL": lambda b: (fields.nibbles(b[..., 2:18]), half(b[..., 0:2]), None),
     "IQ4_XS": _iq4_xs,
     "MXFP4": lambda b: (fields.nibbles(b[..., 1:17]), b[..., 0], None),
     "NVFP4": lambda b: (
-        fields.nibbles(b[..., 4:36].unflatten(-1, (4, 8))).flatten(-2), _flat(b[..., 0:4], torch.int16), None
+        fields.nibbles(b[..., 4:36].unflatten(-1, (4, 8))).flatten(-2), flat(b[..., 0:4], torch.int16), None
     ),
-}  # fmt: skip
-
-
-def _together(*words: Tensor) -> Tensor:
-    """Bytes uint8 [n, ...], a multiple of four a group -> int32 [n, groups, words], one's behind the other's."""
-    groups = words[-1].flatten(1).shape[1] // 4
-    return torch.cat([_flat(w, torch.int32).unflatten(1, (groups, -1)) for w in words], 2)
-
-
-def _twice(scales: Tensor) -> Tensor:
-    """A nibble for 32 elements, [..., groups] -> one for each 16, uint8 [n, all groups]."""
-    return (scales | scales << 4).byte().flatten(1)
-
-
-def _iq2_xxs(b: Tensor) -> Arrays:
-    runs = b[..., 2:66].unflatten(-1, (8, 8))
-    signs, scales = lookup.words_of_signs(runs[..., 4:8].flatten(-2))
-    return _together(runs[..., 0:4], signs.byte()), None, _twice(scales), _half(b[..., 0:2])
-
-
-def _iq2_xs(b: Tensor) -> Arrays:
-    index = fields.u16(b[..., 2:66])
-    above = (index >> 8 & 1).unflatten(-1, (8, 4)) << torch.tensor([0, 2, 4, 6], device=b.device)
-    words = _together((index & 255).byte(), lookup.eight_signs(index >> 9).byte())
-    return words, above.sum(-1).byte().flatten(1), b[..., 66:74].flatten(1), _half(b[..., 0:2])
-
-
-def _iq2_s(b: Tensor) -> Arrays:
-    words = _together(b[..., 2:34], b[..., 34:66])
-    return words, b[..., 66:74].flatten(1), b[..., 74:82].flatten(1), _half(b[..., 0:2])
-
-
-def _iq3_xxs(b: Tensor) -> Arrays:
-    signs, scales = lookup.words_of_signs(b[..., 66:98])
-    return _together(b[..., 2:66], signs.byte()), None, _twice(scales), _half(b[..., 0:2])
-
-
-def _iq3_s(b: Tensor) -> Arrays:
-    words, scales = _together(b[..., 2:66], b[..., 74:106]), fields.alternating(b[..., 106:110])
-    return words, b[..., 66:74].flatten(1), _twice(scales), _half(b[..., 0:2])
-
-
-def _iq1_s(b: Tensor) -> Arrays:
-    qh, i = fields.u16(b[..., 34:50]), torch.arange(4, device=b.device)
-    each = (qh.unsqueeze(-1) >> 3 * i & 7 | (qh >> 15 << 3).unsqueeze(-1)) << 4 * i
-    return _together(b[..., 2:34]), each.sum(-1).short().flatten(1), _twice(qh >> 12 & 7), _half(b[..., 0:2])
-
-
-def _iq1_m(b: Tensor) -> Arrays:
-    d, scales = lookup.iq1_m_scales(b)
-    return (
-        _together(b[..., 0:32]), _flat(b[..., 32:48], torch.int16),
-        (scales[..., 0::2] | scales[..., 1::2] << 4).byte().flatten(1), _half(d),
-    )  # fmt: skip
-
-
-# Words int32 [n, groups, words], high, scales, supers of formats whose codes are numbers of entries of a grid.
-_ENTRIES = {
-    "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s, "IQ1_S": _iq1_s,
-    "IQ1_M": _iq1_m,
 }  # fmt: skip
