@@ -18,6 +18,7 @@ _ALIASES = {
     "--keep": "--num-keep --n-keep",
     "--vram-limit": "--gpu-memory-utilization",
     "--lora": "--lora-scaled",
+    "--chat-template": "--chat-template-file",
     "--cache": "--enable-prefix-caching --cache-prompt",
     "--no-cache": "--no-enable-prefix-caching --no-cache-prompt",
     "--prompt-cache": "--prompt-cache-file",
@@ -60,7 +61,6 @@ _NOTES = {
     "-mu --model-url": "has no counterpart: -m takes org/repo[:quant] of the hub, or a file",
     "-hft --hf-token": "is the variable HF_TOKEN here",
     "--jinja --no-jinja": _SAME + "the model's own chat template is always used",
-    "--chat-template --chat-template-file": "has no counterpart: the model's own template is used; --raw uses none",
     "-rope-scaling --rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx": (
         "has no counterpart: RoPE is as the model's file says"
     ),
