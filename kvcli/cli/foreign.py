@@ -125,7 +125,7 @@ _COMMANDS = {
     "search": "kv models ls --all lists the models known by name",
     "generate complete completions ask cli": "kv run answers one prompt",
     "template render": "kv prompt shows a prompt with its chat template, kv inspect MODEL the template",
-    "create convert quantize": "kv uses GGUF files as they are: kv run -m FILE.gguf",
+    "create quantize": "kv uses GGUF files as they are (kv run -m FILE.gguf), and kv convert makes them of folders",
     "prune clean clear": "kv cache prune clears prompt caches, kv storage rm KIND anything that kv keeps",
     "update upgrade": "pip install -U does it, from where kv was installed",
     "uninstall": "kv storage rm --all removes what kv keeps, pip uninstall kvcli the program",
