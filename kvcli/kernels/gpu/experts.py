@@ -29,7 +29,7 @@ from kvcli.routing import GATINGS, Routing
 
 ROWS = 64  # of a matrix that a program has
 STEP = 4  # groups of columns at a time
-TILES = (16, 32, 64, 128)  # rows of x that a program has
+TILES = (16, 32, 64, 128)  # rows of x that a program has; with as many stages as fit into 99 KiB of shared memory
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
 
 
@@ -248,6 +248,7 @@ def grouped_product(x: HalfRows, weights: DeviceExperts, grouping: Grouping) -> 
         grouping.order, grouping.starts, grouping.ends, out, weights.rows, EACH=pairs // x.values.shape[0],
         EXPERTS=weights.experts, K=m.cols, **constants(m.format), SCALED=x.scales is not None,
         BIASED=weights.bias is not None, N=ROWS, T=grouping.tile, STEP=STEP, num_warps=4,
+        num_stages=2 if m.format.kind == PLAIN or grouping.tile == TILES[-1] else 3,
     )  # fmt: skip
     return out
 
