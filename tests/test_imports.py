@@ -47,7 +47,7 @@ TORCH = """
 kernels
 runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope runtime.model.sealing
 runtime.model.weights
-runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence
+runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.pages runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph runtime.engine.guard
 runtime.engine.sampler

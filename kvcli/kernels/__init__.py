@@ -24,7 +24,7 @@ written in more operations, on a GPU kernels do several of their steps at once.
 | on a CPU | shapes |
 |---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap, angles, sink_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+| `attention(q, kv, start, window, scale, softcap, angles, turned_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
 | `route(logits, routing, bias)` | [T, experts] -> ids int64 and weights [T, used] |
 | `matmul_experts(x, weights, ids)` | x [T or T * used, cols] -> [T * used, rows], each with its expert's matrix |
 | `mix(y, weights)` | y [T * n, D], weights [T, n] -> [T, D] |
@@ -47,7 +47,7 @@ from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
 from kvcli.kernels.experts import ExpertLayer, SharedExpert
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, Basis, PagedKV, Stretch
+from kvcli.kernels.paged import CENTRE_ROWS, NEVER, Angles, Basis, Entries, Into, PagedKV, Stretch
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank, QuantTensor
@@ -59,9 +59,9 @@ HostBackend = NativeBackend | ReferenceBackend
 Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
-    "BACKENDS", "CENTRE_ROWS", "Angles", "AttentionLayer", "Backend", "Basis", "ExpertLayer", "ExpertMatrices",
-    "ExpertTensor", "HostBackend", "LowRank", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch",
-    "backend", "on_host",
+    "BACKENDS", "CENTRE_ROWS", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Entries", "ExpertLayer",
+    "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank", "PagedKV", "QuantTensor", "RecordLayout",
+    "SharedExpert", "Stretch", "backend", "on_host",
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """`attend` on a CPU, and `AttentionLayer`, which says what one layer's attention is on every backend.
 
-All that a layer does with its cache is done here: biases and norms of heads, RoPE, second queries for rows that are
-kept before evicted ones, rotation into the basis of a quantized cache and back, storing, sealing, and the scores of the
-mean that sealed keys lack.
+All that a layer does with its cache is done here: biases and norms of heads, RoPE, second queries for the rows of
+turned entries, rotation into the basis of a quantized cache and back, storing, sealing, and the scores of the mean that
+sealed keys lack.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Rope(Protocol):
     def of(self, spans: Spans) -> Angles:
         """Angles of positions start .. start + n - 1 of each (start, n), one after the other."""
 
-    def inside(self, spans: Spans, gaps: np.ndarray) -> Angles:
-        """Angles of these rows where they stand earlier inside the cache by `gaps`, int64 [sum of n]."""
+    def inside(self, spans: Spans, shift: np.ndarray) -> Angles:
+        """Angles of these rows where they stand earlier inside the cache by `shift`, int64 [sum of n]."""
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """Angles of position 1: float64 [rope_dim / 2]."""
@@ -82,11 +82,11 @@ class Operations(Protocol):
     def store_each(self, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None: ...
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float,
-        angles: Angles | None, sink_q: torch.Tensor | None,
+        angles: Angles | None, turned_q: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
     def attention_each(
         self, q: torch.Tensor, parts: Sequence[Stretch], window: int, scale: float, softcap: float,
-        angles: Sequence[Angles | None], sink_q: torch.Tensor | None,
+        angles: Sequence[Angles | None], turned_q: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -104,16 +104,16 @@ def attention_each(
     scale: float,
     softcap: float,
     angles: Sequence[Angles | None],
-    sink_q: torch.Tensor | None,
+    turned_q: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attention` of each part over its own pages: q, sink_q [T, heads, dim_k] of all -> [T, heads * dim_v].
+    """`attention` of each part over its own pages: q, turned_q [T, heads, dim_k] of all -> [T, heads * dim_v].
 
     `angles`: of each part.
     """
     found = []
     for part, mean in zip(parts, angles, strict=True):
         rows = slice(part.lo, part.hi)
-        second = None if sink_q is None else sink_q[rows]
+        second = None if turned_q is None else turned_q[rows]
         found.append(ops.attention(q[rows], part.kv, part.start, window, scale, softcap, mean, second))
     return torch.cat(found)
 
@@ -134,10 +134,10 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
         _store(ops, qkv[:, n_q:], parts, layer, spans)
     if not layer.norms_last:
         q = _normed(ops, q, layer.q_norm, layer.eps)
-    sink_q = _sink_queries(ops, q, parts, spans, layer.rope)
+    turned_q = _turned_queries(ops, q, parts, layer.rope)
     if layer.rope is not None:
         ops.rope_(q, *layer.rope.of(spans))
-    queries = [x for x in (q, sink_q) if x is not None]
+    queries = [x for x in (q, turned_q) if x is not None]
     if layer.norms_last:
         queries = [_normed(ops, x, layer.q_norm, layer.eps) for x in queries]
     rotated_k, rotated_v = kv.rotated
@@ -145,9 +145,9 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
         amplify(x, spans, layer)
         if rotated_k:
             ops.rotate_(x)
-    q, sink_q = queries[0], queries[1] if sink_q is not None else None
+    q, turned_q = queries[0], queries[1] if turned_q is not None else None
     angles = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
-    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, sink_q)
+    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, turned_q)
     if rotated_v:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out
@@ -191,16 +191,14 @@ def _normed(ops: Operations, x: torch.Tensor, norm: torch.Tensor | None, eps: fl
     return ops.rms_norm(x if norm.numel() == x.shape[-1] else x.flatten(1), norm, eps).view(x.shape)
 
 
-def _sink_queries(
-    ops: Operations, q: torch.Tensor, parts: Sequence[Stretch], spans: Spans, rope: Rope | None
+def _turned_queries(
+    ops: Operations, q: torch.Tensor, parts: Sequence[Stretch], rope: Rope | None
 ) -> torch.Tensor | None:
-    """Queries for the rows that are kept before evicted ones: q [T, heads, dim_k], not turned yet, turned to where it
-    stands inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
-    if rope is None or parts[0].kv.keep == 0:
+    """Queries for the rows of turned entries: q [T, heads, dim_k], not turned yet, with RoPE at the positions that they
+    have inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
+    if rope is None or all(part.shift is None for part in parts):
         return None
-    gaps = np.concatenate([part.kv.gaps(*part.span) for part in parts])
-    if not gaps.any():
-        return None
-    sink_q = q.clone(memory_format=torch.contiguous_format)
-    ops.rope_(sink_q, *rope.inside(spans, gaps))
-    return sink_q
+    shift = [np.zeros(part.hi - part.lo, np.int64) if part.shift is None else part.shift for part in parts]
+    turned_q = q.clone(memory_format=torch.contiguous_format)
+    ops.rope_(turned_q, *rope.inside(tuple(part.span for part in parts), np.concatenate(shift)))
+    return turned_q

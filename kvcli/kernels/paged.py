@@ -1,4 +1,4 @@
-"""`PagedKV`: what a kernel sees of one layer's cache."""
+"""`PagedKV`: what a kernel sees of one layer's cache: a list of entries, which says all about who sees which rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
+NEVER = np.iinfo(np.int64).max  # `Entries.until` of what no query stops seeing
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]
+Memory = Sequence[torch.Tensor | None]  # pages as uint8 [layers, layer_bytes]; None where there is none
 
 
 @dataclass
@@ -33,13 +35,91 @@ class Basis:
     known: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Which rows of one class of pages the queries of a step see, and how: int64 [n] each, in the order of `first`.
+
+    Entry i shows slots [lo, hi) of a page, which are the rows at positions first + lo .. first + hi - 1, to queries at
+    positions [since, until) that stand at the row's position or behind it (and in whose reach it is, in a layer with a
+    sliding window). A page may have several entries, but a query sees each row in one of them at most. Where rows were
+    compacted or moved `first` is nominal: nothing but order and causality comes from it.
+
+    `addresses`: where the records of the group's first layer begin in the page. `turned`: 0 = the rows are scored by
+    the ordinary query; 1 = by one that stands as much nearer to them as `PagedKV.shift` says.
+    `memory`: the same pages as tensors. `made`: what others derive from the list, for as long as it lives.
+    """
+
+    addresses: np.ndarray
+    first: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    since: np.ndarray
+    until: np.ndarray
+    turned: np.ndarray
+    memory: Memory
+    made: dict[object, object] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @classmethod
+    def whole(cls, addresses: np.ndarray, memory: Memory, page_size: int, first_page: int = 0) -> Entries:
+        """Pages one behind the other, of which every query sees every row: the first holds those from position
+        first_page * page_size on."""
+        n = len(addresses)
+        first, zeros = (first_page + np.arange(n, dtype=np.int64)) * page_size, np.zeros(n, dtype=np.int64)
+        return cls(addresses, first, zeros, zeros + page_size, zeros, zeros + NEVER, zeros, memory)
+
+    def shows(self, positions: np.ndarray) -> np.ndarray:
+        """How many rows of each entry queries at `positions`, int64 [t], see, sliding windows aside: int64 [t, n]."""
+        at = positions[:, None]
+        rows = np.minimum(self.hi, at + 1 - self.first) - self.lo
+        return np.where((self.since <= at) & (at < self.until), np.maximum(rows, 0), 0)
+
+    def find(self, row: int, query: int) -> int | None:
+        """The entry in which a query at position `query` sees the row at position `row`."""
+        there = (self.first + self.lo <= row) & (row < self.first + self.hi)
+        found = np.flatnonzero(there & (self.since <= query) & (query < self.until))
+        return int(found[0]) if len(found) and row <= query else None
+
+
+@dataclass(frozen=True, eq=False)
+class Into:
+    """Pages of one class that a step writes into: `addresses` and `memory` as in `Entries`, page after page.
+
+    The first one holds the rows from position `first` on, a multiple of the page size. A page that the class lacks has
+    the address 0: in the sealed class, one that the step does not fill. `whole`: such a page is encoded in one piece
+    when it is full; else row by row, as they come.
+    """
+
+    first: int
+    addresses: np.ndarray
+    memory: Memory
+    whole: bool = True
+
+    @cached_property
+    def _there(self) -> tuple[int, int]:
+        """The places [a, b) of the pages that the class has."""
+        there = np.flatnonzero(self.addresses).tolist()
+        return (there[0], there[-1] + 1) if there else (0, 0)
+
+    def sealed(self, start: int, end: int, page_size: int) -> tuple[int, int]:
+        """The rows [a, b) that are encoded into these pages as rows [start, end) come; there are none where a >= b."""
+        first, last = (self.first + at * page_size for at in self._there)
+        return (first, last) if self.whole or first == last else (max(first, start), min(last, end))
+
+
 class Stretch(NamedTuple):
-    """Rows [lo, hi) of a step: those from position `start` on of the sequence whose layer `kv` is."""
+    """Rows [lo, hi) of a step: those from position `start` on of the sequence whose layer `kv` is.
+
+    `shift`: `PagedKV.shift` of these rows, which all layers of a group share.
+    """
 
     lo: int
     hi: int
     kv: PagedKV
     start: int
+    shift: np.ndarray | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -49,67 +129,45 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's rows as pages by address.
+    """One layer's rows as a list of entries.
 
-    `addresses`: int64 [n_pages], the layer's first record in each page. `pages`: the same memory as uint8 tensors
-    [layers, layer_bytes] (whole pages of the group, of which this is layer `layer`). The first `front` of the list hold
-    the first positions of the sequence, the others those from `first_page * page_size` on.
-
-    Where the cache type is below 16 bits these are the *sealed* pages, and `open` has pages in 16 bits: the first
-    `sinks` of the sequence, and the last `tail` up to the one being filled. A page that is not there has the address
-    0. A query reads the sinks, its own page and the tail - 1 before it open, all others sealed: precision depends on
-    positions alone.
-
-    Where old rows are evicted (`retained` > 0) a query sees the first `keep` rows and those from `oldest(position)` on.
+    The list is one for all layers of a group: this is layer `layer`, whose records stand `offset` bytes behind the
+    addresses in `entries` and `into`. Where the cache type is below 16 bits these are the *sealed* pages, and `open` is
+    the same layer's class in 16 bits, with entries of its own. Entries say which query reads which class; rows of a
+    step are written into the open one.
     """
 
     record: RecordLayout
-    addresses: np.ndarray
-    pages: Sequence[torch.Tensor | None]
-    layer: int
-    first_page: int
+    entries: Entries
+    into: Into
+    layer: int = 0
+    offset: int = 0
     open: PagedKV | None = None
-    sinks: int = 0
-    tail: int = 0
-    front: int = 0
-    keep: int = 0
-    retained: int = 0
     basis: Basis = field(default_factory=Basis, compare=False)
     descriptors: dict[object, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
-    def records(self, page: int) -> torch.Tensor:
-        """uint8 [kv_heads, record_bytes]: a writable view of the page that holds positions page * page_size, ..."""
-        r = self.record
-        at = self.index(page)
-        found = self.pages[at] if at >= self.front or page < self.front else None
-        if found is None:
-            raise ValueError(f"page {page} is not in this class of pages")
-        return found[self.layer].view(r.kv_heads, r.record_bytes)
-
-    def index(self, page: int) -> int:
-        """Where in the list a page stands that is there."""
-        return page if page < self.front else page - self.first_page + self.front
-
     @property
-    def numbers(self) -> np.ndarray:
-        """The number of each page in the list: int64 [n_pages]."""
-        n = np.arange(len(self.addresses))
-        return np.where(n < self.front, n, n - self.front + self.first_page)
+    def classes(self) -> tuple[PagedKV, ...]:
+        """The layer in each of its classes of pages."""
+        return (self,) if self.open is None else (self, self.open)
 
-    def oldest(self, position: np.ndarray) -> np.ndarray:
-        """The first row, beside the first `keep`, that queries at these positions see; 0 = they see every row.
+    def shift(self, start: int, n: int) -> np.ndarray | None:
+        """How much nearer queries at positions start .. start + n - 1 stand to rows of turned entries than their
+        numbers say: int64 [n]. None = no entry is turned, or all the shifts are 0.
 
-        The `retained` most recent rows and what else is in the oldest page of those: whole pages are let go of. A gap
-        that begins behind row `keep` is one: nothing was evicted before that.
+        The cache is numbered anew without what was evicted: the last of m rows that a query sees, its own, is row m - 1
+        (StreamingLLM, arXiv 2309.17453).
         """
-        first = np.maximum(position - self.retained + 1, 0) // self.record.page_size * self.record.page_size
-        return np.where((self.retained > 0) & (first > self.keep), first, 0)
+        if not any(kv.entries.turned.any() for kv in self.classes):
+            return None
+        positions = np.arange(start, start + n)
+        shift = positions + 1 - sum(kv.entries.shows(positions).sum(1) for kv in self.classes)
+        return shift if shift.any() else None
 
-    def gaps(self, start: int, n: int) -> np.ndarray:
-        """Evicted rows of queries at positions start, start + 1, ...: int64 [n]. The first `keep` rows are scored with
-        a query that stands that much earlier."""
-        first = self.oldest(np.arange(start, start + n))
-        return np.where(first > 0, first - self.keep, 0)
+    def find(self, row: int, query: int) -> tuple[PagedKV, int] | None:
+        """The class and the entry in which a query at position `query` sees the row at position `row`."""
+        found = ((kv, kv.entries.find(row, query)) for kv in self.classes)
+        return next(((kv, at) for kv, at in found if at is not None), None)
 
     @cached_property
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:
@@ -124,18 +182,20 @@ class PagedKV:
             self.open is not None and r.codec_v != self.open.record.codec_v,
         )
 
-    def view(self, page: int, own: int) -> PagedKV:
-        """The class of pages in which a query of page `own` reads `page`."""
-        return self.open if self.open is not None and (page < self.sinks or page > own - self.tail) else self
+    def records(self, page: torch.Tensor | None) -> torch.Tensor:
+        """uint8 [kv_heads, record_bytes]: this layer's, writable, of a page of `Entries.memory` or `Into.memory`."""
+        if page is None:
+            raise ValueError("the page is not in this class of pages")
+        return page[self.layer].view(self.record.kv_heads, self.record.record_bytes)
 
-    def slots(self, page: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(self, page: torch.Tensor | None, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Writable bytes of slots [lo, hi): K uint8 [kv_heads, n, k_row_bytes] and V likewise."""
         r, records = self.record, self.records(page)
         k = records[:, : r.page_size * r.k_row_bytes].view(r.kv_heads, r.page_size, r.k_row_bytes)
         v = records[:, r.v_offset : r.v_offset + r.page_size * r.v_row_bytes]
         return k[:, lo:hi], v.view(r.kv_heads, r.page_size, r.v_row_bytes)[:, lo:hi]
 
-    def scales(self, page: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def scales(self, page: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Scales of a page's K rows and V rows: float16 [kv_heads, page_size] in the page (writable), float32
         [kv_heads] of the sequence, or None."""
         r, records = self.record, self.records(page)
@@ -144,22 +204,29 @@ class PagedKV:
             found.append(records[:, at : at + 2 * r.page_size].view(torch.float16) if at else fixed)
         return found[0], found[1]
 
-    def centre(self, page: int, angles: Angles | None) -> torch.Tensor | None:
+    @property
+    def centres(self) -> np.ndarray:
+        """Where the mean of keys has angles of its own, as a row's position: int64 [n], the middle of each CENTRE_ROWS
+        rows of each page of `entries` and, behind those, of `into`."""
+        size = self.record.page_size
+        pages = np.concatenate([self.entries.first, self.into.first + size * np.arange(len(self.into.addresses))])
+        return np.add.outer(pages, np.arange(0, size, CENTRE_ROWS) + (CENTRE_ROWS - 1) / 2).flatten()
+
+    def centre(self, at: int, angles: Angles | None) -> torch.Tensor | None:
         """What the keys of each row of a sealed page lack: float32 [kv_heads, page_size, dim_k], rotated, or None.
 
-        The mean takes part in RoPE like a key, at the middle of each CENTRE_ROWS rows; `angles` are for those of the
-        pages in the list.
+        The mean takes part in RoPE like a key, at the middle of each CENTRE_ROWS rows. `angles`: those of `centres`;
+        the page is number `at` among those that they are for.
         """
         if self.basis.centre is None or self.open is None:
             return None
-        size = self.record.page_size
-        first, n = self.index(page) * size // CENTRE_ROWS, size // CENTRE_ROWS
+        n = self.record.page_size // CENTRE_ROWS
         rows = self.basis.centre.repeat(n, 1, 1)  # [n, kv_heads, dim_k]
         if angles is not None:
-            rope_(rows, *(x[first : first + n] for x in angles))
+            rope_(rows, *(x[at * n : (at + 1) * n] for x in angles))
         return rotate(rows).repeat_interleave(CENTRE_ROWS, 0).transpose(0, 1)
 
-    def rows(self, page: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, page: torch.Tensor | None, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots [lo, hi) decoded: K float32 [kv_heads, n, dim_k] (less `centre`, where there is one), and V."""
         r, (k, v) = self.record, self.slots(page, lo, hi)
         decoded = []

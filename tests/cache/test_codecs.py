@@ -13,6 +13,7 @@ import math
 import pytest
 import torch
 from kernelcases import ISAS, backend, native, one_thread, same_bits
+from kernelcases import page as page_of
 from sealedcases import DIMS, PAIRS, SEALED, Cache, gaussian, layout
 
 from kvcli.codecs import CODECS
@@ -163,7 +164,7 @@ def test_native_sealing_agrees_with_the_reference(dims: tuple[int, int], isa: st
         caches = filled(ops, types, dims, tail=tail), sealed_by_the_reference(types, dims, tail)
         record = caches[0].kv.record
         for page in range(1, 4):
-            found, expected = (c.kv.rows(page, 0, 16) for c in caches)
+            found, expected = (c.kv.rows(page_of(c.kv, page), 0, 16) for c in caches)
             for a, b, codec, bits in zip(found, expected, (record.codec_k, record.codec_v), (0, 1), strict=True):
                 assert a.isfinite().all() and b.isfinite().all(), (types, page)
                 levels = (1 << codec.bits) - 1 - codec.lowest
@@ -191,7 +192,7 @@ def test_native_fp8_has_the_bytes_of_torch_for_every_half(name: str, isa: str):
             expected = codecs.of(CODECS[name]).encode(
                 rows[128 * page - 128 : 128 * page, 0][None], torch.tensor([scale])
             )
-            for data in kv.slots(page, 0, 128):
+            for data in kv.slots(page_of(kv, page), 0, 128):
                 assert torch.equal(data, expected), (scale, page)
 
 
@@ -264,13 +265,13 @@ def test_sinks_and_the_own_page_are_read_in_16_bits_and_all_others_sealed():
     before = cache.attend(q, 64)
     assert kv.open is not None
     for page in range(1, 4):  # open pages that were sealed in this step
-        kv.open.records(page).fill_(0xFF)
+        kv.open.records(page_of(kv.open, page)).fill_(0xFF)
     assert same_bits(cache.attend(q, 64), before)
     for source, page in ((kv, 1), (kv, 3), (kv.open, 0), (kv.open, 4)):
-        saved = source.records(page).clone()
-        source.records(page).fill_(0x11)
+        saved = source.records(page_of(source, page)).clone()
+        source.records(page_of(source, page)).fill_(0x11)
         assert not same_bits(cache.attend(q, 64), before), page
-        source.records(page).copy_(saved)
+        source.records(page_of(source, page)).copy_(saved)
     assert same_bits(cache.attend(q, 64), before)
 
 

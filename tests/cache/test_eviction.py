@@ -16,15 +16,16 @@ from kernelcases import backend, one_thread
 from sealedcases import PAIRS, SEALED, Cache, PoisonedPool, layout
 
 from kvcli.errors import UsageError
-from kvcli.kernels import PagedKV
 from kvcli.kernels.reference.rotation import rotate
 from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.model.rope import RopeTable
 
 SIZE, DIM = 16, 32
+POLICIES = [policy.retention for name in eviction.names() if (policy := eviction.policy(name)).retention]
 TYPES = [(t, t) for t in ("f32", "f16", "bf16", *SEALED)] + list(PAIRS)
 FAR = 10_000_000
 
@@ -49,21 +50,21 @@ class Evicting(Cache):
 
     def ask(self, q: torch.Tensor, start: int, softcap: float = 0.0) -> torch.Tensor:
         """float32 [T, heads * DIM] for q [T, heads, DIM], as a model computes it."""
-        turned_q, sink_q, gaps = q.clone(), q.clone(), self.kv.gaps(start, len(q))
-        self.ops.rope_(turned_q, *self.rope.at(start, len(q)))
-        self.ops.rope_(sink_q, *self.rope.inside(((start, len(gaps)),), gaps))
-        if self.kv.rotated[0]:
-            self.ops.rotate_(turned_q)
-            self.ops.rotate_(sink_q)
-        second = sink_q if gaps.any() else None
-        return self.ops.attention(turned_q, self.kv, start, 0, DIM**-0.5, softcap, self.angles, second)
+        shift, span = self.kv.shift(start, len(q)), ((start, len(q)),)
+        queries = [q.clone()] if shift is None else [q.clone(), q.clone()]
+        for each, by in zip(queries, (np.zeros(len(q)), shift), strict=False):
+            self.ops.rope_(each, *self.rope.inside(span, by))
+            if self.kv.rotated[0]:
+                self.ops.rotate_(each)
+        second = None if shift is None else queries[1]
+        return self.ops.attention(queries[0], self.kv, start, 0, DIM**-0.5, softcap, self.angles, second)
 
     def naive(self, q: torch.Tensor, start: int, softcap: float = 0.0) -> torch.Tensor:
         """The same in float64, one query at a time, over keys that are brought back before RoPE and numbered anew."""
         retention, kv_heads = self.layout.retention, self.kv.record.kv_heads
         group, out = q.shape[1] // kv_heads, []
         for position, query in enumerate(q.double(), start):
-            first = max(0, position - retention.window + 1) // SIZE * SIZE
+            first = retention.start(position)
             rows = [*range(min(retention.keep, first)), *range(first, position + 1)]
             keys, values = self._rows(rows, position // SIZE)
             keys = turned(keys, np.arange(len(rows)), self.rope)
@@ -132,7 +133,7 @@ def test_attention_is_that_of_a_naive_cache(
 ):
     sinks, tail = pages if any(pages) else (1, 1)
     where = layout(types, (DIM, DIM), heads[0], SIZE, sinks=sinks, tail=tail)
-    cache = Evicting(backend(name), where.evicting(Retention(keep, window, SIZE)))
+    cache = Evicting(backend(name), where.evicting(Rolling(keep, window, SIZE)))
     check(cache, steps, heads[1], fill(cache, steps, seed), 20.0 if seed % 5 == 0 else 0.0)
 
 
@@ -141,7 +142,7 @@ def test_attention_is_that_of_a_naive_cache(
 @pytest.mark.parametrize("types", (("f16", "f16"), ("int4", "int8"), ("fp8", "int4")), ids="/".join)
 def test_after_many_evictions_and_over_several_spans(name: str, types: tuple[str, str]):
     """Kept rows and the window lie in spans of pages of their own; single queries and many."""
-    where = layout(types, (DIM, DIM), 2, SIZE).evicting(Retention(200, 170, SIZE))
+    where = layout(types, (DIM, DIM), 2, SIZE).evicting(Rolling(200, 170, SIZE))
     cache = Evicting(backend(name), where)
     fill(cache, [70] * 20, 1)
     for last in (1, 50):
@@ -152,17 +153,14 @@ def test_after_many_evictions_and_over_several_spans(name: str, types: tuple[str
 @pytest.mark.parametrize("types", (("f32", "f32"), ("int4", "int4")), ids="/".join)
 def test_positions_beyond_ten_million(name: str, types: tuple[str, str]):
     """As if so many tokens had gone by after the first ones; the naive cache stays below position 100."""
-    cache = Evicting(backend(name), layout(types, (DIM, DIM), 1, SIZE).evicting(Retention(20, 40, SIZE)))
+    cache = Evicting(backend(name), layout(types, (DIM, DIM), 1, SIZE).evicting(Rolling(20, 40, SIZE)))
     fill(cache, [3 * SIZE], 1)
     cache.seq.tokens.extend([0] * FAR)
     cache.seq.drop()
-    for held in cache.seq._lists:
-        assert held.pages == [] and len(held.front) == 2
-        held.first = FAR // SIZE + 3
+    assert sorted(number for _, number in cache.seq.numbered()) == [0, 1]
     random = fill(cache, [60, 30, 1, 9], 2)
     check(cache, [9], 2, random)
-    tables = cache.rope._centres.values()
-    assert all(cos.shape[0] < 40 for cos, _ in tables)
+    assert len(cache.kv.entries) < 9
 
 
 def pages_held(cache: Cache) -> list[int]:
@@ -174,7 +172,7 @@ def pages_held(cache: Cache) -> list[int]:
 @pytest.mark.parametrize(("keep", "window"), ((0, 16), (4, 33), (32, 64), (50, 17)))
 @pytest.mark.parametrize("step", (1, 16, 40))
 def test_pages_are_planned_and_come_back(types: tuple[str, str], keep: int, window: int, step: int):
-    where = layout(types, (DIM, DIM), 1, SIZE).evicting(Retention(keep, window, SIZE))
+    where = layout(types, (DIM, DIM), 1, SIZE).evicting(Rolling(keep, window, SIZE))
     cache = Cache(backend("reference"), where)
     held = []
     for start in range(0, 400, step):
@@ -195,7 +193,7 @@ def test_pages_are_planned_and_come_back(types: tuple[str, str], keep: int, wind
 
 
 def test_a_fork_shares_kept_pages_and_closing_one_leaves_the_other():
-    cache = Cache(backend("reference"), layout(("int4", "int4"), (DIM, DIM)).evicting(Retention(20, 32, SIZE)))
+    cache = Cache(backend("reference"), layout(("int4", "int4"), (DIM, DIM)).evicting(Rolling(20, 32, SIZE)))
     fill(cache, [150], 3)
     used = pages_held(cache)
     twin = cache.seq.fork()
@@ -209,7 +207,7 @@ def test_a_fork_shares_kept_pages_and_closing_one_leaves_the_other():
 
 
 def test_what_was_evicted_cannot_be_gone_back_to():
-    cache = Cache(backend("reference"), layout(("f16", "f16"), (DIM, DIM)).evicting(Retention(4, 32, SIZE)))
+    cache = Cache(backend("reference"), layout(("f16", "f16"), (DIM, DIM)).evicting(Rolling(4, 32, SIZE)))
     seq = cache.seq
     fill(cache, [40, 7], 3)
     assert (seq.evicted, seq.kept, seq.rewindable(10)) == (0, 47, 10)  # a page is still all there
@@ -223,7 +221,7 @@ def test_what_was_evicted_cannot_be_gone_back_to():
 
 
 def test_losses_say_why():
-    kept = layout(("f16", "f16"), (DIM, DIM)).evicting(Retention(4, 32, SIZE))
+    kept = layout(("f16", "f16"), (DIM, DIM)).evicting(Rolling(4, 32, SIZE))
     sealed = layout(("int8", "f16"), (DIM, DIM))
     seq, other = Sequence(PoisonedPool(kept)), Sequence(PoisonedPool(sealed))
     seq.reserve([0] * 100)
@@ -234,11 +232,14 @@ def test_losses_say_why():
 
 @given(st.integers(0, 70), st.integers(16, 90), st.integers(0, 400))
 def test_the_kernels_and_the_plan_agree_on_what_is_seen(keep: int, window: int, position: int):
-    retention = Retention(keep, window, SIZE)
+    retention = Rolling(keep, window, SIZE)
     where = layout(("f32", "f32"), (DIM, DIM)).evicting(retention)
-    kv: PagedKV = Sequence(PoisonedPool(where)).views()[0][0]
-    gap = retention.gap(position)
-    assert kv.gaps(position, 1).tolist() == [gap]
+    seq, gaps = Sequence(PoisonedPool(where)), [retention.gap(p) for p in range(position + 1)]
+    for n, expected in ((position, gaps[:-1]), (1, gaps[-1:])):  # from the start, and with old pages gone
+        shift = seq.reserve([0] * n).shifts[0]
+        assert shift is None if keep == 0 or not any(expected) else shift.tolist() == expected
+        seq.commit([0] * n)
+    gap = gaps[-1]
     seen = where.groups[0].rows_seen(position + 1)
     assert seen == position + 1 - gap <= keep + window + SIZE - 1
     assert seen >= min(position + 1, window)
@@ -259,7 +260,7 @@ def test_whatever_is_done_every_row_that_can_be_seen_is_right(
     operations: list[tuple[str, int]], keep: int, window: int
 ):
     """Sequences that share pages; a row says which token and position it belongs to."""
-    retention = Retention(keep, window, SIZE)
+    retention = Rolling(keep, window, SIZE)
     pool = PoisonedPool(tiny_layout().evicting(retention))
     live, tokens = [(Sequence(pool), [])], iter(range(1, 1 << 20))
     for kind, n in operations:
@@ -300,11 +301,11 @@ def check_visible(seq: Sequence, tokens: list[int], retention: Retention) -> Non
 def test_policies_are_files():
     assert eviction.names() == ("none", "sink", "window")
     assert eviction.retention(EvictOptions(), 64, 64) is None
-    assert eviction.retention(EvictOptions("window"), 1024, 64) == Retention(0, 960, 64)
-    assert eviction.retention(EvictOptions("sink"), 1024, 64) == Retention(4, 896, 64)
-    assert eviction.retention(EvictOptions("sink", keep=65), 1024, 64) == Retention(65, 832, 64)
-    assert eviction.retention(EvictOptions("sink", 100, 0), 1024, 64) == Retention(0, 100, 64)
-    assert eviction.retention(EvictOptions("sink", 100, -1), 1024, 64) == Retention(0, 960, 64)
+    assert eviction.retention(EvictOptions("window"), 1024, 64) == Rolling(0, 960, 64)
+    assert eviction.retention(EvictOptions("sink"), 1024, 64) == Rolling(4, 896, 64)
+    assert eviction.retention(EvictOptions("sink", keep=65), 1024, 64) == Rolling(65, 832, 64)
+    assert eviction.retention(EvictOptions("sink", 100, 0), 1024, 64) == Rolling(0, 100, 64)
+    assert eviction.retention(EvictOptions("sink", 100, -1), 1024, 64) == Rolling(0, 960, 64)
 
 
 @given(st.sampled_from(("window", "sink")), st.sampled_from((16, 64)), st.integers(1, 3000), st.integers(0, 500))
@@ -329,7 +330,10 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
         (EvictOptions("window", keep=4), "`keep` needs `evict=sink`, not window"),
         (EvictOptions("sink", keep=-2), "`keep` must be 0 or more, .* not -2"),
         (EvictOptions("sink", 63), "`window` is 63, less than a page of 64"),
-        (EvictOptions("sink", 512, 4), r"64 for the 4 kept in whole pages \+ 512 of window \+ a page of 64 .* = 640"),
+        (
+            EvictOptions("sink", 512, 4),
+            r"64 for the 4 kept in whole pages \+ 512 of window \+ 64 more before old ones go = 640",
+        ),
         (EvictOptions("sink", keep=400), r"448 for the 400 kept in whole pages \+ at least 64 of window .* = 576"),
     ],
 )

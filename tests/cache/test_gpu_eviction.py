@@ -15,7 +15,7 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import DevicePages
 from kvcli.kernels.gpu.rows import LOG2_E
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine.graph.pages import GroupTables
 from kvcli.runtime.plan import footprint
 
@@ -136,7 +136,7 @@ def check(layer: Evicting, t: int, ring: bool, splits: int = 3, softcap: float =
     ],
 )
 def test_one_query(types, heads, retention, steps, more, ring):
-    layer = Evicting(types, (64, 64), *heads, norm=True, retention=Retention(*retention, SIZE), **more)
+    layer = Evicting(types, (64, 64), *heads, norm=True, retention=Rolling(*retention, SIZE), **more)
     layer.fill(steps)
     assert layer.cache.seq.evicted
     check(layer, 1, ring)
@@ -161,7 +161,7 @@ def test_one_query(types, heads, retention, steps, more, ring):
 )
 def test_before_and_at_the_first_eviction(types, keep, rows, more):
     """Kept pages that are the query's own, that are not there yet, and from which nothing is gone yet."""
-    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(keep, 40, SIZE), **more)
+    layer = Evicting(types, (64, 64), 1, 2, retention=Rolling(keep, 40, SIZE), **more)
     layer.fill((rows,))
     check(layer, 1, True, splits=1)
     assert layer.cache.kv.gaps(rows, 1)[0] == (10 if rows >= 119 else 0)
@@ -182,7 +182,7 @@ def test_before_and_at_the_first_eviction(types, keep, rows, more):
 )
 def test_blocks_of_queries(types, heads, retention, steps, t, more):
     """Within a block some see more than others."""
-    layer = Evicting(types, (64, 64), *heads, retention=Retention(*retention, SIZE), **more)
+    layer = Evicting(types, (64, 64), *heads, retention=Rolling(*retention, SIZE), **more)
     layer.fill(steps)
     check(layer, t, False, splits=1, softcap=3.0)
     assert len(set(layer.cache.kv.gaps(sum(steps), t))) > 1
@@ -191,7 +191,7 @@ def test_blocks_of_queries(types, heads, retention, steps, t, more):
 @pytest.mark.slow
 @pytest.mark.parametrize(("types", "t", "ring"), [(F16, 1, True), (INT8, 1, True), (INT4, 5, False)])
 def test_positions_beyond_ten_million(types, t, ring):
-    layer = Evicting(types, (64, 64), 1, 2, retention=Retention(20, 40, SIZE))
+    layer = Evicting(types, (64, 64), 1, 2, retention=Rolling(20, 40, SIZE))
     layer.fill((48,))
     layer.far()
     layer.fill((48, 35))
@@ -203,7 +203,7 @@ def test_sealing_in_a_ring(types, more):
     """The same bytes as the reference."""
     sealed = []
     for kernel in (True, False):
-        layer = Evicting(types, (64, 64), 1, 1, retention=Retention(20, 40, SIZE), **more)
+        layer = Evicting(types, (64, 64), 1, 1, retention=Rolling(20, 40, SIZE), **more)
         cache = layer.cache
         layer.fill((150, 9))
         start, pages = layer.begin(1, True)

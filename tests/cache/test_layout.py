@@ -10,7 +10,7 @@ from cachecases import SmallPool, chunks, tiny_layout
 
 from kvcli.codecs import CODECS, RecordLayout, Section
 from kvcli.errors import UsageError
-from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import PAGE_SIZES, KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
@@ -131,7 +131,7 @@ def test_long_contexts_cost_a_sliding_group_nothing():
 
 def test_where_every_layer_slides_there_is_nothing_to_evict():
     """A flag that would do nothing is refused."""
-    retention, slides = Retention(4, 100, 64), KVLayout.build(model((_LOCAL,) * 3), "f16", "f16")
+    retention, slides = Rolling(4, 100, 64), KVLayout.build(model((_LOCAL,) * 3), "f16", "f16")
     assert slides.evicting(None) == slides
     with pytest.raises(UsageError, match="nothing to evict"):
         slides.evicting(retention)

@@ -11,7 +11,7 @@ from cachecases import SIZE, WINDOW, SmallPool, append, check_rows, read, tiny_l
 
 from kvcli.errors import DoesNotFit
 from kvcli.runtime.cache import layout as layouts
-from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
 from kvcli.runtime.cache.sequence import Sequence
@@ -204,7 +204,7 @@ def test_utilization_where_rows_are_evicted(k: str) -> None:
     config = ModelConfig("llama", "tiny", 10, 64, 64, 1, 4096, 1e-5, (layer,), 1.0)
     plain = KVLayout.build(config, k, k, SIZE)
     assert [plain.arenas[0].rows_in_use(n, 40) for n in range(4)] == [16, 16, 8, 0]
-    arena = plain.evicting(Retention(4, 32, SIZE)).arenas[0]
+    arena = plain.evicting(Rolling(4, 32, SIZE)).arenas[0]
     assert [arena.rows_in_use(n, 40) for n in range(3)] == [16, 16, 8], "nothing is gone yet"
     assert [arena.rows_in_use(n, 100) for n in range(7)] == [4, 0, 0, 0, 16, 16, 4]
-    assert [plain.evicting(Retention(20, 32, SIZE)).arenas[0].rows_in_use(n, 100) for n in range(3)] == [16, 4, 0]
+    assert [plain.evicting(Rolling(20, 32, SIZE)).arenas[0].rows_in_use(n, 100) for n in range(3)] == [16, 4, 0]

@@ -97,9 +97,11 @@ def seen(kv: PagedKV, kind: str, length: int) -> list[torch.Tensor]:
     first = max(0, length - WINDOW + 1) if kind == SLIDING else 0
     for page in range(first // SIZE, -(-length // SIZE)):
         lo, hi = max(first - page * SIZE, 0), min(SIZE, length - page * SIZE)
-        source = kv.view(page, length // SIZE)
-        k, v = source.rows(page, lo, hi)
-        centre = source.centre(page, None)
+        there = kv.find(page * SIZE + lo, length)
+        assert there is not None, page
+        source, at = there
+        k, v = source.rows(source.entries.memory[at], lo, hi)
+        centre = source.centre(at, None)
         found += [k if centre is None else k + centre[:, lo:hi], v]
     return found
 

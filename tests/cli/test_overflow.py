@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcli.cli.overflow import Cut, answer_leaves, cut_text
 from kvcli.errors import ContextOverflow
-from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 
 
 @given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50), st.integers(1, 300), st.booleans())
@@ -45,8 +45,8 @@ def test_a_larger_context_is_advised_only_where_it_fits():
 
 def test_room_for_the_answer():
     assert [answer_leaves(1000, n, None) for n in (-1, 0, 10, 500, 800)] == [750, 1000, 990, 500, 500]
-    assert answer_leaves(1024, 500, Retention(4, 896, 64)) == 959  # the last of them sees all others
-    assert answer_leaves(1024, -1, Retention(4, 100, 64)) == 163
+    assert answer_leaves(1024, 500, Rolling(4, 896, 64)) == 959  # the last of them sees all others
+    assert answer_leaves(1024, -1, Rolling(4, 100, 64)) == 163
 
 
 # --- kv run
@@ -192,7 +192,10 @@ def test_kept_prompts(kv_here: KvHere, keep: str, code: int):
         assert value["kv"]["keep"] == kept and value["usage"]["completion_tokens"] == 80
         assert [warning.startswith("old tokens are forgotten") for warning in value["warnings"]] == [True, False]
     else:
-        assert "48 for the 33 kept in whole pages + at least 16 of window + a page of 16" in value["error"]["message"]
+        assert (
+            "48 for the 33 kept in whole pages + at least 16 of window + 16 more before old ones go"
+            in value["error"]["message"]
+        )
 
 
 def test_a_cut_is_a_sentence():

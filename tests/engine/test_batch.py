@@ -17,6 +17,7 @@ from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, EvictOptions, SampleOptions
 from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine import scheduler as schedulers
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import Prefill
@@ -93,6 +94,25 @@ def test_batch_is_single(
     finally:
         if caches is not None:
             caches.close()
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize("codec", ["f16", "int4"])
+def test_each_sequence_may_have_a_policy_of_its_own(codec: str) -> None:
+    """One forgets nothing, others the middle or the first rows too, in one step and over caches that they share."""
+    engine, options, prompt = engine_of("llama", "native", codec), replace(GREEDY, max_tokens=60), PROMPT[:80]
+    own = [None, Rolling(0, 32, 16), Rolling(20, 32, 16), Rolling(5, 48, 16)]
+    expected = [alone(engine, prompt, options, each) for each in own]
+    assert len({tuple(one.ids) for one in expected}) > 1
+    caches = engine.prompt_caches(NOWHERE, Told())
+    for again in (False, True):
+        some = [watched(engine, prompt, options, each, caches=caches) for each in own]
+        finished(engine, some)
+        for one, two, each in zip(some, expected, own, strict=True):
+            one.check()
+            assert same(one, two)
+            assert (one.end.usage.cache_read_tokens > 0) == (again and each is None)  # others share no rows
+    caches.close()
     engine.pool.check([])
 
 

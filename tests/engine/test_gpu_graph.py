@@ -27,6 +27,7 @@ from kvcli.kernels.gpu.seal import seal_step
 from kvcli.options import LoraOption, SampleOptions
 from kvcli.runtime.cache import layout
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
@@ -135,7 +136,7 @@ def alike(ours: Model, theirs: Model, text: Iterator[int], prompts: Iterable[tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("types", ["int4", "fp8"])
-@pytest.mark.parametrize("retention", [None, Retention(20, 32, PAGE)])
+@pytest.mark.parametrize("retention", [None, Rolling(20, 32, PAGE)])
 def test_layers_are_sealed_at_once_as_each_alone(types, retention):
     model = Model("llama", types, retention=retention)
     model.feed(ids(2 * PAGE - 1))
@@ -246,7 +247,7 @@ def test_prompts_without_a_graph(arch, types):
 def test_tokens_go_on_where_old_ones_are_evicted(arch, types, keep, prompts, graphs, monkeypatch):
     """Where the first rows go, where graphs change, and when every slot of the ring has had several pages."""
     monkeypatch.setattr(tokengraph, "PAGES_EACH", 1)
-    retention = Retention(keep, 32, PAGE)
+    retention = Rolling(keep, 32, PAGE)
     ours, theirs = (Model(arch, types, False, reference, retention) for reference in (False, True))
     used: set[int] = set()
     launch = ours.graph.launch
@@ -346,7 +347,7 @@ def test_the_end_of_the_context():
 @pytest.mark.slow
 def test_answers_go_on_beyond_the_context():
     """Where old rows are evicted; the tokens are those of the host."""
-    retention, prompt = Retention(4, 32, PAGE), ids(CONTEXT - 1, 6)
+    retention, prompt = Rolling(4, 32, PAGE), ids(CONTEXT - 1, 6)
     model, theirs = (Model("llama", "f16", False, reference, retention) for reference in (False, True))
     expected, logits = [], theirs.feed(prompt)
     for _ in range(4):

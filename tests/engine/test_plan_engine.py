@@ -15,6 +15,7 @@ from kvcli.cli.verification import Row, Verification, block, failure
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine import loaded as loaded_module
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
@@ -159,11 +160,11 @@ def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch:
     made: list[Retention | None] = []
     monkeypatch.setattr(Engine, "_token_graph", lambda self: ("", made.append(self.retention)))
     open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
-    assert made == [Retention(4, 384, 64)]
+    assert made == [Rolling(4, 384, 64)]
     options = CacheOptions(512, evict=EvictOptions("sink", keep=-1))
     loaded = LoadedModel(small, LoadOptions("small", 1), options)
     engine = Engine(loaded, loaded.terms.keeping(70))
-    assert made[1:] == [Retention(70, 320, 64)] and engine.notices == [engine.retention.notice()]
+    assert made[1:] == [Rolling(70, 320, 64)] and engine.notices == [engine.retention.notice()]
 
 
 def test_steps_of_sealed_caches_are_short(small: Path) -> None:

@@ -15,6 +15,7 @@ from sealedcases import layout
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import RopeConfig
@@ -58,7 +59,7 @@ class Layer:
     [
         (("f16", "f16"), None, {}),
         (("int8", "int4"), None, {}),
-        (("int8", "fp8"), Retention(4, 16, SIZE), {}),
+        (("int8", "fp8"), Rolling(4, 16, SIZE), {}),
         (("int6", "int8"), None, {"tail": 0}),
     ],
 )

@@ -154,8 +154,8 @@ def test_store_writes_the_specified_bytes_and_nothing_else(codecs: tuple[str, st
         k[0, 1, :3] = torch.tensor([65519.0, 2.0**-14, -0.0])
         kv = poisoned(r, start, start + n)
         backend("reference").store(k, v, kv, start)
-        expected = [p.clone() for p in kv.pages]
-        touched = sum(int((p != 0xFF).sum()) for p in kv.pages)
+        expected = [p.clone() for p in kv.into.memory]
+        touched = sum(int((p != 0xFF).sum()) for p in kv.into.memory)
         assert 0 < touched <= n * 3 * (r.k_row_bytes + r.v_row_bytes)
         for isa in ISAS:
             try:
@@ -164,7 +164,7 @@ def test_store_writes_the_specified_bytes_and_nothing_else(codecs: tuple[str, st
                 continue
             again = poisoned(r, start, start + n)
             ops.store(k, v, again, start)
-            for found, wanted in zip(again.pages, expected, strict=True):
+            for found, wanted in zip(again.into.memory, expected, strict=True):
                 assert torch.equal(found, wanted), (isa, dims, start, n)
 
 

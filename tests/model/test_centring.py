@@ -25,10 +25,8 @@ class FarTable(RopeTable):
         super().__init__(RopeConfig(BASE, DIM))
         self.far = far
 
-    def centres(self, end: int, *where: int) -> Angles:
-        near = super().centres(end, *where)
-        far = self.at_positions(self.far + np.arange(0, SIZE, 16) + 7.5)
-        return tuple(torch.cat((a[: SIZE // 16], b)) for a, b in zip(near, far, strict=True))
+    def at_some(self, positions: np.ndarray) -> Angles:
+        return super().at_some(np.where(positions < SIZE, positions, positions + self.far - SIZE))
 
 
 def turned(rows: torch.Tensor, position: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from archcases import IDS, Loaded
 from kernelcases import one_thread
 
-from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.model.ropekeys import FACTORS
 
@@ -52,7 +52,7 @@ def test_backends_agree_where_rows_are_evicted(variant: str):
     """The second queries, for the rows that stay, are normed and multiplied as the others are."""
     found = []
     for name in ("", "reference"):
-        loaded = Loaded(tiny.make(variant).path, name, retention=Retention(20, 32, 16))
+        loaded = Loaded(tiny.make(variant).path, name, retention=Rolling(20, 32, 16))
         seq = Sequence(loaded.pool)
         found.append(torch.cat([loaded.run(seq, IDS[:40]), loaded.run(seq, IDS[40:])]))
         assert seq.evicted > 0

@@ -9,6 +9,7 @@ import torch
 from kernelcases import same_bits
 
 from kvcli.options import SampleOptions
+from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End, Event, Prefill, Token
 from kvcli.runtime.engine.request import Request
@@ -39,9 +40,11 @@ class Watched:
         return self.request.history[self.request.n_prompt :]
 
 
-def watched(engine: Engine, prompt: list[int], options: SampleOptions, **more: Any) -> Watched:
-    """A request in a new sequence whose logits are kept."""
-    found = Watched(engine.request(engine.new_sequence(), prompt, options, **more))
+def watched(
+    engine: Engine, prompt: list[int], options: SampleOptions, own: Retention | None = None, **more: Any
+) -> Watched:
+    """A request in a new sequence whose logits are kept. `own`: an eviction policy of its own."""
+    found = Watched(engine.request(engine.new_sequence(own), prompt, options, **more))
     sampler = found.request.sampler
     choose = sampler.sample
 
@@ -53,9 +56,9 @@ def watched(engine: Engine, prompt: list[int], options: SampleOptions, **more: A
     return found
 
 
-def alone(engine: Engine, prompt: list[int], options: SampleOptions) -> Watched:
+def alone(engine: Engine, prompt: list[int], options: SampleOptions, own: Retention | None = None) -> Watched:
     """The request by itself, from its first step to its last, its sequence closed."""
-    one = watched(engine, prompt, options)
+    one = watched(engine, prompt, options, own)
     while not one.request.finished:
         one.events += engine.step([one.request])[0]
     one.check()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from kernelcases import page as page_of
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.reference.store import store
@@ -64,7 +65,7 @@ def read(kv: PagedKV, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]
     """Rows [start, end) of a layer, float32 [T, 1, 2] each."""
     size, parts = kv.record.page_size, []
     for page in range(start // size, -(-end // size)):
-        k, v = kv.slots(page, max(0, start - page * size), min(size, end - page * size))
+        k, v = kv.slots(page_of(kv, page), max(0, start - page * size), min(size, end - page * size))
         parts.append([x[0].contiguous().view(torch.float32) for x in (k, v)])
     k, v = (torch.cat(x)[:, None] for x in zip(*parts, strict=True))
     return k, v

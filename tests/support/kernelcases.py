@@ -14,7 +14,7 @@ import torch
 from kvcli.blockformats import FORMATS
 from kvcli.codecs import CODECS, Codec, Section
 from kvcli.errors import KVError
-from kvcli.kernels import Backend, PagedKV, QuantTensor, RecordLayout
+from kvcli.kernels import Backend, Entries, Into, PagedKV, QuantTensor, RecordLayout
 from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.backend import ReferenceBackend
@@ -119,8 +119,21 @@ def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
     first, end = first_row // r.page_size, -(-end_row // r.page_size)
     layer_bytes = r.kv_heads * r.record_bytes
     pages = tuple(torch.full((2, layer_bytes), 0xFF, dtype=torch.uint8) for _ in range(first, end))
-    addresses = np.array([p[1].data_ptr() for p in pages], dtype=np.int64)
-    return PagedKV(r, addresses, pages, 1, first)
+    addresses = np.array([p.data_ptr() for p in pages], dtype=np.int64)
+    entries, into = Entries.whole(addresses, pages, r.page_size, first), Into(first * r.page_size, addresses, pages)
+    return PagedKV(r, entries, into, 1, layer_bytes)
+
+
+def place(kv: PagedKV, number: int) -> int:
+    """Where the list of that class of pages has page `number`."""
+    return kv.entries.first.tolist().index(number * kv.record.page_size)
+
+
+def page(kv: PagedKV, number: int) -> torch.Tensor:
+    """The memory of page `number` in that class."""
+    found = kv.entries.memory[place(kv, number)]
+    assert found is not None
+    return found
 
 
 def stored(x: torch.Tensor, codec: Codec) -> torch.Tensor:

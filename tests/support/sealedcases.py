@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from cachecases import SmallPool
+from kernelcases import place
 
 from kvcli.codecs import CODECS
 from kvcli.kernels import Angles, Backend, PagedKV
@@ -72,11 +73,18 @@ class Cache:
         scale = self.kv.record.dim_k**-0.5
         return (ops or self.ops).attention(q, self.kv, start, window, scale, softcap, self.angles)
 
+    def form(self, page: int, own: int) -> PagedKV:
+        """The class of pages in which a query of page `own` has to read `page`: the open one for the first pages, the
+        sinks, and for the tail, its own."""
+        group = self.layout.groups[0]
+        return self.kv.open if self.kv.open and (page < group.sinks or page > own - group.tail) else self.kv
+
     def rows(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float64 [kv_heads, n, dim]: a page up to slot `end`, as a query of page `own` has to read it."""
-        source = self.kv.view(page, own)
-        k, v = (x.double() for x in source.rows(page, 0, end))
-        centre = source.centre(page, self.angles)
+        source = self.form(page, own)
+        at = place(source, page)
+        k, v = (x.double() for x in source.rows(source.entries.memory[at], 0, end))
+        centre = source.centre(at, self.angles)
         return (k if centre is None else k + centre[:, :end].double()), v
 
     def dense(self, q: torch.Tensor, start: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
@@ -89,7 +97,7 @@ class Cache:
             own = position // size
             first = max(0, position - window + 1) if window else 0
             seen = slice(first % size, position + 1 - first // size * size)
-            keys = [(p, self.kv.view(p, own) is self.kv) for p in range(first // size, own + 1)]
+            keys = [(p, self.form(p, own) is self.kv) for p in range(first // size, own + 1)]
             for key in keys:
                 if key not in decoded:
                     decoded[key] = self.rows(key[0], own, size)

@@ -34,8 +34,10 @@ class EvictFlags:
         str,
         _option(
             "--evict",
-            metavar="none|window|sink",
-            help="Forget old tokens: window keeps the recent ones, sink also the first ones.",
+            metavar="|".join(eviction.names()),
+            help="Which tokens to forget where the context is full: "
+            + "; ".join(f"{name}: {what}" for name, what in eviction.forgetting().items())
+            + ".",
             callback=checked(eviction.policy),
         ),
     ] = EvictOptions.policy
@@ -54,7 +56,7 @@ class EvictFlags:
         _option(
             "--keep",
             metavar="N",
-            help="With sink: number of first tokens to keep; -1 = the whole prompt.",
+            help="Number of first tokens to keep; -1 = the whole prompt.",
             show_default="4",
             callback=in_range("--keep", eviction.WHOLE_PROMPT, hint="-1 = the whole prompt"),
         ),

@@ -15,6 +15,7 @@ from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from kvcli.blockformats import FORMATS
@@ -64,16 +65,17 @@ class _Record(ctypes.Structure):
     ]
 
 
+class _Class(ctypes.Structure):
+    _fields_ = [("into", c_void_p), ("offset", c_int64), ("record", _Record)]
+
+
 class _Paged(ctypes.Structure):
     _fields_ = [
-        ("pages", c_void_p),
-        ("open", c_void_p),
-        *((name, c_int64) for name in ["first_page", "page_size", "kv_heads", "dim_k", "dim_v", "sinks", "tail"]),
-        *((name, c_int64) for name in ["front", "keep", "retained"]),
+        *(("entries", c_void_p), ("n_entries", c_int64), ("sealed", c_int64)),
+        *((name, _Class) for name in ("closed", "open")),
+        *((name, c_int64) for name in ("into_first", "into_place", "page_size", "kv_heads", "dim_k", "dim_v")),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
         ("rope_half", c_int64),
-        ("record", _Record),
-        ("open_record", _Record),
     ]
 
 
@@ -166,6 +168,25 @@ def _record(r: RecordLayout) -> _Record:
             raise KVError(f"the compiled CPU kernels lack the cache type {codec.name}", "reinstall kv")
     places = r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales
     return _Record(*places, *codecs)
+
+
+def _class(kv: PagedKV) -> _Class:
+    return _Class(kv.into.addresses.ctypes.data, kv.offset, _record(kv.record))
+
+
+def _entries(kv: PagedKV) -> np.ndarray:
+    """The entries of all classes in the order of their positions (kv_entry), made once for the layers that share them:
+    int64 [n, 9]."""
+    made = kv.entries.made
+    if "native" not in made:
+        columns = [
+            np.stack((e.addresses, e.first, e.lo, e.hi, e.since, e.until, e.turned, np.full(n, of), np.arange(n)), 1)
+            for of, n, e in ((of, len(x.entries), x.entries) for of, x in enumerate(kv.classes))
+        ]
+        rows = np.concatenate(columns)
+        made["native"] = np.ascontiguousarray(rows[np.argsort(rows[:, 1], kind="stable")])
+    found: np.ndarray = made["native"]  # type: ignore[assignment]
+    return found
 
 
 class NativeBackend:
@@ -293,12 +314,11 @@ class NativeBackend:
             r, basis = kv.record, kv.basis
             half = angles[0].shape[1] if angles else 0
             cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
+            entries = _entries(kv)
             view = _Paged(
-                kv.addresses.ctypes.data, kv.open.addresses.ctypes.data if kv.open else None,
-                kv.first_page, r.page_size, r.kv_heads, r.dim_k, r.dim_v, kv.sinks, kv.tail,
-                kv.front, kv.keep, kv.retained,
+                entries.ctypes.data, len(entries), kv.open is not None, _class(kv), _class(kv.open or kv),
+                kv.into.first, len(kv.entries), r.page_size, r.kv_heads, r.dim_k, r.dim_v,
                 _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
-                _record(r), _record(kv.open.record if kv.open else r),
             )  # fmt: skip
             found = kv.descriptors[key] = ctypes.addressof(view), view
         return int(found[0])
@@ -334,9 +354,9 @@ class NativeBackend:
         scale: float = 1.0,
         softcap: float = 0.0,
         angles: Angles | None = None,
-        sink_q: torch.Tensor | None = None,
+        turned_q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.attention_each(q, [Stretch(0, q.shape[0], kv, start)], window, scale, softcap, [angles], sink_q)
+        return self.attention_each(q, [Stretch(0, q.shape[0], kv, start)], window, scale, softcap, [angles], turned_q)
 
     def attention_each(
         self,
@@ -346,12 +366,12 @@ class NativeBackend:
         scale: float,
         softcap: float,
         angles: Sequence[Angles | None],
-        sink_q: torch.Tensor | None,
+        turned_q: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `attend.attention_each`; in one call, whose threads share the work of all parts."""
         t, heads = q.shape[0], q.shape[1]
         out = torch.empty(t, heads * parts[0].kv.record.dim_v)
-        second = (None, 0) if sink_q is None else (sink_q.data_ptr(), sink_q.stride(0))
+        second = (None, 0) if turned_q is None else (turned_q.data_ptr(), turned_q.stride(0))
         there = self._parts(parts, angles)
         self._lib.kv_attention(
             q.data_ptr(), q.stride(0), *second, heads, window, scale, softcap, there.buffer_info()[0], len(parts),

@@ -35,16 +35,27 @@ typedef struct { /* K rows, V rows, then scales where a codec has them; sizes an
     kv_codec codec_k, codec_v;
 } kv_record;
 
-typedef struct { /* one layer's K/V as pages by address; a record is one (page, kv head) */
-    const int64_t *pages; /* address of this layer's first record in each page, 0 = none */
-    const int64_t *open;  /* the same for pages in 16 bits, where `pages` are sealed; else NULL */
-    int64_t first_page, page_size, kv_heads, dim_k, dim_v, sinks, tail;
-    int64_t front, keep, retained;    /* pages before first_page's in the lists; what queries see where rows are evicted */
+typedef struct { /* rows first + lo .. first + hi - 1 of a page, shown to queries in [since, until); `Entries` of paged.py */
+    int64_t address, first, lo, hi, since, until, turned;
+    int64_t open, place; /* whether it is of the open class; where its class's list has it */
+} kv_entry;
+
+typedef struct { /* one layer in one class of pages; a record is one (page, kv head) */
+    const int64_t *into; /* addresses of the pages that a step writes into, from position `into_first` on; 0 = none */
+    int64_t offset;      /* from a page's address to this layer's first record */
+    kv_record record;
+} kv_class;
+
+typedef struct { /* one layer's K/V; all classes' entries in the order of `first` */
+    const kv_entry *entries;
+    int64_t n_entries, sealed; /* sealed: whether there is an open class */
+    kv_class closed, open;
+    int64_t into_first, into_place; /* into_place: where the angles of the pages in `into` stand, counted like `place` */
+    int64_t page_size, kv_heads, dim_k, dim_v;
     const float *static_k, *static_v; /* fp8: one scale a head */
     const float *centre;              /* [kv_heads, dim_k]: what sealed keys lack, before RoPE; NULL = nothing */
-    const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the pages in the lists, [n, rope_half] */
+    const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the closed pages by place, [n, rope_half] */
     int64_t rope_half;
-    kv_record record, open_record;
 } kv_paged;
 
 enum { SOFTMAX, SIGMOID, CHOSEN };
@@ -154,20 +165,6 @@ static inline float e4m3_halved(uint8_t s) {
     float m = (float)(s & 7);
     if (s == 0x7f) return 0;
     return (s & 0x78 ? (1 + m / 8) * bits_f32((uint32_t)(120 + (s >> 3 & 15)) << 23) : m * 0x1p-9f) * 0.5f;
-}
-
-/* Where a page stands in the lists. */
-static int64_t page_index(const kv_paged *kv, int64_t page) {
-    return page < kv->front ? page : page - kv->first_page + kv->front;
-}
-
-/* The first row, beside the first `keep`, that a query at `pos` sees; 0 = it sees every row. PagedKV.oldest says why. */
-static int64_t oldest_row(const kv_paged *kv, int64_t window, int64_t pos) {
-    int64_t reach = window ? window : kv->retained;
-    if (!reach || pos < reach) return 0;
-    if (window) return pos - window + 1;
-    int64_t first = (pos - reach + 1) / kv->page_size * kv->page_size;
-    return first > kv->keep ? first : 0;
 }
 
 /* Decodes cached rows: where they are, their pitch and number, type, scales, the scale of all; to where, pitch, elements. */
@@ -332,9 +329,9 @@ void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, const kv
 /* Whether rows of that cache type can be read here. */
 int kv_has_codec(const kv_codec *codec) { return active->rows_of(codec) != NULL; }
 
-/* out[row, heads * dim_v]: causal attention of the queries of each part over its pages; window 0 = all. sink_q: the queries
- * for the first kv->keep rows where rows are evicted, NULL = the same ones. */
-void kv_attention(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t heads, int64_t window, float scale,
+/* out[row, heads * dim_v]: causal attention of the queries of each part over its entries; window 0 = all. turned: the queries
+ * for turned entries, NULL = the same ones. */
+void kv_attention(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window, float scale,
                   float softcap, const kv_part *parts, int64_t n_parts, float *out) {
-    active->attention(q, ldq, sink_q, ld_sink, heads, window, scale, softcap, parts, n_parts, out);
+    active->attention(q, ldq, turned, ld_turned, heads, window, scale, softcap, parts, n_parts, out);
 }

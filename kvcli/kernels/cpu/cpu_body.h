@@ -553,9 +553,9 @@ static void NAME(rotate)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_
         for (int64_t i = 0; i < heads * dim; i += size) NAME(hadamard)(x + r * ldx + i, size);
 }
 
-/* The mean of a head's keys as they stand around row `row` (a multiple of CENTRE_ROWS): RoPE, then rotation. */
-static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t row, float *out) {
-    int64_t half = kv->rope_half, size = kv->page_size, at = (page_index(kv, row / size) * size + row % size) / CENTRE_ROWS;
+/* The mean of a head's keys as they stand around a slot (a multiple of CENTRE_ROWS) of a closed page: RoPE, then rotation. */
+static void NAME(centre_at)(const kv_paged *kv, int64_t head, int64_t place, int64_t slot, float *out) {
+    int64_t half = kv->rope_half, at = (place * kv->page_size + slot) / CENTRE_ROWS;
     memcpy(out, kv->centre + head * kv->dim_k, kv->dim_k * sizeof(float));
     if (half) NAME(rope)(out, 0, 1, 1, kv->dim_k, 2 * half, kv->cos + at * half, kv->sin + at * half);
     NAME(rotate)(out, 0, 1, 1, kv->dim_k);
@@ -580,15 +580,20 @@ static void NAME(encode)(const float *x, int64_t n, const kv_codec *codec, uint8
     }
 }
 
-/* New rows go into the open pages where there are any, else straight into the pages. */
+/* The head's record in a page of that class; `page`: counted from that of position `into_first` on. */
+INLINE uint8_t *NAME(written)(const kv_class *of, int64_t page, int64_t head) {
+    return (uint8_t *)(intptr_t)of->into[page] + of->offset + head * of->record.bytes;
+}
+
+/* New rows go into the open pages where there are any, else straight into the closed ones. */
 static void NAME(store_part)(const float *k, int64_t ldk, const float *v, int64_t ldv, int64_t t, int64_t start,
                              const kv_paged *kv) {
-    const kv_record *rec = kv->open ? &kv->open_record : &kv->record;
-    const int64_t *pages = kv->open ? kv->open : kv->pages;
+    const kv_class *of = kv->sealed ? &kv->open : &kv->closed;
+    const kv_record *rec = &of->record;
     for (int64_t r = 0; r < t; r++) {
-        int64_t page = page_index(kv, (start + r) / kv->page_size), slot = (start + r) % kv->page_size;
+        int64_t row = start + r - kv->into_first, page = row / kv->page_size, slot = row % kv->page_size;
         for (int64_t h = 0; h < kv->kv_heads; h++) {
-            uint8_t *record = (uint8_t *)(intptr_t)pages[page] + h * rec->bytes;
+            uint8_t *record = NAME(written)(of, page, h);
             NAME(encode)(k + r * ldk + h * kv->dim_k, kv->dim_k, &rec->codec_k, record + slot * rec->k_row);
             NAME(encode)(v + r * ldv + h * kv->dim_v, kv->dim_v, &rec->codec_v, record + rec->v_offset + slot * rec->v_row);
         }
@@ -707,16 +712,17 @@ static rows_fn NAME(rows_of)(const kv_codec *);
 static void NAME(seal_task)(void *arg, int64_t task, int thread) {
     const NAME(seal_args) *a = arg;
     const kv_paged *kv = a->kv;
-    const kv_record *from = &kv->open_record, *to = &kv->record;
-    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads, at = page_index(kv, page);
+    const kv_record *from = &kv->open.record, *to = &kv->closed.record;
+    int64_t size = kv->page_size, head = task % kv->kv_heads, page = a->first / size + task / kv->kv_heads;
     int64_t lo = a->first > page * size ? a->first - page * size : 0, hi = a->end < (page + 1) * size ? a->end - page * size : size;
-    const uint8_t *in = (const uint8_t *)(intptr_t)kv->open[at] + head * from->bytes;
-    uint8_t *out = (uint8_t *)(intptr_t)kv->pages[at] + head * to->bytes;
+    page -= kv->into_first / size;
+    const uint8_t *in = NAME(written)(&kv->open, page, head);
+    uint8_t *out = NAME(written)(&kv->closed, page, head);
     float *x = scratch(thread, (size_t)(2 * kv->dim_k + kv->dim_v)), *mean = x + kv->dim_k + kv->dim_v;
     rows_fn read_k = NAME(rows_of)(&from->codec_k), read_v = NAME(rows_of)(&from->codec_v);
     for (int64_t j = lo; j < hi; j++) {
         read_k(in + j * from->k_row, 0, 1, &from->codec_k, NULL, 1.0f, x, 0, kv->dim_k);
-        if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, page * size + j / CENTRE_ROWS * CENTRE_ROWS, mean);
+        if (kv->centre && (j == lo || j % CENTRE_ROWS == 0)) NAME(centre_at)(kv, head, kv->into_place + page, j / CENTRE_ROWS * CENTRE_ROWS, mean);
         for (int64_t i = 0; kv->centre && i < kv->dim_k; i++) x[i] -= mean[i];
         float scale = NAME(encode_row)(x, kv->dim_k, &to->codec_k, kv->static_k ? kv->static_k[head] : 1.0f, out + j * to->k_row);
         if (to->k_scales) NAME(put_half)(scale, out + to->k_scales + 2 * j);
@@ -852,18 +858,30 @@ static rows_fn NAME(rows_of)(const kv_codec *codec) {
     }
 }
 
-#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, so none has two own pages */
+#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, as pages do */
 
 typedef struct {
-    const float *q, *sink_q; /* sink_q: for the first kv->keep rows; it may be NULL */
-    int64_t ldq, ld_sink, t, heads, start, window;
+    const float *q, *turned; /* turned: for turned entries; it may be NULL */
+    int64_t ldq, ld_turned, t, heads, start, window;
     float scale, softcap;
     const kv_paged *kv;
     float *out;
-    int64_t dkp, dvp, n_blocks, front_spans, first_span, n_spans; /* one query: a task for each of n_spans, those from the */
-    float *partial; /* [kv_heads * n_spans, group, dvp + 2] */    /* window's first_span on and front_spans before a gap */
-    int64_t first_task;                                           /* of the part, among those of all parts */
+    int64_t dkp, dvp, n_blocks, n_spans;
+    int64_t *spans; /* one query: a task for each span, which begin at these entries, [n_spans + 1] */
+    float *partial; /* [kv_heads * n_spans, group, dvp + 2] */
+    int64_t first_task; /* of the part, among those of all parts */
 } NAME(attn_args);
+
+/* Slots of an entry that a query at `pos` sees, sets [*lo, *hi); returns whether there are any. */
+INLINE int NAME(seen)(const kv_entry *e, int64_t window, int64_t pos, int64_t *lo, int64_t *hi) {
+    int64_t oldest = window && pos - window + 1 > e->first ? pos - window + 1 - e->first : 0;
+    *lo = oldest > e->lo ? oldest : e->lo;
+    *hi = pos + 1 - e->first < e->hi ? pos + 1 - e->first : e->hi;
+    return e->since <= pos && pos < e->until && *lo < *hi;
+}
+
+/* The span that an entry belongs to; it depends on positions alone, so that sums are the same ones whatever else is there. */
+INLINE int64_t NAME(span_of)(const kv_paged *kv, const kv_entry *e) { return e->first / (SPAN_PAGES * kv->page_size); }
 
 /* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
 INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, const float *pacc, int64_t dvp) {
@@ -874,6 +892,12 @@ INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, cons
     for (int64_t d = 0; d < dvp; d += VL) STORE(acc + d, LOAD(acc + d) * old + LOAD(pacc + d) * add);
     *l = *l * old + pl * add;
     *m = top;
+}
+
+/* The state of rows that have seen nothing. */
+INLINE void NAME(nothing)(float *state, int64_t rows, int64_t stride) {
+    memset(state, 0, (size_t)rows * stride * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) state[r * stride + stride - 2] = -INFINITY;
 }
 
 /* Scores of one query row against the keys of a tile, then its softmax update. Keys outside [lo, hi) are unseen. */
@@ -921,31 +945,30 @@ INLINE void NAME(attend_row)(const NAME(attn_args) *a, const float *q, const flo
     *m = top;
 }
 
-/* Decode one page of one head: keys [page, dkp] and values [page, dvp], padding zero, only rows [lo, hi); what its keys
- * lack into `mean` [page / CENTRE_ROWS, dkp], or returns 0. Sinks, and the last `tail` pages up to the queries' own, are
- * read in 16 bits. */
-INLINE int NAME(load_tile)(const NAME(attn_args) *a, int64_t page, int64_t own, int64_t head, int64_t lo, int64_t hi,
-                           float *keys, float *values, float *mean) {
+/* Decode slots [lo, hi) of an entry for one head: keys [page, dkp] and values [page, dvp], padding zero; what its keys lack
+ * into `mean` [page / CENTRE_ROWS, dkp], or returns 0. */
+INLINE int NAME(load_tile)(const NAME(attn_args) *a, const kv_entry *e, int64_t head, int64_t lo, int64_t hi, float *keys,
+                           float *values, float *mean) {
     const kv_paged *kv = a->kv;
-    int open = kv->open && (page > own - kv->tail || page < kv->sinks);
-    const kv_record *rec = open ? &kv->open_record : &kv->record;
-    const uint8_t *r = (const uint8_t *)(intptr_t)(open ? kv->open : kv->pages)[page_index(kv, page)] + head * rec->bytes;
+    const kv_class *of = e->open ? &kv->open : &kv->closed;
+    const kv_record *rec = &of->record;
+    const uint8_t *r = (const uint8_t *)(intptr_t)e->address + of->offset + head * rec->bytes;
     float sk = kv->static_k ? kv->static_k[head] : 1.0f, sv = kv->static_v ? kv->static_v[head] : 1.0f;
     const uint8_t *k = r + lo * rec->k_row, *v = r + rec->v_offset + lo * rec->v_row;
     NAME(rows_of)(&rec->codec_k)(k, rec->k_row, hi - lo, &rec->codec_k, rec->k_scales ? r + rec->k_scales + 2 * lo : NULL, sk,
                                  keys + lo * a->dkp, a->dkp, kv->dim_k);
     NAME(rows_of)(&rec->codec_v)(v, rec->v_row, hi - lo, &rec->codec_v, rec->v_scales ? r + rec->v_scales + 2 * lo : NULL, sv,
                                  values + lo * a->dvp, a->dvp, kv->dim_v);
-    if (open || !kv->centre) return 0;
+    if (e->open || !kv->centre) return 0;
     for (int64_t j = lo / CENTRE_ROWS * CENTRE_ROWS; j < hi; j += CENTRE_ROWS)
-        NAME(centre_at)(kv, head, page * kv->page_size + j, mean + j / CENTRE_ROWS * a->dkp);
+        NAME(centre_at)(kv, head, e->place, j, mean + j / CENTRE_ROWS * a->dkp);
     return 1;
 }
 
 /* Floats of scratch a task needs besides its rows' state. */
 INLINE size_t NAME(attn_scratch)(const NAME(attn_args) *a, int64_t rows) {
     int64_t padded = (a->kv->page_size + VL - 1) / VL * VL;
-    int64_t queries = a->sink_q ? 2 * rows : rows;
+    int64_t queries = a->turned ? 2 * rows : rows;
     return (size_t)(padded * (a->dkp + a->dvp + 1) + (padded / CENTRE_ROWS + queries) * a->dkp + rows * (2 * a->dvp + 4));
 }
 
@@ -956,46 +979,33 @@ INLINE void NAME(gather)(const NAME(attn_args) *a, const float *q, int64_t ldq, 
         memcpy(out + r * a->dkp, q + (t0 + r / group) * ldq + (head * group + r % group) * dim, dim * sizeof(float));
 }
 
-/* Queries [t0, t1) x the group of one kv head over spans [s0, s1); state is [rows][dvp + 2] = acc, max, sum. */
-static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t s0, int64_t s1, float *state,
+/* Queries [t0, t1) x the group of one kv head over entries [e0, e1), span by span; state is [rows][dvp + 2] = acc, max, sum. */
+static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t e0, int64_t e1, float *state,
                          float *work) {
     const kv_paged *kv = a->kv;
     int64_t size = kv->page_size, padded = (size + VL - 1) / VL * VL, group = a->heads / kv->kv_heads, rows = (t1 - t0) * group;
     float *keys = work, *values = keys + padded * a->dkp, *scores = values + padded * a->dvp;
     float *mean = scores + padded, *queries = mean + padded / CENTRE_ROWS * a->dkp;
-    float *sink_queries = a->sink_q ? queries + rows * a->dkp : queries, *part = sink_queries + rows * a->dkp;
-    int64_t stride = a->dvp + 2, span = SPAN_PAGES * size;
+    float *turned = a->turned ? queries + rows * a->dkp : queries, *part = turned + rows * a->dkp;
+    int64_t stride = a->dvp + 2, first = a->start + t0, last = a->start + t1 - 1;
     memset(work, 0, (size_t)padded * (a->dkp + a->dvp) * sizeof(float));
     memset(mean, 0, (size_t)(part - mean) * sizeof(float)); /* and the queries, which follow */
     NAME(gather)(a, a->q, a->ldq, head, t0, rows, queries);
-    if (a->sink_q) NAME(gather)(a, a->sink_q, a->ld_sink, head, t0, rows, sink_queries);
-    for (int64_t r = 0; r < rows; r++) {
-        memset(state + r * stride, 0, stride * sizeof(float));
-        state[r * stride + a->dvp] = -INFINITY;
-    }
-    int64_t own = (a->start + t0) / size, last = a->start + t1 - 1, oldest = oldest_row(kv, a->window, a->start + t0);
-    for (int64_t s = s0; s < s1; s++) {
-        if (s * span >= kv->keep && s < oldest / span) s = oldest / span; /* over the gap */
-        for (int64_t r = 0; r < rows; r++) {
-            memset(part + r * stride, 0, stride * sizeof(float));
-            part[r * stride + a->dvp] = -INFINITY;
-        }
-        for (int64_t page = s * SPAN_PAGES; page < (s + 1) * SPAN_PAGES; page++) {
-            int sink = oldest > 0 && page * size < kv->keep; /* before the gap, for all of these queries */
-            if (page * size > last || (!sink && (page + 1) * size <= oldest)) continue;
-            int64_t lo = !sink && oldest > page * size ? oldest - page * size : 0;
-            int64_t hi = last + 1 < (page + 1) * size ? last + 1 - page * size : size;
-            int centred = NAME(load_tile)(a, page, own, head, lo, hi, keys, values, mean);
+    if (a->turned) NAME(gather)(a, a->turned, a->ld_turned, head, t0, rows, turned);
+    NAME(nothing)(state, rows, stride);
+    for (const kv_entry *e = kv->entries + e0, *end = kv->entries + e1; e < end;) {
+        int64_t span = NAME(span_of)(kv, e), lo, hi, from, to;
+        NAME(nothing)(part, rows, stride);
+        for (; e < end && NAME(span_of)(kv, e) == span; e++) {
+            if (last < e->since || first >= e->until) continue;
+            NAME(seen)(e, a->window, first, &lo, &to); /* the oldest row that one of these queries sees */
+            NAME(seen)(e, a->window, last, &from, &hi); /* and the newest */
+            if (lo >= hi) continue;
+            int centred = NAME(load_tile)(a, e, head, lo, hi, keys, values, mean);
             for (int64_t r = 0; r < rows; r++) {
-                int64_t pos = a->start + t0 + r / group, see = oldest_row(kv, a->window, pos);
-                int64_t from = see > page * size ? see - page * size : 0;
-                int64_t to = pos + 1 < (page + 1) * size ? pos + 1 - page * size : size;
-                float *p = part + r * stride, *query = queries + r * a->dkp;
-                if (see > 0 && page * size < kv->keep) { /* before this query's gap */
-                    query = sink_queries + r * a->dkp, from = 0;
-                    to = kv->keep < (page + 1) * size ? kv->keep - page * size : size;
-                }
-                if (from < to)
+                const float *query = (e->turned ? turned : queries) + r * a->dkp;
+                float *p = part + r * stride;
+                if (NAME(seen)(e, a->window, first + r / group, &from, &to))
                     NAME(attend_row)(a, query, keys, values, scores, centred ? mean : NULL, from, to, p + a->dvp,
                                      p + a->dvp + 1, p);
             }
@@ -1022,17 +1032,16 @@ static void NAME(attn_block_task)(void *arg, int64_t task, int thread) {
     int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
     if (t0 < 0) t0 = 0;
     int64_t rows = (t1 - t0) * group;
-    int64_t span = SPAN_PAGES * a->kv->page_size;
     float *state = scratch(thread, NAME(attn_scratch)(a, rows) + rows * (a->dvp + 2));
-    NAME(attend)(a, head, t0, t1, 0, (a->start + t1 - 1) / span + 1, state, state + rows * (a->dvp + 2));
+    NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, state, state + rows * (a->dvp + 2));
     NAME(write_out)(a, state, head, t0, t1);
 }
 
 static void NAME(attn_span_task)(void *arg, int64_t task, int thread) {
     const NAME(attn_args) *a = arg;
     int64_t group = a->heads / a->kv->kv_heads, head = task / a->n_spans, span = task % a->n_spans;
-    if (span >= a->front_spans) span += a->first_span - a->front_spans;
-    NAME(attend)(a, head, 0, 1, span, span + 1, a->partial + task * group * (a->dvp + 2), scratch(thread, NAME(attn_scratch)(a, group)));
+    NAME(attend)(a, head, 0, 1, a->spans[span], a->spans[span + 1], a->partial + task * group * (a->dvp + 2),
+                 scratch(thread, NAME(attn_scratch)(a, group)));
 }
 
 /* One query over several spans, a task a span: they are merged in the order in which prefill meets them. */
@@ -1042,8 +1051,7 @@ static void NAME(merge_spans)(NAME(attn_args) *a) {
     for (int64_t head = 0; head < heads; head++) {
         for (int64_t r = 0; r < group; r++) {
             float *t = state + r * stride;
-            memset(t, 0, stride * sizeof(float));
-            t[a->dvp] = -INFINITY;
+            NAME(nothing)(t, 1, stride);
             for (int64_t s = 0; s < a->n_spans; s++) {
                 const float *p = a->partial + ((head * a->n_spans + s) * group + r) * stride;
                 NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
@@ -1051,7 +1059,6 @@ static void NAME(merge_spans)(NAME(attn_args) *a) {
         }
         NAME(write_out)(a, state, head, 0, 1);
     }
-    free(a->partial);
 }
 
 typedef struct {
@@ -1066,7 +1073,23 @@ static void NAME(attn_task)(void *arg, int64_t task, int thread) {
     (a->partial ? NAME(attn_span_task) : NAME(attn_block_task))((void *)a, task - a->first_task, thread);
 }
 
-static void NAME(attention)(const float *q, int64_t ldq, const float *sink_q, int64_t ld_sink, int64_t heads, int64_t window,
+/* Where the spans begin that a part's only query sees; where there are several, each is a task of its own. */
+static void NAME(share_spans)(NAME(attn_args) *a) {
+    const kv_paged *kv = a->kv;
+    int64_t latest = -1, lo, hi;
+    a->spans = malloc((kv->n_entries + 1) * sizeof(int64_t));
+    if (!a->spans) abort();
+    for (int64_t i = 0; i < kv->n_entries; i++) {
+        int64_t span = NAME(span_of)(kv, kv->entries + i);
+        if (span != latest && NAME(seen)(kv->entries + i, a->window, a->start, &lo, &hi)) a->spans[a->n_spans++] = i, latest = span;
+    }
+    a->spans[a->n_spans] = kv->n_entries;
+    if (a->n_spans < 2) return;
+    a->partial = malloc((size_t)(kv->kv_heads * a->n_spans + 1) * (a->heads / kv->kv_heads) * (a->dvp + 2) * sizeof(float));
+    if (!a->partial) abort();
+}
+
+static void NAME(attention)(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window,
                             float scale, float softcap, const kv_part *parts, int64_t n_parts, float *out) {
     NAME(attn_args) one, *all = n_parts == 1 ? &one : malloc(n_parts * sizeof(NAME(attn_args)));
     int64_t tasks = 0;
@@ -1074,28 +1097,22 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *sink_q, in
     for (int64_t i = 0; i < n_parts; i++) {
         const kv_part *p = parts + i;
         const kv_paged *kv = p->kv;
-        int64_t span = SPAN_PAGES * kv->page_size;
-        NAME(attn_args) a = {q + p->row * ldq, sink_q ? sink_q + p->row * ld_sink : NULL, ldq, ld_sink, p->rows, heads, p->start,
-                             window, scale, softcap, kv, out + p->row * heads * kv->dim_v};
+        NAME(attn_args) a = {q + p->row * ldq, turned ? turned + p->row * ld_turned : NULL, ldq, ld_turned, p->rows, heads,
+                             p->start, window, scale, softcap, kv, out + p->row * heads * kv->dim_v};
         a.dkp = (kv->dim_k + VL - 1) / VL * VL;
         a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
-        a.first_span = oldest_row(kv, window, p->start) / span;
-        a.front_spans = (kv->keep + span - 1) / span < a.first_span ? (kv->keep + span - 1) / span : a.first_span;
-        a.n_spans = a.front_spans + p->start / span + 1 - a.first_span;
         a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
         a.first_task = tasks;
-        if (p->rows == 1 && a.n_spans > 1) {
-            int64_t group = heads / kv->kv_heads;
-            a.partial = malloc((size_t)(kv->kv_heads * a.n_spans + 1) * group * (a.dvp + 2) * sizeof(float));
-            if (!a.partial) abort();
-        }
+        if (p->rows == 1) NAME(share_spans)(&a);
         tasks += kv->kv_heads * (a.partial ? a.n_spans : a.n_blocks);
         all[i] = a;
     }
     NAME(attn_parts) work = {all, n_parts};
     parallel(tasks, NAME(attn_task), &work);
-    for (int64_t i = 0; i < n_parts; i++)
+    for (int64_t i = 0; i < n_parts; i++) {
         if (all[i].partial) NAME(merge_spans)(all + i);
+        free(all[i].partial), free(all[i].spans);
+    }
     if (all != &one) free(all);
 }
 

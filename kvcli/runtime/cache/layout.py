@@ -98,7 +98,7 @@ class GroupLayout:
             return 0
         sinks, whole, keeps = self.sinks, -(-tokens // self.page_size), self.retention
         if keeps:
-            sinks = min(sinks, keeps.kept_pages + keeps.pages_behind)
+            sinks = min(sinks, self.kept_pages + keeps.pages_behind)
         return min(whole, sinks + -(-chunk // self.page_size))
 
     def open_pages_kept(self, tokens: int) -> int:
@@ -106,9 +106,7 @@ class GroupLayout:
         if not self.sealed:
             return 0
         being_filled = bool(self.tail and tokens % self.page_size and tokens // self.page_size >= self.sinks)
-        evicted = 0
-        if self.retention:
-            evicted = max(0, min(self.sinks, self.first_page(tokens)) - self.retention.kept_pages)
+        evicted = max(0, min(self.sinks, self.first_page(tokens)) - self.kept_pages) if self.retention else 0
         return min(-(-tokens // self.page_size), self.sinks) - evicted + being_filled
 
     def sealed_rows(self, length: int) -> int:
@@ -136,7 +134,7 @@ class GroupLayout:
             whole = max(0, -(-self.sealed_rows(tokens) // self.page_size) - self.sinks)
         of_chunk = -(-chunk // self.page_size)
         if self.retention:
-            kept = self.retention.kept_pages - min(self.retention.kept_pages, self.sinks if self.sealed else 0)
+            kept = self.kept_pages - min(self.kept_pages, self.sinks if self.sealed else 0)
             return min(whole, kept + self.pages_behind + of_chunk)
         return whole if self.kind != SLIDING else min(whole, self.pages_behind + of_chunk)
 
@@ -151,9 +149,14 @@ class GroupLayout:
             return 0, 0
         whole = tokens // self.page_size
         if self.retention:  # each sequence has a window of its own
-            whole = min(whole, self.retention.kept_pages)
+            whole = min(whole, self.kept_pages)
         sinks = min(whole, self.sinks) if self.sealed else 0
         return whole - sinks, sinks
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages at the start of a sequence that stay where others are evicted."""
+        return self.retention.kept_pages if self.retention else 0
 
     @property
     def windowed(self) -> bool:
@@ -171,8 +174,7 @@ class GroupLayout:
     def held_pages(self, tokens: int) -> list[int]:
         """Numbers of the pages that a sequence of `tokens` holds between steps: kept ones, and those of the window."""
         first = self.first_page(tokens)
-        kept = min(first, self.retention.kept_pages) if self.retention else 0
-        return [*range(kept), *range(first, -(-tokens // self.page_size))]
+        return [*range(min(first, self.kept_pages)), *range(first, -(-tokens // self.page_size))]
 
     def rows_in_use(self, number: int, tokens: int) -> int:
         """Rows of page `number` that the token behind `tokens` sees, or a later one may."""

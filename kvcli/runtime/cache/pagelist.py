@@ -1,20 +1,25 @@
-"""`PageList`: which pages hold the rows of one layer group of a sequence, and how the kernels see them."""
+"""`PageList`: which pages hold the rows of one layer group of a sequence, and who sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from kvcli.kernels import Basis, PagedKV
+from kvcli.errors import DoesNotFit
+from kvcli.kernels import NEVER, Basis, Entries, Into, PagedKV
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.layout import GroupLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
+from kvcli.runtime.cache.shown import Shown
 
 Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 
 
-class Memory(Sequence[torch.Tensor | None]):
+class PoolMemory(Sequence[torch.Tensor | None]):
     """The memory of each of some pages: see `PagePool.page`; None for NO_PAGE."""
 
     def __init__(self, pool: PagePool, arena: int, pages: list[int]) -> None:
@@ -26,6 +31,10 @@ class Memory(Sequence[torch.Tensor | None]):
     def __getitem__(self, at: int) -> torch.Tensor | None:  # type: ignore[override]
         page = self._pages[at]
         return None if page == NO_PAGE else self._pool.page(self._arena, page)
+
+    def some(self, which: np.ndarray) -> PoolMemory:
+        """Those at these places."""
+        return PoolMemory(self._pool, self._arena, [self._pages[at] for at in which.tolist()])
 
 
 class Layers:
@@ -48,47 +57,170 @@ class Layers:
         return map(self.__getitem__, range(len(self)))
 
 
-class PageList:
-    """Pages of one group: `pages[i]` holds positions (first + i) * page_size and on.
+class Form:
+    """The pages of one arena that a sequence holds, by their numbers, the lowest first: page n has the rows from
+    position n * page_size on."""
 
-    `front`: pages 0, 1, ... that are kept though the window, `pages`, has gone on. In a sealed group a page stands in
-    `open` until it is full, then in `pages` (NO_PAGE before); sinks stay open.
+    def __init__(self, pool: PagePool, arena: int) -> None:
+        self.pool, self.arena = pool, arena
+        self.pages: dict[int, int] = {}
+        self.changes = 0  # so far
+
+    def put(self, number: int, page: int) -> None:
+        """A page that the sequence holds now."""
+        self.pages[number] = page
+        self.changes += 1
+
+    def take(self, number: int) -> None:
+        """Have a page that nobody else holds, to be written to. Raises DoesNotFit, with nothing changed."""
+        held = self.pages.get(number)
+        page = self.pool.take(self.arena) if held is None else self._own(held)
+        if page != held:
+            self.put(number, page)
+
+    def _own(self, page: int) -> int:
+        """The page itself if nobody else holds it, else a copy in its place."""
+        if self.pool.refcount(self.arena, page) == 1:
+            return page
+        try:
+            copy = self.pool.copy(self.arena, page)
+        except DoesNotFit:
+            if self.pool.refcount(self.arena, page) == 1:  # the others let go of it to make room
+                return page
+            raise
+        self.pool.release(self.arena, page)
+        return copy
+
+    def release(self, numbers: Iterable[int]) -> int:
+        """Let go of those of these pages that are there; returns how many."""
+        found = [number for number in numbers if number in self.pages]
+        for number in found:
+            self.pool.release(self.arena, self.pages.pop(number))
+        self.changes += len(found)
+        return len(found)
+
+    def below(self, number: int) -> Iterator[int]:
+        """Numbers of the pages before that one."""
+        return itertools.takewhile(lambda n: n < number, self.pages)
+
+    def behind(self, number: int) -> Iterator[int]:
+        """Numbers of that page and those behind it, the last first."""
+        return itertools.takewhile(lambda n: n >= number, reversed(self.pages))
+
+    def find(self, numbers: np.ndarray) -> tuple[np.ndarray, PoolMemory]:
+        """`addresses` and `memory` of these pages, as `Entries` and `Into` have them."""
+        pages = [self.pages.get(number, NO_PAGE) for number in numbers.tolist()]
+        return self.pool.addresses(self.arena, pages), PoolMemory(self.pool, self.arena, pages)
+
+
+class PageList:
+    """Pages of one group, in one form or in two: where the group is sealed, a page stands in `open` until it is full,
+    then in `closed`; sinks stay open.
+
+    `retention`: what stays of the sequence, where that is not what the pool's layout says. Sliding groups have windows
+    of their own.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.first = 0
-        self.front: list[int] = []
-        self.pages: list[int] = []
-        self.open: dict[int, int] = {}  # page number -> page of the open arena
-        self.bases = tuple(Basis() for _ in range(layers))
+    def __init__(self, pool: PagePool, group: int, retention: Retention | None = None) -> None:
+        self.pool, self.group, self.retention = pool, group, retention
+        opened = pool.layout.open_arena(group)
+        self.closed, self.open = Form(pool, group), None if opened is None else Form(pool, opened)
+        self.bases = tuple(Basis() for _ in pool.layout.groups[group].layers)
         self._made: tuple[tuple[object, ...], tuple[Basis, ...], Layers] | None = None
 
-    def views(self, pool: PagePool, group: int) -> Layers:
-        """The layers of the group as the kernels see them; made again only when the pages change."""
-        key = self.first, tuple(self.front), tuple(self.pages), tuple(self.open.items())
-        if self._made and self._made[0] == key and self._made[1] is self.bases:
-            return self._made[2]
-        layout, arena, bases = pool.layout.groups[group], pool.layout.open_arena(group), self.bases
-        of_layer = self._in_arena(pool, group, [*self.front, *self.pages])
-        if arena is not None:
-            numbers = (*range(len(self.front)), *range(self.first, self.first + len(self.pages)))
-            plain, opened = of_layer, self._in_arena(pool, arena, [self.open.get(n, NO_PAGE) for n in numbers])
+    @property
+    def layout(self) -> GroupLayout:
+        """The group's, with what stays of this sequence."""
+        shared = self.pool.layout.groups[self.group]
+        return shared if self.retention is None or shared.window else replace(shared, retention=self.retention)
 
-            def of_layer(i: int) -> PagedKV:
-                return replace(plain(i), open=opened(i), sinks=layout.sinks, tail=layout.tail, basis=bases[i])
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return (self.closed,) if self.open is None else (self.closed, self.open)
 
-        self._made = key, bases, Layers(len(layout.layers), of_layer)
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Whether all of these pages are there, in one form or the other."""
+        return all(any(number in form.pages for form in self.forms) for number in numbers)
+
+    def take(self, start: int, end: int) -> None:
+        """The pages that rows [start, end) go into, and those that they fill. Raises DoesNotFit."""
+        layout = self.layout
+        for number in _pages(start, end, layout.page_size):
+            (self.open or self.closed).take(number)
+        if self.open is not None:
+            for number in _pages(*layout.newly_sealed(start, end), layout.page_size):
+                self.closed.take(number)
+
+    def drop(self, length: int) -> int:
+        """Let go of what no query from position `length` on sees; returns how many pages."""
+        layout = self.layout
+        first, kept = layout.first_page(length), layout.kept_pages
+        if first <= kept:
+            return 0
+        return sum(form.release([n for n in form.below(first) if n >= kept]) for form in self.forms)
+
+    def seal(self, length: int) -> None:
+        """Let go of open pages that stand sealed now that the first `length` rows are computed."""
+        if self.open is not None:
+            layout = self.layout
+            sealed = -(-layout.sealed_rows(length) // layout.page_size)
+            self.open.release([n for n in self.open.below(sealed) if n >= layout.sinks])
+
+    def trim(self, length: int) -> None:
+        """Let go of the pages behind row `length`, and of a sealed page that is being filled again."""
+        end = -(-length // self.layout.page_size)
+        for form in self.forms:
+            form.release(form.behind(end))
+        if self.open is not None and self.layout.tail and end - 1 in self.open.pages:
+            self.closed.release([end - 1])  # taken for rows that did not come
+
+    def views(self, start: int, end: int) -> Layers:
+        """The layers of the group as kernels see them in a step of rows [start, end); made again only when the list
+        changes."""
+        layout = self.layout
+        into, evicts = _pages(start, end, layout.page_size), layout.retention
+        changes = tuple(form.changes for form in self.forms)
+        key = into, changes, evicts, evicts.start(start) if evicts else 0
+        if self._made is None or self._made[0] != key or self._made[1] is not self.bases:
+            self._made = key, self.bases, Layers(len(layout.layers), self._layers(start, np.array(into, np.int64)))
         return self._made[2]
 
-    def _in_arena(self, pool: PagePool, arena: int, pages: list[int]) -> Callable[[int], PagedKV]:
-        """What makes a layer of an arena over these pages, whose numbers are those of the list."""
-        layout = pool.layout.arenas[arena]
-        keep, window = (layout.retention.keep, layout.retention.window) if layout.retention else (0, 0)
-        record, first, front = layout.record, self.first, len(self.front)
-        address, memory = pool.addresses(arena, pages), Memory(pool, arena, pages)
+    def _layers(self, start: int, into: np.ndarray) -> Callable[[int], PagedKV]:
+        """What makes a layer of the group for a step from row `start` on, which writes into the pages `into`."""
+        layout, bases = self.layout, self.bases
+        pages = np.array(sorted(set().union(*(form.pages for form in self.forms))), np.int64)
+        shown = layout.retention.shown(pages) if layout.retention else Shown.whole(pages, layout.page_size)
+        opened, closed = layout.open_class(), _read_closed(layout, shown.page)
+        plain, stride = self._listed(self.closed, shown.limited(closed, NEVER), start, into), layout.layer_stride
+        if self.open is None or opened is None:
+            return lambda i: PagedKV(layout.record, *plain, i, i * stride, None, bases[i])
+        beside = self._listed(self.open, shown.limited(0, closed), start, into)
 
         def of_layer(i: int) -> PagedKV:
-            there = np.where(address, address + i * layout.layer_stride, 0)
-            return PagedKV(record, there, memory, i, first, None, 0, 0, front, keep, window)
+            other = PagedKV(opened.record, *beside, i, i * opened.layer_stride)
+            return PagedKV(layout.record, *plain, i, i * stride, other, bases[i])
 
         return of_layer
+
+    def _listed(self, form: Form, shown: Shown, start: int, into: np.ndarray) -> tuple[Entries, Into]:
+        """The class of pages that `form` holds: what is there of `shown`, as far as queries from `start` on see it."""
+        addresses, memory = form.find(shown.page)
+        there = np.flatnonzero((addresses != 0) & (shown.until > start))
+        size = self.layout.page_size
+        entries = Entries(
+            addresses[there], shown.page[there] * size, shown.lo[there], shown.hi[there], shown.since[there],
+            shown.until[there], shown.turned[there], memory.some(there),
+        )  # fmt: skip
+        return entries, Into(int(into[0]) * size if len(into) else 0, *form.find(into), self.layout.tail > 0)
+
+
+def _read_closed(layout: GroupLayout, pages: np.ndarray) -> np.ndarray:
+    """The first query that reads these pages as they are when they are full, int64 [n]: those before read 16 bits."""
+    if not layout.sealed:
+        return np.zeros_like(pages)
+    return np.where(pages < layout.sinks, NEVER, (pages + 1) * layout.page_size if layout.tail else 0)
+
+
+def _pages(start: int, end: int, page_size: int) -> range:
+    """Numbers of the pages that have rows [start, end)."""
+    return range(start // page_size, -(-end // page_size)) if start < end else range(0)

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import Basis, PagedKV
+from kvcli.kernels import Basis, PagedKV, Stretch
+from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import PageKey
-from kvcli.runtime.cache.pagelist import NO_PAGE, Bases, Layers, PageList
+from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
 from kvcli.runtime.cache.pool import PagePool
 
 
@@ -27,10 +29,23 @@ class Part:
 
     def kv(self, layer: int) -> PagedKV:
         """The cache of one model layer."""
+        group, index = self._slot(layer)
+        return self.groups[group][index]
+
+    def stretch(self, layer: int, lo: int, hi: int) -> Stretch:
+        """The rows as `ops.attend` wants them in that layer: rows [lo, hi) of a step."""
+        return Stretch(lo, hi, self.kv(layer), self.start, self.shifts[self._slot(layer)[0]])
+
+    @cached_property
+    def shifts(self) -> tuple[np.ndarray | None, ...]:
+        """See `PagedKV.shift`; by group."""
+        return tuple(layers[0].shift(self.start, len(self.ids)) for layers in self.groups)
+
+    def _slot(self, layer: int) -> tuple[int, int]:
         slot = self.slots[layer]
         if slot is None:
             raise ValueError(f"layer {layer} keeps no rows")
-        return self.groups[slot[0]][slot[1]]
+        return slot
 
     @property
     def end(self) -> int:
@@ -71,10 +86,11 @@ class Sequence:
     window, and evicted ones. A token's position is its index in `tokens`, whatever was evicted before it.
     """
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    def __init__(self, pool: PagePool, retention: Retention | None = None) -> None:
+        """`retention`: what stays of this sequence, where that is not what the pool's layout says."""
+        self.pool, self._own = pool, retention
         self.tokens: list[int] = []
-        self._lists = [PageList(len(g.layers)) for g in pool.layout.groups]
+        self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
 
     @property
     def length(self) -> int:
@@ -82,19 +98,29 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def retention(self) -> Retention | None:
+        """What stays where old rows are evicted; None = they are not."""
+        return self._own or self.pool.layout.retention
+
+    @property
     def evicted(self) -> int:
         """Tokens that the last one did not see because they were evicted. With none, no row depends on the policy."""
-        retention = self.pool.layout.retention
-        return retention.gap(self.length - 1) if retention and self.length else 0
+        return self.retention.gap(self.length - 1) if self.retention and self.length else 0
 
     @property
     def kept(self) -> int:
         """Rows that the last token saw, sliding windows aside: never more than the context has room for."""
         return self.length - self.evicted
 
+    @property
+    def shares(self) -> bool:
+        """Whether its rows are those of any other sequence of the pool with these tokens: caches may have and give
+        them. They are not where a policy of its own, or one that is not reproducible, decides what they saw."""
+        return self._own is None and (self.retention is None or self.retention.reproducible)
+
     def losses(self) -> tuple[str, ...]:
         """Why the rows are not those of a 16-bit cache that keeps everything: () = they are."""
-        found = [f"evicted: {self.evicted:,} tokens, kept {self.pool.layout.retention}"] if self.evicted else []
+        found = [f"evicted: {self.evicted:,} tokens, kept {self.retention}"] if self.evicted else []
         sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
         return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 
@@ -107,75 +133,22 @@ class Sequence:
         self._trim(self.length)  # pages of a step that was never committed: a fork may hold them too
         start, end = self.length, self.length + len(ids)
         try:
-            for g in range(len(self._lists)):
-                self._take(g, start, end)
+            for held in self._lists:
+                held.take(start, end)
         except DoesNotFit:
             self._trim(start)
             raise
-        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(), self.pool.layout.slots)
-
-    def _take(self, group: int, start: int, end: int) -> None:
-        """The pages of one group that rows [start, end) go into, and those that they fill."""
-        held, size = self._lists[group], self.pool.layout.page_size
-        arena = self.pool.layout.open_arena(group)
-        if arena is None:
-            index = start // size - held.first
-            if start % size and index < len(held.pages):
-                held.pages[index] = self._own(group, held.pages[index])
-            while (held.first + len(held.pages)) * size < end:
-                held.pages.append(self.pool.take(group))
-            return
-        layout = self.pool.layout.groups[group]
-        if start % size:
-            at = start // size
-            held.open[at] = self._own(arena, held.open[at]) if at in held.open else self.pool.take(arena)
-        for page in range(-(-start // size), -(-end // size)):
-            held.open[page] = self.pool.take(arena)
-            held.pages.append(NO_PAGE)
-        first, last = layout.newly_sealed(start, end)
-        for page in range(first // size, -(-last // size)):
-            index = page - held.first
-            if held.pages[index] == NO_PAGE:
-                held.pages[index] = self.pool.take(group)
-            else:
-                held.pages[index] = self._own(group, held.pages[index])
-
-    def _own(self, arena: int, page: int) -> int:
-        """The page itself if nobody else holds it, else a copy in its place."""
-        if self.pool.refcount(arena, page) == 1:
-            return page
-        try:
-            copy = self.pool.copy(arena, page)
-        except DoesNotFit:
-            if self.pool.refcount(arena, page) == 1:  # the others let go of it to make room
-                return page
-            raise
-        self.pool.release(arena, page)
-        return copy
+        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots)
 
     def commit(self, ids: list[int]) -> None:
         """The rows of the last step are computed, and the pages they filled are sealed."""
         self.tokens.extend(ids)
-        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
-            sealed = -(-layout.sealed_rows(self.length) // layout.page_size)
-            for page in [p for p in held.open if layout.sinks <= p < sealed]:
-                self.pool.release(self._open_arena(g), held.open.pop(page))
+        for held in self._lists:
+            held.seal(self.length)
 
     def drop(self) -> int:
         """Release pages that no query from here on can see; returns how many."""
-        dropped = 0
-        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
-            first = layout.first_page(self.length)
-            kept = layout.retention.kept_pages if layout.retention else 0
-            while held.first < first and held.pages:
-                page = held.pages.pop(0)
-                if held.first < kept:
-                    held.front.append(page)
-                else:
-                    self._release(g, held.first, page)
-                    dropped += 1
-                held.first += 1
-        return dropped
+        return sum(held.drop(self.length) for held in self._lists)
 
     def rewindable(self, length: int) -> int:
         """The longest prefix of at most `length` rows that can be gone back to.
@@ -183,13 +156,10 @@ class Sequence:
         Windows must still be whole, those of a retention too, and a sealed page cannot be opened again.
         """
         length, size = min(length, self.length), self.pool.layout.page_size
-        for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
-            if layout.sealed and layout.tail and length // size not in held.open:
+        for held in self._lists:
+            if held.open is not None and held.layout.tail and length // size not in held.open.pages:
                 length = length // size * size
-        for held, layout in zip(self._lists, self.pool.layout.groups, strict=True):
-            if layout.first_page(length) < held.first:
-                return 0
-        return length
+        return length if all(held.has(held.layout.held_pages(length)) for held in self._lists) else 0
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` rows. Raises ValueError if that cannot be (see `rewindable`)."""
@@ -205,66 +175,27 @@ class Sequence:
         return kept
 
     def _trim(self, length: int) -> None:
-        """Release the pages behind row `length`, and a sealed page that is being filled again."""
-        size = self.pool.layout.page_size
-        keep = -(-length // size)
-        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
-            while held.pages and held.first + len(held.pages) > keep:
-                page = held.first + len(held.pages) - 1
-                self._release(g, page, held.pages.pop())
-            if layout.tail and keep - 1 in held.open and held.pages[-1] != NO_PAGE:
-                self.pool.release(g, held.pages[-1])  # taken for rows that did not come
-                held.pages[-1] = NO_PAGE
-            if length == 0:
-                while held.front:
-                    page = len(held.front) - 1
-                    self._release(g, page, held.front.pop())
-                held.first = 0
-            if length < size and (length < self.length or any(basis.known for basis in held.bases)):
+        """Release what stands behind row `length`."""
+        for held in self._lists:
+            held.trim(length)
+            if length < self.pool.layout.page_size and (length < self.length or any(b.known for b in held.bases)):
                 held.bases = tuple(Basis() for _ in held.bases)  # a fork may go on with the old ones
-
-    def _release(self, group: int, number: int, page: int) -> None:
-        """Let go of page `number` of a group in both of its forms."""
-        if page != NO_PAGE:
-            self.pool.release(group, page)
-        opened = self._lists[group].open.pop(number, None)
-        if opened is not None:
-            self.pool.release(self._open_arena(group), opened)
-
-    def _open_arena(self, group: int) -> int:
-        arena = self.pool.layout.open_arena(group)
-        if arena is None:
-            raise ValueError(f"group {group} has no open pages")
-        return arena
 
     def fork(self) -> Sequence:
         """A sequence with the same rows, sharing every page."""
-        twin = Sequence(self.pool)
-        twin.tokens = list(self.tokens)
-        for mine, theirs in zip(self._lists, twin._lists, strict=True):
-            theirs.first, theirs.pages, theirs.open = mine.first, list(mine.pages), dict(mine.open)
-            theirs.front = list(mine.front)
-            if self.length >= self.pool.layout.page_size:
-                theirs.bases = mine.bases
-        for arena, page in self.holds():
-            self.pool.retain(arena, page)
+        twin = Sequence(self.pool, self._own)
+        twin.adopt(self.tokens, self.numbered(), self.bases)
         return twin
 
     def close(self) -> None:
         """Release every page; the sequence is empty afterwards."""
-        for arena, page in self.holds():
-            self.pool.release(arena, page)
-        self._lists = [PageList(len(g.layers)) for g in self.pool.layout.groups]
+        self._trim(0)
         self.tokens.clear()
 
     def numbered(self) -> dict[PageKey, int]:
         """Every page held, by its key."""
-        found: dict[PageKey, int] = {}
-        for g, held in enumerate(self._lists):
-            pages = (*enumerate(held.front), *enumerate(held.pages, held.first))
-            found.update(((g, number), page) for number, page in pages if page != NO_PAGE)
-            found.update(((self._open_arena(g), number), page) for number, page in held.open.items())
-        return found
+        forms = (form for held in self._lists for form in held.forms)
+        return {(form.arena, number): page for form in forms for number, page in form.pages.items()}
 
     @property
     def bases(self) -> Bases:
@@ -280,16 +211,12 @@ class Sequence:
             self.pool.retain(arena, page)
         self.close()
         self.tokens = list(tokens)
-        size = self.pool.layout.page_size
-        for g, (held, layout) in enumerate(zip(self._lists, self.pool.layout.groups, strict=True)):
-            held.first, opened = layout.first_page(self.length), self.pool.layout.open_arena(g)
-            numbers = layout.held_pages(self.length)
-            held.front = [pages.get((g, number), NO_PAGE) for number in numbers if number < held.first]
-            held.pages = [pages.get((g, number), NO_PAGE) for number in numbers if number >= held.first]
-            if opened is not None:
-                held.open = {number: pages[opened, number] for number in numbers if (opened, number) in pages}
-            if self.length >= size:
-                held.bases = bases[g]
+        forms = {form.arena: form for held in self._lists for form in held.forms}
+        for (arena, number), page in sorted(pages.items()):
+            forms[arena].put(number, page)
+        if self.length >= self.pool.layout.page_size:
+            for held, theirs in zip(self._lists, bases, strict=True):
+                held.bases = theirs
 
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
@@ -302,11 +229,14 @@ class Sequence:
     @property
     def page_utilization(self) -> float | None:
         """The share of the pages held, by their bytes, that is rows which are of use; None = there are no pages."""
-        arenas, size, held = self.pool.layout.arenas, self.pool.layout.page_size, self.numbered()
-        total = size * sum(arenas[arena].page_bytes for arena, _ in held)
-        used = sum(arenas[a].page_bytes * arenas[a].rows_in_use(number, self.length) for a, number in held)
+        size, used, total = self.pool.layout.page_size, 0, 0
+        for held in self._lists:
+            for form in held.forms:
+                page_bytes = self.pool.layout.arenas[form.arena].page_bytes
+                total += size * page_bytes * len(form.pages)
+                used += page_bytes * sum(held.layout.rows_in_use(number, self.length) for number in form.pages)
         return used / total if total else None
 
-    def views(self) -> tuple[Layers, ...]:
-        """The cache as the kernels see it, by group."""
-        return tuple(self._lists[g].views(self.pool, g) for g in range(len(self._lists)))
+    def views(self, end: int | None = None) -> tuple[Layers, ...]:
+        """The cache as kernels see it in a step of rows up to `end` (None: that writes nothing), by group."""
+        return tuple(held.views(self.length, self.length if end is None else end) for held in self._lists)

@@ -74,7 +74,7 @@ class DeviceTokens:
         self._choose(logits, position)
         full: DoesNotFit | None = None  # told when the tokens that were chosen before are out
         while read < self._chosen:
-            if full is None and (self.graph.layout.retention or self.seq.length < self.graph.ctx_size):
+            if full is None and (self.seq.retention or self.seq.length < self.graph.ctx_size):
                 self.graph.token.copy_(self._token)
                 try:
                     self._choose(self.graph.run(self.seq), self.seq.length)

@@ -144,9 +144,10 @@ class Engine:
         """Bytes that one token reads behind `length` rows: weights, rows of the cache, recurrent state."""
         return self.terms.setting.weights.read + self.layout.read_bytes(length) + self.layout.state_bytes
 
-    def new_sequence(self) -> Sequence:
-        """An empty context."""
-        return Sequence(self.pool)
+    def new_sequence(self, retention: Retention | None = None) -> Sequence:
+        """An empty context. `retention`: what stays of it, where that is not what stays of all others, for which memory
+        is planned."""
+        return Sequence(self.pool, retention)
 
     def prompt_caches(
         self, options: PromptCacheOptions, tell: Tell, elsewhere: Callable[[], Iterable[list[int]]] = tuple

@@ -12,7 +12,6 @@ import torch
 
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
-from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.events import End, Event, Logprob, Logprobs, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
@@ -31,9 +30,6 @@ class Host(Protocol):
     tokenizer: Tokenizer
     ctx_size: int
     load_s: float
-
-    @property
-    def retention(self) -> Retention | None: ...
 
     def chunk_end(self, start: int, end: int) -> int: ...
 
@@ -280,7 +276,7 @@ class Request:
         if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
             return "length"
         # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
-        if len(self.history) > self.host.ctx_size and self.host.retention is None:
+        if len(self.history) > self.host.ctx_size and self.seq.retention is None:
             return "context"
         return ""
 

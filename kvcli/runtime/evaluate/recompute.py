@@ -69,11 +69,9 @@ def _feed(engine: Engine, seq: Sequence, tokens: list[int]) -> torch.Tensor:
 
 
 def _page_error(a: PagedKV, b: PagedKV, number: int, length: int) -> float:
-    """The largest difference between a layer's rows in one page; 0 where a window has left it behind."""
+    """The largest difference between a layer's rows in one page as the last token reads it; 0 where it is forgotten."""
     size = a.record.page_size
-    rows = min(size, length - number * size)
-    own = (length - 1) // size
-    if number < max(a.first_page, b.first_page):
-        return 0.0
-    pairs = zip(a.view(number, own).rows(number, 0, rows), b.view(number, own).rows(number, 0, rows), strict=True)
-    return max(float((x - y).abs().max()) for x, y in pairs)
+    first, end = number * size, min((number + 1) * size, length)
+    found = [kv.find(end - 1, length - 1) for kv in (a, b)]
+    rows = [kv.rows(kv.entries.memory[at], 0, end - first) for kv, at in filter(None, found)]
+    return max(float((x - y).abs().max()) for x, y in zip(*rows, strict=True)) if len(rows) == 2 else 0.0

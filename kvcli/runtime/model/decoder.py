@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import AttentionLayer, Backend, ExpertLayer, Stretch
+from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
 from kvcli.runtime.model.rope import RopeTables
@@ -161,7 +161,7 @@ class Decoder:
             first_products = self.ops.gated if self.config.block.gated else self.ops.activated
             return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)
         qkv = self.ops.matmul(x, inner.qkv)
-        return self.ops.attend(qkv, [Stretch(*rows, p.kv(inner.layer), p.start) for rows, p in step.rows], inner.how)
+        return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from kvcli.kernels import CENTRE_ROWS, Angles
+from kvcli.kernels import Angles, PagedKV
 from kvcli.kernels.attend import Spans
 from kvcli.runtime.config import ModelConfig, RopeConfig
 
-TABLES = 8  # of centres that are kept: several layer groups and sequences share one configuration
+CENTRES = 1 << 15  # angles that are kept for page lists that have much in common
 
 
 class RopeTable:
@@ -26,7 +26,7 @@ class RopeTable:
             self.frequencies /= factors.double().numpy()
         self._last = ((0, 1),), self.at_positions(np.zeros(1))
         self._inside: tuple[Spans, np.ndarray, Angles] = ((0, 1),), np.zeros(1, dtype=np.int64), self._last[1]
-        self._centres: dict[tuple[int, int], Angles] = {}
+        self._centres: tuple[np.ndarray, Angles] = np.zeros(1), self._last[1]
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """The frequencies, float64 [dim / 2], on a device; copied once."""
@@ -44,28 +44,32 @@ class RopeTable:
             self._last = spans, self.at_positions(_positions(spans))
         return self._last[1]
 
-    def inside(self, spans: Spans, gaps: np.ndarray) -> Angles:
-        """The same for rows whose positions inside the cache are less by `gaps`, int64 [sum of n]; kept likewise."""
-        if self._inside[0] != spans or not np.array_equal(self._inside[1], gaps):
-            self._inside = spans, gaps, self.at_positions(_positions(spans) - gaps)
+    def inside(self, spans: Spans, shift: np.ndarray) -> Angles:
+        """The same for rows whose positions inside the cache are less by `shift`, int64 [sum of n]; kept likewise."""
+        if self._inside[0] != spans or not np.array_equal(self._inside[1], shift):
+            self._inside = spans, shift, self.at_positions(_positions(spans) - shift)
         return self._inside[2]
 
-    def centres(self, end: int, first: int = 0, front: int = 0) -> Angles:
-        """The same for the middle of each CENTRE_ROWS rows of [0, front) and, behind them, of [first, end) and more.
-
-        These are the rows of a page list, so tables stay small wherever in a long sequence the pages stand.
-        """
-        found = self._centres.get((front, first))
-        if found is None or found[0].shape[0] * CENTRE_ROWS - front < end - first:
-            if len(self._centres) == TABLES:
-                self._centres.clear()
-            rows = np.arange(front), np.arange(first, first + 2 * (end - first))  # few are made as a sequence grows
-            found = self._centres[front, first] = self.at_centres(np.concatenate([x[::CENTRE_ROWS] for x in rows]))
+    def centres(self, kv: PagedKV) -> Angles:
+        """The same for `PagedKV.centres`; made once for all layers that share a list of entries."""
+        made = kv.entries.made
+        if self not in made:
+            made[self] = self.at_some(kv.centres)
+        found: Angles = made[self]  # type: ignore[assignment]
         return found
 
-    def at_centres(self, firsts: np.ndarray) -> Angles:
-        """The same for any: each CENTRE_ROWS rows begin at `firsts`, int64 [n]."""
-        return self.at_positions(firsts + (CENTRE_ROWS - 1) / 2)
+    def at_some(self, positions: np.ndarray) -> Angles:
+        """The same for positions, float64 [n], most of which were asked for before: others are kept with them."""
+        known, angles = self._centres
+        if len(new := np.setdiff1d(positions, known)):
+            if len(known) > max(CENTRES, len(positions)):  # keep no more than this list's
+                known, angles, new = known[:0], (angles[0][:0], angles[1][:0]), np.unique(positions)
+            both = np.concatenate([known, new])
+            order = np.argsort(both)
+            cos, sin = (torch.cat(x)[order] for x in zip(angles, self.at_positions(new), strict=True))
+            self._centres = known, angles = both[order], (cos, sin)
+        at = torch.from_numpy(np.searchsorted(known, positions))
+        return angles[0][at], angles[1][at]
 
     def at_positions(self, positions: np.ndarray) -> Angles:
         """The same for any positions, float64 [n]."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from kvcli.kernels import Angles, Backend, PagedKV
-from kvcli.runtime.cache.layout import newly_sealed
 from kvcli.runtime.model.rope import RopeTable
 
 UNLIKE_THE_REST = 4  # first tokens of a sequence, left out of the mean
@@ -23,18 +22,15 @@ def seal_step(
 ) -> Angles | None:
     """Encode the rows of one layer that leave the tail as rows [start, end), just stored, come. Sinks stay open.
 
-    `stores` False: the layer reads rows of another one, which has done that. Returns the angles of the mean, for
-    attention; None where keys are not centred or there is no RoPE.
+    `stores` False: the layer reads rows of another one, which has done that. Returns the angles of the mean, those of
+    `kv.centres`, for attention; None where keys are not centred or there is no RoPE.
     """
     if kv.open is None:
         return None
-    size = kv.record.page_size
     if fixes_basis(kv, end):
         fix_bases(ops, [kv], rope)
-    first, last = newly_sealed(start, end, size, kv.sinks, kv.tail)
-    angles = None
-    if kv.basis.centre is not None and rope is not None:
-        angles = rope.centres(-(-end // size) * size, kv.first_page * size, kv.front * size)
+    angles = rope.centres(kv) if kv.basis.centre is not None and rope is not None else None
+    first, last = kv.into.sealed(start, end, kv.record.page_size)
     if first < last and stores:
         ops.seal(kv, first, last, angles)
     return angles
@@ -49,12 +45,13 @@ def fixes_basis(kv: PagedKV, end: int) -> bool:
 
 
 def fix_bases(ops: Backend, layers: list[PagedKV], rope: RopeTable | None) -> None:
-    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits.
+    """The mean of keys, and the scales of codecs with one a head: from the sequence's first page, full, in 16 bits. It
+    is the first one that the step at hand writes into.
 
     `layers`: some of one group that share `rope`; what is computed for all of them at once saves a GPU waiting.
     """
     record, n = layers[0].record, len(layers)
-    pages = [kv.open.rows(0, 0, record.page_size) for kv in layers if kv.open is not None]
+    pages = [kv.open.rows(kv.open.into.memory[0], 0, record.page_size) for kv in layers if kv.open is not None]
     keys, values = (torch.cat(x) for x in zip(*pages, strict=True))  # [n * kv_heads, page_size, dim]
     codec_k, codec_v = layers[0].codecs
     found: dict[str, torch.Tensor] = {}

@@ -102,7 +102,8 @@ def convert(
 def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there."""
     size = kv.record.page_size
-    for page in range(max(start // size, kv.first_page), -(-end // size)):
-        lo, hi = max(start, page * size), min(end, (page + 1) * size)
-        k, v = kv.rows(page, lo - page * size, hi - page * size)
-        yield lo, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    for first, page in zip(kv.entries.first.tolist(), kv.entries.memory, strict=True):
+        lo, hi = max(start, first), min(end, first + size)
+        if lo < hi:
+            k, v = kv.rows(page, lo - first, hi - first)
+            yield lo, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()

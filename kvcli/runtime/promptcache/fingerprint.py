@@ -55,7 +55,7 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
         "page_size": str(layout.page_size),
         "sinks": " ".join(str(group.sinks if group.sealed else 0) for group in groups),
         "tail": " ".join(str(group.tail if group.sealed else 0) for group in groups),
-        "eviction": f"keep {retention.keep} window {retention.window}" if retention else "none",
+        "eviction": retention.identity if retention else "none",
     }
 
 

@@ -21,10 +21,10 @@ class WindowTrail:
     def wants(self, key: PageKey, length: int) -> bool:
         """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end."""
         arena, number = self.layout.arenas[key[0]], key[1]
-        kept = arena.retention.kept_pages if arena.retention else 0
         if not arena.windowed:
             return False
-        return kept <= number < arena.first_page(length) and number >= arena.first_page(max(0, self.end - REWIND_ROWS))
+        near = arena.first_page(max(0, self.end - REWIND_ROWS))
+        return max(near, arena.kept_pages) <= number < arena.first_page(length)
 
     def follow(self, seq: Sequence) -> None:
         """Copy what the next step lets go of. To be called after every step of the prompt."""

@@ -23,7 +23,7 @@ from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
-from kvcli.runtime.promptcache.caches import Reuse
+from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
@@ -68,8 +68,10 @@ class PromptCaches:
         return PromptLedger(self.keeper, tree, prompt_tokens, self.elsewhere)
 
     @torch.inference_mode()
-    def restore(self, seq: Sequence, prompt: list[int]) -> PromptLedger:
+    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
+        if not seq.shares:
+            return LIVE_ROWS.restore(seq, prompt)
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
@@ -84,6 +86,8 @@ class PromptCaches:
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """See `Caches`; a named file is not looked into."""
+        if not seq.shares:
+            return LIVE_ROWS.find(seq, tokens)
         have = max(seq.rewindable(common_length(seq.tokens, tokens)), self.tree.find(tokens)[0])
         store = self.keeper.store if len(tokens) >= self.options.stored_from else None
         if store is None:
@@ -222,19 +226,20 @@ class PromptCaches:
         return length
 
     def park(self, seq: Sequence) -> None:
-        if self.options.memory:
+        if self.options.memory and seq.shares:
             self.tree.insert(seq)
 
     @torch.inference_mode()
     def resume(self, seq: Sequence, tokens: list[int]) -> None:
-        self._from_memory(seq, tokens[:-1])
+        if seq.shares:
+            self._from_memory(seq, tokens[:-1])
 
     def spare(self, arena: int) -> int:
         return self.tree.spare(arena)
 
     def save(self, seq: Sequence) -> None:
         """Write all of `seq` to the store, however short it is."""
-        if self.options.store is not None and self.keeper.exact:
+        if self.options.store is not None and self.keeper.exact and seq.shares:
             ledger = self._ledgers.get(seq) or self.ledger(0)
             ledger.to_store(seq, 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from kvcli.errors import CacheFileError, OutputError
+from kvcli.errors import CacheFileError, OutputError, UsageError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
@@ -17,7 +17,10 @@ from kvcli.runtime.promptcache.prefixpages import longest, needed
 
 
 def save(engine: EngineView, seq: Sequence, path: Path) -> None:
-    """Write the rows of `seq` in place of what is at `path`. Raises OutputError, with nothing changed there."""
+    """Write the rows of `seq` in place of what is at `path`. Raises OutputError, with nothing changed there, and
+    UsageError for rows that only this sequence would have."""
+    if not seq.shares:
+        raise UsageError("rows of a sequence with an eviction policy of its own cannot be saved", "compute them again")
     layout, keys = seq.pool.layout, sorted(seq.numbered())
     sizes = {arena: layout.arenas[arena].page_bytes for arena, _ in keys}
     about = userfile.about(engine.model, engine.computed_on, seq.losses(), 0.0, True)

@@ -65,8 +65,8 @@ def _eviction(text: str) -> EvictOptions:
     """The options behind that field of an identity. Raises ValueError."""
     if text == "none":
         return FORGET_NOTHING
-    _, keep, _, window = text.split()
-    return EvictOptions("sink", int(window), int(keep))
+    *name, _, keep, _, window = text.split()
+    return EvictOptions(name[0] if name else "sink", int(window), int(keep))
 
 
 def _values(identity: Mapping[str, str]) -> dict[str, str]:

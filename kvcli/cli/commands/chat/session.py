@@ -333,7 +333,8 @@ class ChatSession:
         DoesNotFit."""
         settled, before = evict, self.engine.doubts
         limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
-        if n_tokens > limit + 1 and not eviction.policy(evict.policy).evicts:  # the token that fills it up has no row
+        evicts = eviction.policy(evict.policy).retention is not None
+        if n_tokens > limit + 1 and not evicts:  # the token that fills it up has no row
             shorter = limit < self.engine.ctx_size
             holds = f"/ctx {n_tokens} or more holds it" if shorter else self._larger(n_tokens)
             raise UsageError(

@@ -1,43 +1,72 @@
 """What is forgotten where a context is full. One policy a file; the file's name is the value of --evict.
 
-Every policy comes down to two numbers, `Retention`. What a query sees is a function of its position alone, never of
-how the rows before it came to be, so any chunking, a replay and a fork give the same results to the bit. The first
-rows are scored at their positions inside the cache, as StreamingLLM has it (arXiv 2309.17453); no stored key moves.
+A policy says for each page of a sequence which entries it has in the page list (`Retention.shown`): which of its rows
+which queries see. Those in use are functions of position alone, never of how the rows before came to be, so any
+chunking, a replay and a fork give the same results to the bit. First rows are scored at their positions inside the
+cache, as StreamingLLM has it (arXiv 2309.17453); no stored key moves. Kernels know nothing of any of this.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvcli.runtime.cache.shown import Shown
+
+Pages = TypeVar("Pages", int, "np.ndarray")  # a page's number, or several: int64 [n]
 WHOLE_PROMPT = -1  # --keep: as many tokens as the prompt has
 
 
 @dataclass(frozen=True)
-class Policy:
-    """`evicts`: anything at all. `keep`: first tokens that stay, unless told otherwise; `free`: whether it can be."""
+class Retention(ABC):
+    """What stays of a sequence: a query at position p sees rows [0, keep) and [start(p), p].
 
-    evicts: bool
-    keep: int = 0
-    free: bool = False
-
-
-@dataclass(frozen=True)
-class Retention:
-    """A query at position p sees rows [0, keep) and [start(p), p]: whole pages leave, so it sees `window` rows of the
-    second kind, or up to a page more."""
+    Whole pages leave, so it sees `window` rows of the second kind or more. A policy says when: by `start`, by `until`,
+    its inverse, and by what it needs of a context.
+    """
 
     keep: int
     window: int
     page_size: int
+    reproducible: ClassVar[bool] = True  # from tokens and positions alone: rows may be stored, and shared
 
+    @abstractmethod
     def start(self, position: int) -> int:
-        """The first row of the window of a query at `position`: the start of a page."""
-        return max(0, position - self.window + 1) // self.page_size * self.page_size
+        """The first row behind the kept ones that a query at `position` sees: the start of a page; 0 = all are seen."""
+
+    @abstractmethod
+    def until(self, page: Pages) -> Pages:
+        """The first query that does not see the rows of a page, or of each of several, behind the first `keep`."""
+
+    @property
+    @abstractmethod
+    def pages_behind(self) -> int:
+        """Most pages, but kept ones, that a step's first query sees behind its own."""
+
+    @staticmethod
+    @abstractmethod
+    def room(window: int, page_size: int) -> int:
+        """Rows that a context needs for such a window, beside the kept pages."""
+
+    @staticmethod
+    @abstractmethod
+    def largest(room: int, page_size: int) -> int:
+        """The largest window in so much room; below a page = none is possible."""
+
+    def shown(self, pages: np.ndarray) -> Shown:
+        """The entries of the pages with these numbers: int64 [n], ascending."""
+        from kvcli.runtime.cache.shown import Shown  # plans are made without numpy
+
+        return Shown.kept(pages, self.page_size, self.keep, self.until(pages))
 
     def gap(self, position: int) -> int:
         """Rows evicted for a query at `position`. Kept rows are that much nearer to it than their numbers say."""
@@ -46,12 +75,15 @@ class Retention:
     @property
     def whole(self) -> int:
         """The longest prefix of a sequence whose last query still sees all of it."""
-        return (self.keep // self.page_size + 1) * self.page_size + self.window - 1
+        return self._leaves(self.keep)
 
     def until_next(self, position: int) -> int:
         """Tokens behind `position` until one sees fewer of those before it."""
-        behind = max(self.start(position), self.keep) // self.page_size
-        return (behind + 1) * self.page_size + self.window - 1 - position
+        return self._leaves(max(self.start(position), self.keep)) - position
+
+    def _leaves(self, row: int) -> int:
+        """The first query that does not see this row, which is not a kept one."""
+        return self.until(row // self.page_size)
 
     @property
     def kept_pages(self) -> int:
@@ -59,9 +91,9 @@ class Retention:
         return -(-self.keep // self.page_size)
 
     @property
-    def pages_behind(self) -> int:
-        """Most pages of the window behind that of a step's first query."""
-        return -(-(self.window - 1) // self.page_size)
+    def identity(self) -> str:
+        """What rows depend on beside tokens and positions, in words that promptcache/settings.py reads."""
+        return f"keep {self.keep} window {self.window}"
 
     def notice(self) -> str:
         """What is forgotten, for people."""
@@ -69,6 +101,17 @@ class Retention:
 
     def __str__(self) -> str:
         return f"the first {self.keep:,} and the last {self.window:,}" if self.keep else f"the last {self.window:,}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`retention`: what it comes down to; None = nothing is evicted. `keep`: first tokens that stay, unless told
+    otherwise; `free`: whether it can be. `forgets`: what goes, in a few words."""
+
+    retention: type[Retention] | None = None
+    keep: int = 0
+    free: bool = False
+    forgets: str = ""
 
 
 def names() -> tuple[str, ...]:
@@ -84,13 +127,19 @@ def policy(name: str) -> Policy:
     return found
 
 
+def forgetting() -> dict[str, str]:
+    """What each policy that evicts anything forgets, in a few words."""
+    return {name: policy(name).forgets for name in names() if policy(name).retention}
+
+
 def check(asked: EvictOptions, page_size: int) -> None:
     """What can be refused before the context is known. Raises UsageError."""
     chosen = policy(asked.policy)
-    if asked.window and not chosen.evicts:
+    if asked.window and chosen.retention is None:
         raise UsageError("`window` needs `evict`", "`evict=sink` keeps the first tokens and a window")
     if asked.keep is not None and not chosen.free:
-        raise UsageError(f"`keep` needs `evict=sink`, not {asked.policy}", "only sink keeps first tokens")
+        keeping = " or ".join(f"`evict={name}`" for name in names() if policy(name).free)
+        raise UsageError(f"`keep` needs {keeping}, not {asked.policy}", "no other policy keeps first tokens")
     if asked.keep is not None and asked.keep < WHOLE_PROMPT:
         raise UsageError(f"`keep` must be 0 or more, or -1 for the whole prompt, not {asked.keep}")
     if asked.window < 0 or 0 < asked.window < page_size:
@@ -103,32 +152,35 @@ def check(asked: EvictOptions, page_size: int) -> None:
 def least_context(asked: EvictOptions, page_size: int) -> int:
     """The shortest context in which `retention` is possible; 0 = any."""
     chosen = policy(asked.policy)
-    return _kept(asked, chosen, page_size)[1] + (asked.window or page_size) + page_size if chosen.evicts else 0
+    if chosen.retention is None:
+        return 0
+    return _kept(asked, chosen, page_size)[1] + chosen.retention.room(asked.window or page_size, page_size)
 
 
 def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention | None:
     """What stays in a context of `ctx_size` tokens; None = everything. Without --window the largest is taken.
 
     Before the prompt is known, --keep -1 counts as the largest window, which takes as much room.
-    Raises UsageError where the kept tokens, the window and the page at its edge are more than the context.
+    Raises UsageError where the kept tokens and what the window needs are more than the context.
     """
     check(asked, page_size)
     chosen = policy(asked.policy)
-    if not chosen.evicts:
+    if chosen.retention is None:
         return None
     keep, kept = _kept(asked, chosen, page_size)
-    largest = ctx_size - kept - page_size
+    largest = chosen.retention.largest(ctx_size - kept, page_size)
     window = largest if not asked.window or asked.keep == WHOLE_PROMPT else asked.window
     if largest < max(page_size, asked.window):
         wanted = f"{asked.window:,} of window" if asked.window else f"at least {page_size} of window"
         least = least_context(asked, page_size)
+        more = least - kept - (asked.window or page_size)
         raise UsageError(
             f"the context of {ctx_size:,} tokens is too short to evict: {kept:,} for the {keep:,} kept in whole pages"
-            f" + {wanted} + a page of {page_size} at its edge = {least:,}",
+            f" + {wanted} + {more:,} more before old ones go = {least:,}",
             f"use a context of {least} or more (`ctx`)"
             + (f", or `window={largest}`" if asked.window and largest >= page_size else ", or a smaller `page_size`"),
         )
-    return Retention(keep, window, page_size)
+    return chosen.retention(keep, window, page_size)
 
 
 def _kept(asked: EvictOptions, chosen: Policy, page_size: int) -> tuple[int, int]:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from kvcli.runtime.cache.eviction import Policy
 
-POLICY = Policy(evicts=False)
+POLICY = Policy()

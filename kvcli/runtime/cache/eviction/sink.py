@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from kvcli.runtime.cache.eviction import Policy
+from kvcli.runtime.cache.eviction.window import Rolling
 
-POLICY = Policy(evicts=True, keep=4, free=True)
+POLICY = Policy(Rolling, keep=4, free=True, forgets="all but the first and the recent ones")

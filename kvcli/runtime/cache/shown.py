@@ -1,0 +1,58 @@
+"""`Shown`: what a policy says of pages, in the form in which page lists are made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcli.kernels import NEVER
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """Rows of pages, and the queries that see them: int64 [n] each, in the order of `page`.
+
+    Slots [lo, hi) of page number `page` are seen by queries at positions [since, until), from the rows' own on;
+    `turned`: see `Entries`.
+    """
+
+    page: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    since: np.ndarray
+    until: np.ndarray
+    turned: np.ndarray
+
+    @classmethod
+    def whole(cls, pages: np.ndarray, page_size: int) -> Shown:
+        """All rows of the pages with these numbers, to everybody."""
+        zeros = np.zeros_like(pages)
+        return cls(pages, zeros, zeros + page_size, zeros, zeros + NEVER, zeros)
+
+    @classmethod
+    def kept(cls, pages: np.ndarray, page_size: int, keep: int, until: np.ndarray) -> Shown:
+        """The first `keep` rows to everybody, those behind them to queries before `until`, int64 [n].
+
+        Kept rows are turned to those that come later. Of a page that `keep` cuts all rows are seen as those behind it
+        are; from then on it is cut.
+        """
+        stays, zeros = (pages + 1) * page_size <= keep, np.zeros_like(pages)
+        cut = np.flatnonzero((pages * page_size < keep) & ~stays)
+        none = zeros[cut]
+        columns = (
+            (pages, pages[cut]),
+            (zeros, none),
+            (zeros + page_size, none + keep % page_size),
+            (zeros, until[cut]),
+            (np.where(stays, NEVER, until), none + NEVER),
+            (stays.astype(np.int64), none + 1),
+        )
+        order = np.argsort(np.concatenate(columns[0]), kind="stable")
+        return cls(*(np.concatenate(column)[order] for column in columns))
+
+    def limited(self, since: np.ndarray | int, until: np.ndarray | int) -> Shown:
+        """The same rows, but only to queries in [since, until), int64 [n]; what nobody sees is left out."""
+        begin, end = np.maximum(self.since, since), np.minimum(self.until, until)
+        some = begin < end
+        return Shown(*(x[some] for x in (self.page, self.lo, self.hi, begin, end, self.turned)))
