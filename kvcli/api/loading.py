@@ -49,7 +49,7 @@ def load(
         (`org/repo:Q4_K_M`).
     cache_type: how keys and values are stored: "f16", "int8", "int4", ..., or "int8/int4" for each.
     ctx: most tokens in a sequence; 0 = as trained, or as many as fit.
-    evict: what is forgotten where the context is full: "none", "window" or "sink".
+    evict: what is forgotten where the context is full: "none", "shift", "sink" or "window".
     window, keep: how many of the recent and of the first tokens stay then.
     device: "auto", "cpu", "cuda" or "cuda:N".
     threads: most threads of a CPU; 0 = one for each physical core.

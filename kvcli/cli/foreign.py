@@ -52,7 +52,7 @@ _NOTES = {
     "--kv-bits": "is --cache-type int8 or int4 here",
     "--kv-group-size --quantized-kv-start": "has no counterpart, see --cache-type, --kv-sink and --kv-tail",
     "--max-kv-size": "is --ctx-size N --evict sink here",
-    "--context-shift --no-context-shift -lcs": "is --evict sink here; without it nothing is forgotten",
+    "--context-shift --no-context-shift -lcs": "is --evict shift here; without it nothing is forgotten",
     "-cnv --conversation -i --interactive --interactive-first -if": "is the command kv chat here",
     "-no-cnv --no-conversation -st --single-turn": "is not needed: kv run answers one prompt; --raw uses no template",
     "-mli --multiline-input": 'is not needed: in kv chat """ begins and ends a message of several lines',

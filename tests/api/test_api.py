@@ -221,7 +221,7 @@ def test_eviction_goes_on_beyond_the_context() -> None:
         ({"memory_limit": "much"}, "`memory_limit` must be a size"),
         ({"evict": "h2"}, "`evict` must be one of"),
         ({"window": 64}, "`window` needs `evict`"),
-        ({"evict": "window", "keep": 4}, "`keep` needs `evict=sink`"),
+        ({"evict": "window", "keep": 4}, "`keep` needs `evict=shift` or `evict=sink`"),
         ({"evict": "sink", "keep": -1}, "`keep=-1` means a whole prompt"),
         ({"cache": kvcli.CacheOptions(page_size=7)}, "`page_size` must be 16, 32, 64 or 128"),
         ({"cache_type": "int4", "cache": kvcli.CacheOptions(tail=0, sinks=0)}, "`tail=0` and `sinks=0`"),

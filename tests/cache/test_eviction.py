@@ -20,6 +20,7 @@ from kvcli.kernels.reference.rotation import rotate
 from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.shift import Halves
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.model.rope import RopeTable
@@ -113,6 +114,7 @@ def check(cache: Evicting, steps: list[int], group: int, random: torch.Generator
 @settings(max_examples=40)
 @given(
     types=st.sampled_from(TYPES),
+    policy=st.sampled_from((Rolling, Halves)),
     name=st.sampled_from(("reference", "")),
     heads=st.sampled_from(((1, 1), (2, 1), (1, 3), (2, 2))),  # of KV, and queries for each: MHA, MQA and GQA
     keep=st.integers(0, 3 * SIZE + 2),
@@ -123,6 +125,7 @@ def check(cache: Evicting, steps: list[int], group: int, random: torch.Generator
 )
 def test_attention_is_that_of_a_naive_cache(
     types: tuple[str, str],
+    policy: type[Retention],
     name: str,
     heads: tuple[int, int],
     keep: int,
@@ -133,7 +136,7 @@ def test_attention_is_that_of_a_naive_cache(
 ):
     sinks, tail = pages if any(pages) else (1, 1)
     where = layout(types, (DIM, DIM), heads[0], SIZE, sinks=sinks, tail=tail)
-    cache = Evicting(backend(name), where.evicting(Rolling(keep, window, SIZE)))
+    cache = Evicting(backend(name), where.evicting(policy(keep, window, SIZE)))
     check(cache, steps, heads[1], fill(cache, steps, seed), 20.0 if seed % 5 == 0 else 0.0)
 
 
@@ -171,8 +174,11 @@ def pages_held(cache: Cache) -> list[int]:
 @pytest.mark.parametrize("types", (("f16", "f16"), ("int8", "int8")), ids="/".join)
 @pytest.mark.parametrize(("keep", "window"), ((0, 16), (4, 33), (32, 64), (50, 17)))
 @pytest.mark.parametrize("step", (1, 16, 40))
-def test_pages_are_planned_and_come_back(types: tuple[str, str], keep: int, window: int, step: int):
-    where = layout(types, (DIM, DIM), 1, SIZE).evicting(Rolling(keep, window, SIZE))
+@pytest.mark.parametrize("policy", (Rolling, Halves))
+def test_pages_are_planned_and_come_back(
+    types: tuple[str, str], keep: int, window: int, step: int, policy: type[Retention]
+):
+    where = layout(types, (DIM, DIM), 1, SIZE).evicting(policy(keep, window, SIZE))
     cache = Cache(backend("reference"), where)
     held = []
     for start in range(0, 400, step):
@@ -230,9 +236,9 @@ def test_losses_say_why():
     assert other.losses() == ("quantized: keys int8, values f16",)
 
 
-@given(st.integers(0, 70), st.integers(16, 90), st.integers(0, 400))
-def test_the_kernels_and_the_plan_agree_on_what_is_seen(keep: int, window: int, position: int):
-    retention = Rolling(keep, window, SIZE)
+@given(st.sampled_from((Rolling, Halves)), st.integers(0, 70), st.integers(16, 90), st.integers(0, 400))
+def test_the_kernels_and_the_plan_agree_on_what_is_seen(policy: type[Retention], keep: int, window: int, position: int):
+    retention = policy(keep, window, SIZE)
     where = layout(("f32", "f32"), (DIM, DIM)).evicting(retention)
     seq, gaps = Sequence(PoisonedPool(where)), [retention.gap(p) for p in range(position + 1)]
     for n, expected in ((position, gaps[:-1]), (1, gaps[-1:])):  # from the start, and with old pages gone
@@ -241,7 +247,7 @@ def test_the_kernels_and_the_plan_agree_on_what_is_seen(keep: int, window: int, 
         seq.commit([0] * n)
     gap = gaps[-1]
     seen = where.groups[0].rows_seen(position + 1)
-    assert seen == position + 1 - gap <= keep + window + SIZE - 1
+    assert seen == position + 1 - gap <= keep + policy.room(window, SIZE) - 1 + (policy is Halves)
     assert seen >= min(position + 1, window)
     first = where.groups[0].first_page(position)
     assert first * SIZE == retention.start(position) <= max(0, position - window + 1)
@@ -255,12 +261,12 @@ OPERATIONS = st.lists(
 
 
 @settings(max_examples=30)
-@given(OPERATIONS, st.integers(0, 40), st.integers(16, 60))
+@given(OPERATIONS, st.sampled_from((Rolling, Halves)), st.integers(0, 40), st.integers(16, 60))
 def test_whatever_is_done_every_row_that_can_be_seen_is_right(
-    operations: list[tuple[str, int]], keep: int, window: int
+    operations: list[tuple[str, int]], policy: type[Retention], keep: int, window: int
 ):
     """Sequences that share pages; a row says which token and position it belongs to."""
-    retention = Rolling(keep, window, SIZE)
+    retention = policy(keep, window, SIZE)
     pool = PoisonedPool(tiny_layout().evicting(retention))
     live, tokens = [(Sequence(pool), [])], iter(range(1, 1 << 20))
     for kind, n in operations:
@@ -299,18 +305,36 @@ def check_visible(seq: Sequence, tokens: list[int], retention: Retention) -> Non
 
 
 def test_policies_are_files():
-    assert eviction.names() == ("none", "sink", "window")
+    assert eviction.names() == ("none", "shift", "sink", "window")
     assert eviction.retention(EvictOptions(), 64, 64) is None
     assert eviction.retention(EvictOptions("window"), 1024, 64) == Rolling(0, 960, 64)
     assert eviction.retention(EvictOptions("sink"), 1024, 64) == Rolling(4, 896, 64)
     assert eviction.retention(EvictOptions("sink", keep=65), 1024, 64) == Rolling(65, 832, 64)
     assert eviction.retention(EvictOptions("sink", 100, 0), 1024, 64) == Rolling(0, 100, 64)
     assert eviction.retention(EvictOptions("sink", 100, -1), 1024, 64) == Rolling(0, 960, 64)
+    assert eviction.retention(EvictOptions("shift"), 1024, 64) == Halves(4, 448, 64)
+    assert eviction.retention(EvictOptions("shift", 100, 65), 1024, 64) == Halves(65, 100, 64)
 
 
-@given(st.sampled_from(("window", "sink")), st.sampled_from((16, 64)), st.integers(1, 3000), st.integers(0, 500))
+@given(st.integers(0, 70), st.integers(16, 90))
+def test_a_shift_lets_go_of_the_older_half(keep: int, window: int):
+    """Against a cache that is filled token by token: when it is full, half of its pages go, but for the kept rows."""
+    half, cached, retention = -(-window // SIZE), list[int](), Halves(keep, window, SIZE)
+    for position in range(500):
+        pages = sorted({row // SIZE for row in cached if row >= keep})
+        if position % SIZE == 0 and len(pages) == 2 * half:
+            cached = [row for row in cached if row < keep or row // SIZE not in pages[:half]]
+        cached.append(position)
+        assert position - retention.gap(position) == len(cached) - 1, position
+        left = next(p for p in range(position + 1, position + 300) if retention.gap(p) > retention.gap(position))
+        assert retention.until_next(position) == left - position
+
+
+@given(
+    st.sampled_from(("window", "sink", "shift")), st.sampled_from((16, 64)), st.integers(1, 3000), st.integers(0, 500)
+)
 def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx: int, keep: int):
-    asked = EvictOptions(policy, 0, keep if policy == "sink" else None)
+    asked = EvictOptions(policy, 0, None if policy == "window" else keep)
     least = eviction.least_context(asked, size)
     if ctx < least:
         with pytest.raises(UsageError, match=rf"(?m)context of {ctx:,} tokens is too short .* = {least:,}$") as refused:
@@ -318,16 +342,18 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
         assert f"a context of {least} or more" in refused.value.hint
         return
     found = eviction.retention(asked, ctx, size)
-    assert found is not None and found.kept_pages * size + found.window + size == ctx and found.window >= size
+    assert found is not None and found.window >= size
+    room = ctx - found.kept_pages * size
+    assert found.room(found.window, size) <= room < found.room(found.window + 1, size)
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (EvictOptions("snapkv"), "`evict` must be one of none, sink, window, not 'snapkv'"),
+        (EvictOptions("snapkv"), "`evict` must be one of none, shift, sink, window, not 'snapkv'"),
         (EvictOptions("none", 100), "`window` needs `evict`"),
-        (EvictOptions("none", keep=4), "`keep` needs `evict=sink`"),
-        (EvictOptions("window", keep=4), "`keep` needs `evict=sink`, not window"),
+        (EvictOptions("none", keep=4), "`keep` needs `evict=shift` or `evict=sink`"),
+        (EvictOptions("window", keep=4), "`keep` needs .*, not window"),
         (EvictOptions("sink", keep=-2), "`keep` must be 0 or more, .* not -2"),
         (EvictOptions("sink", 63), "`window` is 63, less than a page of 64"),
         (

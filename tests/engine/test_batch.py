@@ -17,6 +17,7 @@ from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, EvictOptions, SampleOptions
 from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache.eviction.shift import Halves
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine import scheduler as schedulers
 from kvcli.runtime.engine.engine import Engine
@@ -101,7 +102,7 @@ def test_batch_is_single(
 def test_each_sequence_may_have_a_policy_of_its_own(codec: str) -> None:
     """One forgets nothing, others the middle or the first rows too, in one step and over caches that they share."""
     engine, options, prompt = engine_of("llama", "native", codec), replace(GREEDY, max_tokens=60), PROMPT[:80]
-    own = [None, Rolling(0, 32, 16), Rolling(20, 32, 16), Rolling(5, 48, 16)]
+    own = [None, Rolling(0, 32, 16), Rolling(20, 32, 16), Halves(5, 32, 16)]
     expected = [alone(engine, prompt, options, each) for each in own]
     assert len({tuple(one.ids) for one in expected}) > 1
     caches = engine.prompt_caches(NOWHERE, Told())
