@@ -12,7 +12,7 @@ from gpucases import DEVICE, OPS, error
 from kernelcases import ISAS, backend, one_thread
 from sealedcases import layout
 
-from kvcli.kernels import AttentionLayer, Backend, Stretch
+from kvcli.kernels import AttentionLayer, Backend
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.eviction.window import Rolling
@@ -46,7 +46,7 @@ class Layer:
 
     def step(self, qkv: torch.Tensor) -> torch.Tensor:
         part = self.seq.reserve([0] * len(qkv))
-        parts = [Stretch(0, len(qkv), part.kv(0), part.start)]
+        parts = [part.stretch(0, 0, len(qkv))]
         found = self.ops.attend(qkv.clone().to(self.ops.device), parts, self.how)
         self.seq.commit([0] * len(qkv))
         return found.cpu()
