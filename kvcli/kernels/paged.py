@@ -62,14 +62,6 @@ class Entries:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    @classmethod
-    def whole(cls, addresses: np.ndarray, memory: Memory, page_size: int, first_page: int = 0) -> Entries:
-        """Pages one behind the other, of which every query sees every row: the first holds those from position
-        first_page * page_size on."""
-        n = len(addresses)
-        first, zeros = (first_page + np.arange(n, dtype=np.int64)) * page_size, np.zeros(n, dtype=np.int64)
-        return cls(addresses, first, zeros, zeros + page_size, zeros, zeros + NEVER, zeros, memory)
-
     def shows(self, positions: np.ndarray) -> np.ndarray:
         """How many rows of each entry queries at `positions`, int64 [t], see, sliding windows aside: int64 [t, n]."""
         at = positions[:, None]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernelcases import backend, one_thread, same_bits
+from kernelcases import backend, one_thread, same_bits, whole
 
 from kvcli.codecs import CODECS, RecordLayout
 from kvcli.kernels import NEVER, Angles, Basis, Entries, Into, PagedKV
@@ -69,8 +69,8 @@ def made(types: tuple[str, str], seed: int, last: int) -> tuple[PagedKV, Angles 
     for codec_k, codec_v in (types, ("f16", "f16"))[: 1 + sealed]:
         record = RecordLayout.of(SIZE, KV_HEADS, DIM, DIM, CODECS[codec_k], CODECS[codec_v])
         addresses, memory = pages_of(record, n)
-        none = Entries.whole(addresses[:0], (), SIZE)
-        layers.append(PagedKV(record, none, Into(0, addresses, memory), 1, KV_HEADS * record.record_bytes))
+        into = Into(0, addresses, memory)
+        layers.append(PagedKV(record, whole(into, SIZE), into, 1, KV_HEADS * record.record_bytes))
     kv = layers[0]
     if sealed:
         scale = torch.full((KV_HEADS,), 0.01)

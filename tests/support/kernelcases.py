@@ -14,7 +14,7 @@ import torch
 from kvcli.blockformats import FORMATS
 from kvcli.codecs import CODECS, Codec, Section
 from kvcli.errors import KVError
-from kvcli.kernels import Backend, Entries, Into, PagedKV, QuantTensor, RecordLayout
+from kvcli.kernels import NEVER, Backend, Entries, Into, PagedKV, QuantTensor, RecordLayout
 from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.backend import ReferenceBackend
@@ -120,8 +120,15 @@ def poisoned(r: RecordLayout, first_row: int, end_row: int) -> PagedKV:
     layer_bytes = r.kv_heads * r.record_bytes
     pages = tuple(torch.full((2, layer_bytes), 0xFF, dtype=torch.uint8) for _ in range(first, end))
     addresses = np.array([p.data_ptr() for p in pages], dtype=np.int64)
-    entries, into = Entries.whole(addresses, pages, r.page_size, first), Into(first * r.page_size, addresses, pages)
-    return PagedKV(r, entries, into, 1, layer_bytes)
+    into = Into(first * r.page_size, addresses, pages)
+    return PagedKV(r, whole(into, r.page_size), into, 1, layer_bytes)
+
+
+def whole(into: Into, page_size: int) -> Entries:
+    """The pages that are written to, one behind the other; every query sees every row."""
+    n = len(into.addresses)
+    first, zeros = into.first + np.arange(n) * page_size, np.zeros(n, dtype=np.int64)
+    return Entries(into.addresses, first, zeros, zeros + page_size, zeros, zeros + NEVER, zeros, into.memory)
 
 
 def place(kv: PagedKV, number: int) -> int:

@@ -111,11 +111,12 @@ class GroupLayout:
 
     def sealed_rows(self, length: int) -> int:
         """How many of the first `length` rows are sealed, or would be if they were not sinks."""
-        return sealed_rows(length, self.page_size, self.tail)
+        return length // self.page_size * self.page_size if self.tail else length
 
     def newly_sealed(self, start: int, end: int) -> tuple[int, int]:
         """The rows [first, last) that are sealed as rows [start, end) come; there are none where first >= last."""
-        return newly_sealed(start, end, self.page_size, self.sinks, self.tail)
+        first, last = (max(self.sealed_rows(n), self.sinks * self.page_size) for n in (start, end))
+        return first, last
 
     def open_class(self) -> GroupLayout | None:
         """The same layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
@@ -191,17 +192,6 @@ class GroupLayout:
         if self.retention:
             return tokens - self.retention.gap(max(0, tokens - 1))
         return min(tokens, self.window) if self.window else tokens
-
-
-def sealed_rows(length: int, page_size: int, tail: int) -> int:
-    """See `GroupLayout.sealed_rows`."""
-    return length // page_size * page_size if tail else length
-
-
-def newly_sealed(start: int, end: int, page_size: int, sinks: int, tail: int) -> tuple[int, int]:
-    """See `GroupLayout.newly_sealed`."""
-    first, last = (max(sealed_rows(n, page_size, tail), sinks * page_size) for n in (start, end))
-    return first, last
 
 
 @dataclass(frozen=True)

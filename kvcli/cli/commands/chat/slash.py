@@ -17,6 +17,7 @@ from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
+from kvcli.runtime.cache import eviction
 from kvcli.runtime.promptcache.sessions import path_of
 from kvcli.words import counted, human_bytes
 
@@ -281,9 +282,9 @@ COMMANDS = (
     Command(
         "/evict",
         "[POLICY]",
-        "sink, window or none: forget old text when it is full",
+        f"{', '.join(eviction.names())}: forget old text when it is full",
         _evict,
-        values=lambda s: ("none", "sink", "window"),
+        values=lambda s: eviction.names(),
     ),
     Command("/stats", "", "the last answer and the session in figures", _stats),
 )
