@@ -158,7 +158,7 @@ def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
     assert [asked.policy for asked in kv.engine.changes] == ["sink", "none", "window"]
     assert "sink: the first 4 and the last 72 of the tokens stay" in outcome.err
     assert outcome.err.count("nothing is forgotten") == 3
-    assert "error: /evict must be one of none, sink, window, not 'lru'" in outcome.err
+    assert "error: /evict must be one of none, shift, sink, window, not 'lru'" in outcome.err
 
 
 def test_the_policy_of_the_command_line_comes_back_as_it_was(kv):
