@@ -304,7 +304,7 @@ REFUSED = {
     "backend": ("cuda", "one of auto, native, reference"),
     "threads": ("2000", "0 to 1,024"),
     "vram-limit": ("lots", "a size"),
-    "evict": ("all", "one of none, sink, window"),
+    "evict": ("all", "one of none, shift, sink, window"),
     "window": ("0", "0"),
     "on-overflow": ("cut", "one of error, "),
     "cache-size": ("big", "a size"),
