@@ -19,15 +19,17 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
+import numpy as np
 import torch
 
-from kvcli.codecs import CODECS
-from kvcli.kernels import AttentionLayer, PagedKV
-from kvcli.kernels.gpu.attention import Partials, Tiling, attend, part_count, tiling
+from kvcli.codecs import CODECS, RecordLayout
+from kvcli.kernels import Angles, AttentionLayer, Entries, Into, PagedKV
+from kvcli.kernels.gpu.attention import Partials, Tiling, attend, block_rows, part_count, tiling
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.language import AFTER
-from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
+from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, page_lists
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal
@@ -57,19 +59,33 @@ def layer(types: tuple[str, str], dims: tuple[int, int], kv_heads: int) -> KVLay
 
 
 def on_gpu(kv: PagedKV) -> PagedKV:
-    """The same pages in device memory."""
-    pages = tuple(None if p is None else p.cuda() for p in kv.pages)
-    addresses = kv.addresses.copy()
-    for i, page in enumerate(pages):
-        addresses[i] = 0 if page is None else page[kv.layer].data_ptr()
-    return replace(kv, addresses=addresses, pages=pages, open=on_gpu(kv.open) if kv.open else None, descriptors={})
+    """The same pages in device memory, each once."""
+    made: dict[int, torch.Tensor] = {}
+
+    def moved(of: Entries | Into) -> dict[str, Any]:
+        pages = [None if p is None else made.setdefault(p.data_ptr(), p.cuda()) for p in of.memory]
+        return {"addresses": np.array([0 if p is None else p.data_ptr() for p in pages], np.int64), "memory": pages}
+
+    entries, into = replace(kv.entries, made={}, **moved(kv.entries)), replace(kv.into, **moved(kv.into))
+    opened = on_gpu(kv.open) if kv.open else None
+    return replace(kv, entries=entries, into=into, open=opened, descriptors={})
 
 
-def filled(where: KVLayout, rows: int, last: int, rope: RopeTable) -> tuple[PagedKV, tuple[torch.Tensor, torch.Tensor]]:
+def on_device(
+    kv: PagedKV, angles: Angles | None, start: int, rows: int = 1, heads: int = 0, splits: int = 1
+) -> DevicePages:
+    """Pages in device memory as the kernels want them, for a step of these rows."""
+    block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows)
+    parts = part_count(splits, kv.open is not None, False) if rows == 1 else 0
+    lists = page_lists(kv, None, Asked(start, rows, block, parts=parts), "cuda")
+    return device_pages(kv, lists, "cuda", None if angles is None else half_angles(angles, "cuda"))
+
+
+def filled(where: KVLayout, rows: int, last: int, rope: RopeTable) -> tuple[PagedKV, Angles | None]:
     """Rows with a mean, stored and sealed by the reference, the `last` ones as a step of their own; and the angles."""
     group, pool = where.groups[0], PagePool(where)
     sequence, generator = Sequence(pool), torch.manual_seed(rows)
-    angles = tuple(x.half().float() for x in rope.centres(rows))
+    angles = None
     for n in (rows - last, last):
         part = sequence.reserve([0] * n)
         kv = part.kv(0)
@@ -80,21 +96,22 @@ def filled(where: KVLayout, rows: int, last: int, rope: RopeTable) -> tuple[Page
             if rotated:
                 OPS.rotate_(x)
         OPS.store(k, v, kv, part.start)
-        seal_step(OPS, rope, kv, part.start, part.start + n)
+        angles = seal_step(OPS, rope, kv, part.start, part.start + n)
         sequence.commit([0] * n)
-    return kv, (angles[0], angles[1])
+    return kv, angles
 
 
-def dense(kv: PagedKV, q: torch.Tensor, start: int, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def dense(kv: PagedKV, q: torch.Tensor, start: int, angles: Angles | None) -> torch.Tensor:
     """float64 [T, heads, dim_v] of queries at start.. in one page, over the decoded rows."""
-    size, own, group = kv.record.page_size, start // kv.record.page_size, q.shape[1] // kv.record.kv_heads
-    keys, values = [], []
-    for page in range(own + 1):
-        source = kv.view(page, own)
-        k, v = source.rows(page, 0, size if page < own else start + len(q) - own * size)
-        centre = source.centre(page, angles)
-        keys.append(k.double() if centre is None else k.double() + centre[:, : k.shape[1]].double())
-        values.append(v.double())
+    group, pages = q.shape[1] // kv.record.kv_heads, []
+    for each in kv.classes:
+        for at, n in enumerate(each.entries.shows(np.array([start + len(q) - 1]))[0].tolist()):
+            k, v = each.rows(each.entries.memory[at], 0, n)
+            centre = each.centre(at, angles)
+            if n:
+                k = k.double() if centre is None else k.double() + centre[:, :n].double()
+                pages.append((int(each.entries.first[at]), k, v.double()))
+    _, keys, values = zip(*sorted(pages, key=lambda page: page[0]), strict=True)
     k, v = (torch.cat(x, 1).repeat_interleave(group, 0) for x in (keys, values))
     scores = torch.einsum("thd,hnd->thn", q.double(), k) * q.shape[-1] ** -0.5
     unseen = torch.arange(k.shape[1])[None, :] > start + torch.arange(len(q))[:, None]
@@ -104,8 +121,8 @@ def dense(kv: PagedKV, q: torch.Tensor, start: int, angles: tuple[torch.Tensor, 
 class HalfCentres(RopeTable):
     """Angles of the mean as the kernels have them."""
 
-    def centres(self, end: int, first: int = 0, front: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = super().centres(end, first, front)
+    def centres(self, kv: PagedKV) -> Angles:
+        cos, sin = super().centres(kv)
         return cos.half().float(), sin.half().float()
 
 
@@ -118,11 +135,10 @@ def check(case: tuple[tuple[str, str], tuple[int, int]]) -> list[tuple[str, floa
     for rows, t, splits in ((1517, 1, 5), (1517, 1, 40), (300, 40, 1)):
         kv, angles = filled(where, rows, t, rope)
         there = on_gpu(kv)
-        pages = device_pages(there, "cuda", half_angles(angles, "cuda"))
-        position = torch.tensor([rows - t], device="cuda")
+        pages = on_device(there, angles, rows - t, t, heads, splits)
         width = (heads + kv_heads) * dims[0] + kv_heads * dims[1]
         qkv = torch.randn(t, width, generator=torch.manual_seed(2))
-        queries = prepare(qkv.cuda(), AttentionLayer(heads, dims[0] ** -0.5, rope), pages, position)
+        queries = prepare(qkv.cuda(), AttentionLayer(heads, dims[0] ** -0.5, rope), pages)
         back(kv, there)
         q = qkv[:, : heads * dims[0]].unflatten(1, (heads, -1)).clone()
         OPS.rope_(q, *rope.at(rows - t, t))
@@ -134,7 +150,7 @@ def check(case: tuple[tuple[str, str], tuple[int, int]]) -> list[tuple[str, floa
             expected = torch.cat(parts)
         if pages.rotated[1]:
             expected = rotate(expected.float()).double()
-        got = combine(attend(queries, pages, position, splits=splits), pages)
+        got = combine(attend(queries, pages), pages)
         assert got is not None
         difference = got.cpu().double() - expected.flatten(1)
         found.append((f"T={t} splits={splits}", (difference.norm() / expected.norm()).item()))
@@ -151,19 +167,19 @@ def check_seal(where: KVLayout, rope: RopeTable) -> float:
     OPS.store(k, torch.randn(256, group.kv_heads, group.dim_v, generator=generator), kv, 0)
     angles = seal_step(OPS, rope, kv, 0, 256)
     there = on_gpu(kv)
-    for page in there.pages:
+    for page in there.into.memory:
         if page is not None:
             page.fill_(0xA5)
-    seal(device_pages(there, "cuda", None if angles is None else half_angles(angles, "cuda")), 64, 256)
-    pairs = [(a, b) for a, b in zip(kv.pages, there.pages, strict=True) if a is not None and b is not None]
+    seal(on_device(there, angles, 0, 256), 64, 256)
+    pairs = [(a, b) for a, b in zip(kv.into.memory, there.into.memory, strict=True) if a is not None and b is not None]
     used = group.page_size * group.record.token_bytes
     heads = [(x.view(group.kv_heads, -1)[:, :used] for x in (a, b.cpu())) for a, b in pairs]
     return max(float((a != b).float().mean()) for a, b in heads)
 
 
 def back(kv: PagedKV, there: PagedKV) -> None:
-    for mine, its in ((kv, there), (kv.open, there.open)):
-        for a, b in zip(mine.pages, its.pages, strict=True) if mine and its else ():
+    for mine, its in zip(kv.classes, there.classes, strict=True):
+        for a, b in zip(mine.into.memory, its.into.memory, strict=True):
             if a is not None and b is not None:
                 a.copy_(b)
 
@@ -216,64 +232,73 @@ class Timed:
         self.open_memory = arena(opened, count * 2) if opened else None
         centred = self.layout.codec_k.centred
         ones = torch.ones(kv_heads, device="cuda")
+        self.start = context - 2  # its page is not full
         self.pages = []
         for i in range(count):
-            two = None
+            sealed, opened_kv = order[i].cpu().numpy() + self.memory.data_ptr(), None
             if opened is not None and self.open_memory is not None:
-                table = torch.zeros(n, dtype=torch.int64, device="cuda")
                 first = self.open_memory.data_ptr() + 2 * i * opened.page_bytes
-                table[0], table[-1] = first, first + opened.page_bytes
-                two = DevicePages(opened.record, table, 0)
-            self.pages.append(
-                DevicePages(
-                    r,
-                    order[i] + self.memory.data_ptr(),
-                    0,
-                    0,
-                    two,
-                    self.layout.sinks if two else 0,
-                    1 if two else 0,
-                    torch.randn(kv_heads, dim, device="cuda") if centred else None,
-                    ones,
-                    ones,
-                    torch.rand(n * 4, dim, device="cuda").half() if centred else None,
-                )
-            )
-        self.position = torch.tensor([context - 2], device="cuda")  # its page is not full
+                opened_kv = self.kv(opened.record, np.array([first, first + opened.page_bytes]), np.array([0, n - 1]))
+                sealed = sealed[1:]
+            kv = replace(self.kv(r, sealed, np.arange(n - len(sealed), n)), open=opened_kv)
+            lists = page_lists(kv, None, Asked(self.start), "cuda")
+            angles = torch.rand((len(sealed) + 1) * 4, dim, device="cuda").half() if centred else None
+            centre = torch.randn(kv_heads, dim, device="cuda") if centred else None
+            two = DevicePages(opened.record, lists) if opened else None
+            self.pages.append((kv, DevicePages(r, lists, 0, two, centre, ones, ones, angles)))
         q = torch.randn(1, self.heads, dim, device="cuda") * LOG2_E * dim**-0.5
         self.queries = Queries(q.half(), q.half(), torch.zeros(1, self.heads, device="cuda"))
         self.output = Activations.empty(self.heads * dim, False, torch.device("cuda"))
 
+    @staticmethod
+    def kv(record: RecordLayout, addresses: np.ndarray, numbers: np.ndarray) -> PagedKV:
+        """Pages with these numbers, of which the last one is written into. Of those that are sealed it is not seen."""
+        nothing: list[torch.Tensor | None] = [None] * len(addresses)
+        entries = Entries.whole(addresses, nothing, record.page_size)
+        size, last = record.page_size, int(numbers[-1]) * record.page_size
+        entries = replace(entries, first=numbers * size, since=(numbers + 1) * size * record.codec_k.sealed)
+        return PagedKV(record, entries, Into(last, addresses[-1:], nothing[-1:]))
+
+    def at(self, start: int, parts: int) -> list[DevicePages]:
+        """The pages for the row at `start`."""
+        found = []
+        for kv, pages in self.pages:
+            lists = page_lists(kv, None, Asked(start, parts=parts), "cuda")
+            two = replace(pages.open, lists=lists) if pages.open else None
+            found.append(replace(pages, lists=lists, open=two))
+        return found
+
+    def parts(self, splits: int) -> int:
+        return part_count(splits, self.layout.sealed, False)
+
     def run(self, splits: int, tiles: Tiling | None = None, merge: bool = True, pdl: int = AFTER) -> float:
         """us a layer."""
-        partials = Partials.empty(1, self.heads, self.pages[0], splits)
+        pages = self.at(self.start, self.parts(splits))
+        partials = Partials.empty(1, self.heads, pages[0], self.parts(splits))
 
         def one(i: int) -> None:
-            attend(self.queries, self.pages[i], self.position, 0, 0.0, splits, partials, pdl, tiles)
+            attend(self.queries, pages[i], 0, 0.0, partials, pdl, tiles)
             if merge:
-                combine(partials, self.pages[i], self.output, pdl)
+                combine(partials, pages[i], self.output, pdl)
 
-        return replayed(one, len(self.pages))
+        return replayed(one, len(pages))
 
     def sealed(self) -> float:
-        """us of sealing the page that the row at `position` fills."""
-        if self.pages[0].open is None:
+        """us of sealing a page."""
+        if not self.layout.sealed:
             return 0.0
-        return replayed(lambda i: seal_page(self.pages[i], self.position, True), len(self.pages))
+        pages = self.at(self.start + 1, 0)
+        return replayed(lambda i: seal_page(pages[i], True), len(pages))
 
     def prepared(self) -> float:
         """us of `prepare` alone."""
-        r = self.pages[0].record
+        r = self.layout.record
         qkv = torch.randn(1, (self.heads + r.kv_heads) * r.dim_k + r.kv_heads * r.dim_v, device="cuda")
-        layer = AttentionLayer(self.heads, 1.0, RopeTable(RopeConfig(10000.0, r.dim_k)))
-
-        def one(i: int) -> None:
-            prepare(qkv, layer, self.pages[i], self.position, self.queries, True)
-
-        return replayed(one, len(self.pages))
+        layer, pages = AttentionLayer(self.heads, 1.0, RopeTable(RopeConfig(10000.0, r.dim_k))), self.at(self.start, 0)
+        return replayed(lambda i: prepare(qkv, layer, pages[i], self.queries, True), len(pages))
 
 
-def replayed(one: Callable[[int], None], n: int, samples: int = 9) -> float:
+def replayed(one: Callable[[int], object], n: int, samples: int = 9) -> float:
     """Median us of one call, in a graph of about 60 calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -315,7 +340,7 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         best: tuple[float, int, Tiling | None] | None = None
         for tiles in tilings(kind) if sweep else [None]:
             for splits in (1, 2, 4, 8, 16) if context <= 1024 else (16, 32, 33, 64, 66, 99, 132):
-                if part_count(case.pages[0], splits) > MOST_PARTS:
+                if case.parts(splits) > MOST_PARTS:
                     continue
                 try:
                     us = case.run(splits, tiles)
@@ -332,7 +357,6 @@ def time_all(sweep: bool, kinds: list[str], contexts: list[int]) -> list[dict[st
         row = {"type": kind, "context": context, "us": us, "gbps": rate, "splits": splits, "tiling": str(used)}
         row["attend_us"] = case.run(splits, tiles, merge=False)
         row["prepare_us"] = case.prepared()
-        case.position += 1
         row["sealing_us"] = case.sealed()
         results.append(row)
         print(f"| {kind} | {context} | {us:.2f} | {rate:.0f} | {splits} | {used} |", end="")

@@ -1,22 +1,25 @@
-"""Eviction on a GPU: what kernels make of a page list with a gap, and of a ring of pages, is what plain torch makes of
-it. Pages are full of NaN where nothing was written, and so is the page that the unused slots of a ring lead to."""
+"""Eviction on a GPU: what kernels make of lists with gaps, and of those of a token graph, is what plain torch makes of
+them. Pages are full of NaN where nothing was written, and so is the page that unused places of its tables lead to.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
+from gpucases import DEVICE, OPS, Layer, error, memory_of, position
 from kernelcases import one_thread
 
-from kvcli.kernels.gpu.attention import attend, part_count
+from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import DevicePages
 from kvcli.kernels.gpu.rows import LOG2_E
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.runtime.cache.eviction.window import Rolling
-from kvcli.runtime.engine.graph.pages import GroupTables
+from kvcli.runtime.engine.graph.pages import PAGES_EACH, GroupTables
 from kvcli.runtime.plan import footprint
 
 SIZE, FAR = 16, 10_000_000
@@ -45,20 +48,31 @@ class Evicting(Layer):
 
     def far(self) -> None:
         """As if FAR tokens had gone by; what is kept stays."""
-        seq = self.cache.seq
-        seq.tokens.extend([0] * FAR)
-        seq.drop()
-        for held in seq._lists:
-            held.pages, held.first = [], FAR // SIZE + seq.length % FAR // SIZE
+        self.cache.seq.tokens.extend([0] * FAR)
+        self.cache.seq.drop()
 
-    def begin(self, t: int, ring: bool) -> tuple[int, DevicePages]:
-        """Where the last step starts, and its pages."""
+    def begin(self, t: int, graph: bool, splits: int = 3) -> tuple[int, np.ndarray | None, DevicePages]:
+        """Where the last step starts, the shifts of its rows, and its pages."""
         cache, start = self.cache, self.cache.seq.length
-        kv = self.step(t).kv(0)
+        part = self.step(t)
+        kv, shift = part.kv(0), part.shifts[0]
         if kv.basis.centre is not None:
-            cache.angles = cache.rope.centres(-(-(start + t) // SIZE) * SIZE, kv.first_page * SIZE, kv.front * SIZE)
-        pages = cache.on_device()
-        return start, in_a_ring(cache, pages) if ring else pages
+            cache.angles = cache.rope.centres(kv)
+        pages = cache.on_device(start, t, self.heads, 0, splits, shift)
+        return start, shift, self.in_a_graph(start, shift, pages, splits) if graph else pages
+
+    def in_a_graph(self, start: int, shift: np.ndarray | None, pages: DevicePages, splits: int) -> DevicePages:
+        """The same pages as a token graph has them, with no more room than they need."""
+        cache, bucket = self.cache, splits * SIZE * PAGES_EACH
+        poison = self.poison = torch.full((1 << 16,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        tables = GroupTables(cache.layout.groups[0], SIZE * len(cache.there.entries), position(start))
+        tables.head.fill_(poison.data_ptr())
+        tables.lists.table.fill_(poison.data_ptr())
+        angles = tables.centres.of(cache.rope) if tables.centres else None
+        tables.bind(SimpleNamespace(groups=((cache.there,),), shifts=(shift,), start=start), 0, bucket)
+        self.partials = Partials.empty(1, self.heads, pages, tables.parts(bucket))
+        opened = replace(pages.open, lists=tables.lists) if pages.open else None
+        return replace(pages, lists=tables.lists, open=opened, angles=None if pages.angles is None else angles)
 
     def seal(self, start: int, t: int) -> None:
         """What the last step seals, by the kernel."""
@@ -66,60 +80,36 @@ class Evicting(Layer):
         first, last = (max(group.sealed_rows(n), group.sinks * SIZE) for n in (start, start + t))
         if group.sealed and first < last:
             if t == 1:
-                seal_step(self.pages, position(start))
+                seal_step(self.pages, by_row=not group.tail)
             else:
                 seal(self.pages, first, last)
 
 
-def in_a_ring(cache: GpuCache, pages: DevicePages) -> DevicePages:
-    """The same pages as a token graph has them."""
-    poison = torch.full((1 << 16,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    tables = GroupTables(cache.layout.groups[0], 4096, True, torch.device(DEVICE))
-    tables.staging.fill_(poison.data_ptr())
-    angles = tables.slot_angles(cache.rope) if pages.angles is not None else None
-    if angles is not None:
-        angles.fill_(float("nan"))
-    tables.bind((cache.there,))
-    assert tables.device.shape[1] < 16
-    cache.poison = poison  # type: ignore[attr-defined]  # it lives as long as the cache
-    return replace(
-        pages,
-        table=tables.device[0],
-        open=replace(pages.open, table=tables.device[1]) if pages.open else None,
-        angles=angles,
-        first_page=tables.front,
-        front=tables.front,
-        ring=tables.ring,
-    )
-
-
-def check(layer: Evicting, t: int, ring: bool, splits: int = 3, softcap: float = 0.0) -> None:
-    """The last step's queries and what they get, against plain torch over the same pages."""
-    cache, (start, pages) = layer.cache, layer.begin(t, ring)
+def check(layer: Evicting, t: int, graph: bool, splits: int = 3, softcap: float = 0.0) -> np.ndarray | None:
+    """The last step's queries and what they get, against plain torch over the same pages; returns their shifts."""
+    cache, (start, shift, pages) = layer.cache, layer.begin(t, graph, splits)
     qkv = layer.projections(t)
     queries = layer.prepare(qkv, start, pages)
     _, q, _, _ = layer.rows(qkv, start)
-    sink_q = layer.sink_queries(qkv, start)
-    if pages.keeps:
-        for found, expected in zip(queries.q.split(t), (q, sink_q), strict=True):
-            assert error(found.float(), expected * layer.scale * LOG2_E) < 4e-4
-    assert queries.q.shape[0] == t * (1 + pages.keeps)
+    turned_q = q if shift is None else layer.turned_queries(qkv, start, shift)
+    assert queries.q.shape[0] == t * (1 + pages.lists.turns) and pages.lists.turns >= (shift is not None)
+    for found, expected in zip(queries.q.split(t), (q, turned_q), strict=False):
+        assert error(found.float(), expected * layer.scale * LOG2_E) < 4e-4
     layer.seal(start, t)
-    partials = attend(queries, pages, position(start), softcap=softcap, splits=splits)
-    assert partials.out.shape[:3] == (t, layer.heads, part_count(pages, splits))
-    assert part_count(pages, 1) <= footprint.PREFILL_PARTS[pages.keeps]
+    partials = attend(queries, pages, softcap=softcap, out=layer.partials if graph else None)
+    assert partials.out.shape[2] <= footprint.PREFILL_PARTS[pages.lists.turns] + (t == 1) * splits
     found = combine(partials, pages)
     cache.back()
-    second = sink_q if cache.kv.gaps(start, t).any() else None
-    expected = OPS.attention(q, cache.kv, start, 0, layer.scale, softcap, cache.angles, second)
+    expected = OPS.attention(q, cache.kv, start, 0, layer.scale, softcap, cache.angles, turned_q)
     if pages.rotated[1]:
         OPS.rotate_(expected.view(t, layer.heads, -1))
     assert found is not None and error(found, expected) < 2e-3
+    return shift
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("types", "heads", "retention", "steps", "more", "ring"),
+    ("types", "heads", "retention", "steps", "more", "graph"),
     [
         (F16, (2, 4), (0, 40), (100,), {}, True),
         (F16, (1, 3), (4, 40), (150, 21), {}, False),
@@ -135,11 +125,11 @@ def check(layer: Evicting, t: int, ring: bool, splits: int = 3, softcap: float =
         (("fp8", "int6"), (1, 2), (40, 40), (150,), {"sinks": 0}, True),
     ],
 )
-def test_one_query(types, heads, retention, steps, more, ring):
+def test_one_query(types, heads, retention, steps, more, graph):
     layer = Evicting(types, (64, 64), *heads, norm=True, retention=Rolling(*retention, SIZE), **more)
     layer.fill(steps)
     assert layer.cache.seq.evicted
-    check(layer, 1, ring)
+    check(layer, 1, graph)
 
 
 @pytest.mark.slow
@@ -163,8 +153,8 @@ def test_before_and_at_the_first_eviction(types, keep, rows, more):
     """Kept pages that are the query's own, that are not there yet, and from which nothing is gone yet."""
     layer = Evicting(types, (64, 64), 1, 2, retention=Rolling(keep, 40, SIZE), **more)
     layer.fill((rows,))
-    check(layer, 1, True, splits=1)
-    assert layer.cache.kv.gaps(rows, 1)[0] == (10 if rows >= 119 else 0)
+    shift = check(layer, 1, True, splits=1)
+    assert (0 if shift is None else shift[0]) == (10 if rows >= 119 else 0)
 
 
 @pytest.mark.slow
@@ -184,36 +174,36 @@ def test_blocks_of_queries(types, heads, retention, steps, t, more):
     """Within a block some see more than others."""
     layer = Evicting(types, (64, 64), *heads, retention=Rolling(*retention, SIZE), **more)
     layer.fill(steps)
-    check(layer, t, False, splits=1, softcap=3.0)
-    assert len(set(layer.cache.kv.gaps(sum(steps), t))) > 1
+    shift = check(layer, t, False, splits=1, softcap=3.0)
+    assert (len(set(shift)) > 1) if retention[0] else shift is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("types", "t", "ring"), [(F16, 1, True), (INT8, 1, True), (INT4, 5, False)])
-def test_positions_beyond_ten_million(types, t, ring):
+@pytest.mark.parametrize(("types", "t", "graph"), [(F16, 1, True), (INT8, 1, True), (INT4, 5, False)])
+def test_positions_beyond_ten_million(types, t, graph):
     layer = Evicting(types, (64, 64), 1, 2, retention=Rolling(20, 40, SIZE))
     layer.fill((48,))
     layer.far()
     layer.fill((48, 35))
-    check(layer, t, ring)
+    check(layer, t, graph)
 
 
 @pytest.mark.parametrize(("types", "more"), [(INT8, {}), (("fp8", "int8"), {}), (INT8, {"tail": 0})])
-def test_sealing_in_a_ring(types, more):
+def test_sealing_in_a_graph(types, more):
     """The same bytes as the reference."""
     sealed = []
     for kernel in (True, False):
         layer = Evicting(types, (64, 64), 1, 1, retention=Rolling(20, 40, SIZE), **more)
         cache = layer.cache
         layer.fill((150, 9))
-        start, pages = layer.begin(1, True)
+        start, shift, _ = layer.begin(1, True)
         OPS.store(layer.random(1, 1, 64), layer.random(1, 1, 64), cache.kv, start)
-        pages = in_a_ring(cache, cache.on_device())  # with the row just stored
         if kernel:
-            seal_step(pages, position(start))
+            pages = layer.in_a_graph(start, shift, cache.on_device(start), 1)  # with the row just stored
+            seal_step(pages, by_row=not cache.layout.groups[0].tail)
             cache.back()
         else:
             OPS.seal(cache.kv, start - (15 if cache.layout.groups[0].tail else 0), start + 1, cache.angles)
-        sealed.append([p for p in cache.kv.pages if p is not None])
+        sealed.append([p for p in memory_of(cache.kv) if p is not None])
     for a, b in zip(*sealed, strict=True):
         assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)

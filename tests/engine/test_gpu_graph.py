@@ -33,6 +33,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING
 from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_tokens
+from kvcli.runtime.engine.graph import pages as graph_pages
 from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
@@ -144,7 +145,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
     graph = model.graph
     assert graph is not None
     graph.position.fill_(2 * PAGE - 1)
-    pages = [page for layers in model.seq.views() if (page := layers[0].pages[1]) is not None]
+    pages = [model.pool.page(g, held.closed.pages[1]) for g, held in enumerate(model.seq._lists)]
     assert [layers for _, layers, _ in graph._pages.sealed_runs()] == [sum(len(page) for page in pages)] == [2]
     sealed = []
     for at_once in (True, False):
@@ -154,7 +155,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
             graph._launch_sealing()
         else:
             for layer in graph._pages.layers:
-                seal_step(layer, graph.position)
+                seal_step(layer)
         sealed.append([page.cpu().clone() for page in pages])
     for page, other in zip(*sealed, strict=True):
         assert torch.equal(page, other) and not (page == 0xA5).all(1).any()
@@ -246,7 +247,7 @@ def test_prompts_without_a_graph(arch, types):
 )
 def test_tokens_go_on_where_old_ones_are_evicted(arch, types, keep, prompts, graphs, monkeypatch):
     """Where the first rows go, where graphs change, and when every slot of the ring has had several pages."""
-    monkeypatch.setattr(tokengraph, "PAGES_EACH", 1)
+    monkeypatch.setattr(graph_pages, "PAGES_EACH", 1)
     retention = Rolling(keep, 32, PAGE)
     ours, theirs = (Model(arch, types, False, reference, retention) for reference in (False, True))
     used: set[int] = set()

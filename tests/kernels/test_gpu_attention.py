@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpucases import DEVICE, GpuCache, error, expect_activations, position
+from gpucases import DEVICE, GpuCache, error, expect_activations
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.attention import attend, part_count
 from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.reference.rotation import rotate_
+from kvcli.runtime.plan import footprint
 
 LIMIT = 2e-3
 
@@ -35,14 +36,15 @@ def written(cache: GpuCache, rows: int, last: int = 1, seed: int = 0) -> int:
 
 
 def check(cache: GpuCache, heads: int, start: int, t: int = 1, window: int = 0, softcap: float = 0.0, splits: int = 2):
-    pages = cache.on_device()
+    pages = cache.on_device(start, t, heads, window, splits)
     q = torch.randn(t, heads, pages.record.dim_k, generator=torch.manual_seed(start))
     q, queries = cache.queries(q, pages)
     expected = cache.dense(q, start, window, softcap).float()
     if pages.rotated[1]:
         rotate_(expected.view(t, heads, -1))
-    partials = attend(queries, pages, position(start), window, softcap, splits)
-    assert partials.out.shape == (t, heads, part_count(pages, splits), pages.record.dim_v)
+    partials, parts = attend(queries, pages, window, softcap), part_count(splits, pages.open is not None, False)
+    assert partials.out.shape[:2] == (t, heads) and partials.out.shape[3] == pages.record.dim_v
+    assert partials.out.shape[2] <= (footprint.PREFILL_PARTS[0] if t > 1 else parts)
     found = combine(partials, pages)
     assert found is not None and error(found, expected) < LIMIT
 
@@ -139,9 +141,9 @@ def test_blocks_of_queries(types, rows, t, heads, window, more):
 
 def test_same_bits_again():
     cache = GpuCache(("int4", "int4"), (64, 64))
-    start, pages = written(cache, 100), cache.on_device()
+    pages = cache.on_device(written(cache, 100), heads=4, splits=3)
     _, queries = cache.queries(torch.randn(1, 4, 64), pages)
-    first, second = (combine(attend(queries, pages, position(start), splits=3), pages) for _ in range(2))
+    first, second = (combine(attend(queries, pages), pages) for _ in range(2))
     assert first is not None and second is not None and torch.equal(first, second)
 
 
@@ -151,9 +153,9 @@ def test_same_bits_again():
 @pytest.mark.parametrize("keep", [False, True])
 def test_output_as_the_next_vector(types, dims, heads, keep):
     cache = GpuCache(types, dims)
-    start, pages = written(cache, 40), cache.on_device()
+    pages = cache.on_device(written(cache, 40), heads=heads)
     _, queries = cache.queries(torch.randn(1, heads, dims[0]), pages)
-    partials, n = attend(queries, pages, position(start)), heads * dims[1]
+    partials, n = attend(queries, pages), heads * dims[1]
     into, plain = Activations.empty(n, keep, torch.device(DEVICE)), combine(partials, pages)
     assert plain is not None and combine(partials, pages, into) is None
     expect_activations(plain[0], into)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpucases import DEVICE, GpuCache, error, position
+from gpucases import DEVICE, GpuCache, error
 from kernelcases import one_thread
 from sealedcases import gaussian
 
@@ -29,20 +29,19 @@ def test_the_kernels_have(name: str) -> None:
     it wrote."""
     cache = GpuCache((name, name), DIMS, HEADS)
     cache.append(gaussian(ROWS, HEADS, DIMS[0]) + gaussian(DIMS[0], seed=1), gaussian(ROWS, HEADS, DIMS[1], seed=2))
-    group, sealed = cache.layout.groups[0], [page for page in cache.kv.pages if page is not None]
-    pages = cache.on_device()
+    group, sealed = cache.layout.groups[0], [page for page in cache.kv.into.memory if page is not None]
     if group.sealed:
         expected = [page.clone() for page in sealed]
         for page in sealed:
             page.fill_(0xFF)
-        pages = cache.on_device()
-        seal(pages, *group.newly_sealed(0, ROWS))
+        seal(cache.on_device(0, ROWS), *group.newly_sealed(0, ROWS))
         cache.back()
         for a, b in zip(sealed, expected, strict=True):
             assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)
+    pages = cache.on_device(ROWS - 2, 2, 4)
     q, queries = cache.queries(gaussian(2, 4, DIMS[0], seed=3), pages)
     exact = cache.dense(q, ROWS - 2).float()
     if pages.rotated[1]:
         rotate_(exact.view(2, 4, -1))
-    found = combine(attend(queries, pages, position(ROWS - 2)), pages)
+    found = combine(attend(queries, pages), pages)
     assert found is not None and error(found, exact) < 2e-3

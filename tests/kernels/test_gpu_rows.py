@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from gpucases import DEVICE, OPS, GpuCache, Layer, error, position
+from gpucases import DEVICE, OPS, GpuCache, Layer, error
 from kernelcases import one_thread, record
 
+from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.launching import collecting
@@ -52,33 +55,31 @@ def test_prepare(types, dims, start, t, options):
     layer.step(t)
     if cache.layout.groups[0].codec_k.centred:
         cache.kv.basis.centre = layer.random(2, dims[0])
-    cache.angles = cache.rope.centres(start + t) if layer.rope else None
+    cache.angles = cache.rope.centres(cache.kv) if layer.rope else None
     qkv = layer.projections(t)
     made = layer.prepare(qkv, start)
     turned, q, k, v = layer.rows(qkv, start)
     factor = layer.scale * LOG2_E
     assert error(made.q.float(), q * factor) < 4e-4
     if layer.pages.centre is not None:
-        check_centre(layer, turned * factor, made, (start + t) // 16)
+        check_centre(layer, turned * factor, made, start + t + 7.5)
     found = cache.there.open or cache.there
     expected = Layer(types, dims, 2, 6, **options)
     expected.cache.append(torch.zeros(start + t, 2, dims[0]), torch.zeros(start + t, 2, dims[1]))
     target = expected.cache.kv.open or expected.cache.kv
     page = (start + t - 1) // 16
-    if target.pages[page] is None:
-        return
     OPS.store(k, v, expected.cache.kv, start)
-    lo, hi = max(start - 16 * page, 0), start + t - 16 * page
-    for a, b in zip(found.slots(page, lo, hi), target.slots(page, lo, hi), strict=True):
+    slots = max(start - 16 * page, 0), start + t - 16 * page
+    for a, b in zip(*(kv.slots(kv.into.memory[-1], *slots) for kv in (found, target)), strict=True):
         assert (a.cpu() != b).float().mean() < (0 if DEVICE == "cpu" else 0.01) + 1e-9
 
 
-def check_centre(layer: Layer, q: torch.Tensor, made: Queries, group: int) -> None:
-    """What qc and qb give with the angles of a group of rows: the score of the mean, turned by them."""
+def check_centre(layer: Layer, q: torch.Tensor, made: Queries, at: float) -> None:
+    """What qc and qb give with the angles of a position: the score of the mean, turned by them."""
     centre = layer.cache.kv.basis.centre[None].clone()
     found = made.qb.cpu().clone()
     if layer.rope:
-        cos, sin = (x[group : group + 1] for x in layer.rope.centres(1024))
+        cos, sin = (x.half().float() for x in layer.rope.at_positions(np.array([at])))
         OPS.rope_(centre, cos, sin)
         found += made.qc.cpu().float() @ torch.cat((cos, sin), 1)[0]
     expected = (q * centre[0].repeat_interleave(layer.heads // layer.kv_heads, 0)).sum(-1)
@@ -112,16 +113,16 @@ def test_a_layer_step_by_step(types, dims, more, chunks):
             OPS.rotate_(expected.view(t, 2, -1))
         cache, mine = layer.cache, layer.cache.kv
         mine.basis.__dict__.update(kv.basis.__dict__)
-        cache.angles = cache.rope.centres(start + t)
+        cache.angles = cache.rope.centres(mine)
         queries = layer.prepare(qkv, start)
         group = cache.layout.groups[0]
         first, last = (max(group.sealed_rows(n), group.sinks * 16) for n in (start, start + t))
         if mine.open is not None and first < last:
             if t == 1:
-                seal_step(layer.pages, position(start))
+                seal_step(layer.pages, by_row=not group.tail)
             else:
                 seal(layer.pages, first, last)
-        found = combine(attend(queries, layer.pages, position(start)), layer.pages)
+        found = combine(attend(queries, layer.pages), layer.pages)
         cache.back()
         assert found is not None and error(found, expected) < 2e-3, start
         for one in (cache, other.cache):
@@ -151,38 +152,48 @@ def test_seal(types, dims, more, in_step):
         layer = Layer(types, dims, 2, 2, **more)
         cache, group = layer.cache, layer.cache.layout.groups[0]
         n = 3 * group.page_size - (0 if group.tail else 3)
-        layer.step(n)
+        whole = layer.step(n).kv(0)
         k, v = layer.random(n, 2, dims[0]) * layer.random(dims[0]), layer.random(n, 2, dims[1])
         k[5], v[-4, 0] = 0, 0
         OPS.store(k, v, cache.kv, 0)
         fix_bases(OPS, [cache.kv], cache.rope)
-        cache.angles = cache.rope.centres(n)
+        cache.angles = cache.rope.centres(cache.kv)
         first = max(group.sinks * group.page_size, n - group.page_size if group.tail else n - 1)
         if not in_step:
             first = group.sinks * group.page_size
         if kernel:
-            pages = cache.on_device()
             if in_step:
-                seal_step(pages, position(n - 1))
+                cache.kv = filling_the_last(cache.kv)
+                cache.angles = cache.rope.centres(cache.kv)
+                seal_step(cache.on_device(n - 1), by_row=not group.tail)
             else:
-                seal(pages, first, n)
+                seal(cache.on_device(0, n), first, n)
             cache.back()
         else:
             OPS.seal(cache.kv, first, n, cache.angles)
-        sealed.append([p for p in cache.kv.pages if p is not None])
+        sealed.append([p for p in whole.into.memory if p is not None])
     assert sealed[0]
     for a, b in zip(*sealed, strict=True):
         assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)
+
+
+def filling_the_last(kv: PagedKV) -> PagedKV:
+    """As in a step that writes into the last page alone."""
+    classes = []
+    for each in kv.classes:
+        first = each.into.first + (len(each.into.addresses) - 1) * kv.record.page_size
+        into = replace(each.into, first=first, addresses=each.into.addresses[-1:], memory=[each.into.memory[-1]])
+        classes.append(replace(each, into=into, entries=replace(each.entries, made={})))
+    return replace(classes[0], open=classes[1])
 
 
 @pytest.mark.parametrize("at", [0, 14, 15, 16, 30])
 def test_nothing_is_sealed_before_a_page_is_full(at):
     layer = Layer(("int4", "int8"), (64, 64), 1, 1)
     layer.step(40)
-    pages = layer.cache.on_device()
-    seal_step(pages, position(at))
+    seal_step(layer.cache.on_device(at))
     layer.cache.back()
-    for page in layer.cache.kv.pages:
+    for page in layer.cache.kv.into.memory:
         assert page is None or bool((page == 0xFF).all())
 
 
@@ -190,7 +201,7 @@ def test_what_the_kernels_refuse():
     layer = Layer(("f16", "f16"), (64, 64), 1, 1)
     layer.step(1)
     with pytest.raises(ValueError, match="no pages to seal"):
-        seal(layer.cache.on_device(), 0, 16)
+        seal(layer.cache.on_device(0), 0, 16)
     with pytest.raises(ValueError, match="multiples of 8"):
         check(GpuCache(("f16", "f16"), (68, 64)).append(torch.zeros(1, 1, 68), torch.zeros(1, 1, 64)).record)
     for dim in (60, 64, 256, 264):  # the plan refuses what the kernels do

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,9 +46,10 @@ with mock.patch.dict(os.environ):
 
 from sealedcases import Cache, layout  # noqa: E402
 
-from kvcli.kernels import Angles, AttentionLayer, PagedKV  # noqa: E402
+from kvcli.kernels import Angles, AttentionLayer, Entries, Into, PagedKV  # noqa: E402
 from kvcli.kernels.attend import amplify  # noqa: E402
-from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles  # noqa: E402
+from kvcli.kernels.gpu.attention import block_rows, part_count  # noqa: E402
+from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, page_lists  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
 from kvcli.kernels.reference.backend import ReferenceBackend  # noqa: E402
@@ -62,8 +64,8 @@ OPS = ReferenceBackend()
 class HalfCentres(RopeTable):
     """Angles of the mean in the precision in which the GPU kernels take them, for sealing and for attention."""
 
-    def centres(self, end: int, *where: int) -> Angles:
-        cos, sin = super().centres(end, *where)
+    def centres(self, kv: PagedKV) -> Angles:
+        cos, sin = super().centres(kv)
         return cos.half().float(), sin.half().float()
 
 
@@ -82,15 +84,29 @@ class GpuCache(Cache):
             for page in pages:
                 self.pool.release(arena, page)
 
-    def on_device(self) -> DevicePages:
-        """The pages of the last step, in copies where the device is not the CPU; `self.there` keeps them."""
+    def on_device(
+        self, start: int, rows: int = 1, heads: int = 0, window: int = 0, splits: int = 2,
+        shift: np.ndarray | None = None,
+    ) -> DevicePages:  # fmt: skip
+        """The pages of the last step for queries of its rows, in copies where the device is not the CPU; `self.there`
+        keeps them."""
         self.there = moved(self.kv)
-        return device_pages(self.there, DEVICE, None if self.angles is None else half_angles(self.angles, DEVICE))
+        return self.pages_of(self.there, start, rows, heads, window, splits, shift)
+
+    def pages_of(
+        self, kv: PagedKV, start: int, rows: int, heads: int, window: int, splits: int, shift: np.ndarray | None
+    ) -> DevicePages:
+        """Pages on the device as kernels want them, with `self.angles`."""
+        block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows)
+        turns = any(each.entries.turned.any() for each in kv.classes)
+        parts = part_count(splits, kv.open is not None, turns) if rows == 1 else 0
+        lists = page_lists(kv, shift, Asked(start, rows, block, window, parts), DEVICE)
+        return device_pages(kv, lists, DEVICE, None if self.angles is None else half_angles(self.angles, DEVICE))
 
     def back(self) -> None:
         """What kernels wrote, into the pages of the pool."""
-        for here, there in ((self.kv, self.there), (self.kv.open, self.there.open)):
-            for a, b in zip(here.pages, there.pages, strict=True) if here else ():
+        for here, there in zip(self.kv.classes, self.there.classes, strict=True):
+            for a, b in zip(memory_of(here), memory_of(there), strict=True):
                 if a is not None:
                     a.copy_(b)
 
@@ -132,13 +148,13 @@ class Layer:
     def projections(self, t: int) -> torch.Tensor:
         return self.random(t, (self.heads + self.kv_heads) * self.dims[0] + self.kv_heads * self.dims[1])
 
-    def sink_queries(self, qkv: torch.Tensor, start: int) -> torch.Tensor:
+    def turned_queries(self, qkv: torch.Tensor, start: int, shift: np.ndarray) -> torch.Tensor:
         """The second queries, as the facade makes them."""
         kv, q = self.cache.kv, qkv[:, : self.heads * self.dims[0]].unflatten(1, (-1, self.dims[0])).clone()
         if self.norms[0] is not None:
             q = OPS.rms_norm(q, self.norms[0], 1e-6)
         if self.rope:
-            OPS.rope_(q, *self.rope.inside(((start, len(qkv)),), kv.gaps(start, len(qkv))))
+            OPS.rope_(q, *self.rope.inside(((start, len(qkv)),), shift))
         if kv.rotated[0]:
             OPS.rotate_(q)
         return q
@@ -170,26 +186,61 @@ class Layer:
         return part
 
     def prepare(self, qkv: torch.Tensor, start: int, pages: DevicePages | None = None) -> Queries:
-        self.pages = pages or self.cache.on_device()
+        self.pages = pages or self.cache.on_device(start, len(qkv), self.heads)
         q_norm, k_norm = (None if x is None else x.to(DEVICE) for x in self.norms)
         how = replace(self.how, q_norm=q_norm, k_norm=k_norm)
-        return prepare(qkv.to(DEVICE), how, self.pages, position(start))
+        return prepare(qkv.to(DEVICE), how, self.pages)
+
+
+def memory_of(kv: PagedKV) -> list[torch.Tensor | None]:
+    """The pages of a class: those of its entries, and those that are written to. One may come twice."""
+    return [*kv.entries.memory, *kv.into.memory]
 
 
 def moved(kv: PagedKV) -> PagedKV:
-    """The same pages on the device."""
+    """The same pages on the device, each once."""
     if DEVICE == "cpu":
         return kv
-    pages = tuple(None if p is None else p.to(DEVICE) for p in kv.pages)
-    addresses = kv.addresses.copy()
-    for i, page in enumerate(pages):
-        addresses[i] = 0 if page is None else page[kv.layer].data_ptr()
+    made: dict[int, torch.Tensor] = {}
+
+    def on(where: Entries | Into) -> Any:
+        pages = [None if p is None else made.setdefault(p.data_ptr(), p.to(DEVICE)) for p in where.memory]
+        addresses = np.array([0 if p is None else p.data_ptr() for p in pages], np.int64)
+        return replace(where, addresses=addresses, memory=pages)
+
     opened = None if kv.open is None else moved(kv.open)
-    return replace(kv, addresses=addresses, pages=pages, open=opened, descriptors={})
+    return replace(kv, entries=replace(on(kv.entries), made={}), into=on(kv.into), open=opened, descriptors={})
 
 
 def position(start: int) -> torch.Tensor:
     return torch.tensor([start], dtype=torch.int64, device=DEVICE)
+
+
+def attention_over(
+    kv: PagedKV, q: torch.Tensor, turned_q: torch.Tensor, start: int, window: int = 0, softcap: float = 0.0,
+    angles: Angles | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention in float64 over what the list shows: q, turned_q [T, heads, dim_k] -> [T, heads * dim_v]."""
+    record, out = kv.record, []
+    for i, both in enumerate(zip(q.double(), turned_q.double(), strict=True)):
+        scores, values = [], []
+        for each in kv.classes:
+            e, position = each.entries, start + i
+            for at, n in enumerate(e.shows(np.array([position]))[0].tolist()):
+                end = int(e.lo[at]) + n
+                lo = max(int(e.lo[at]), position - window + 1 - int(e.first[at]) if window else 0)
+                if lo < end:
+                    k, v = (x.double() for x in each.rows(e.memory[at], lo, end))
+                    centre = each.centre(at, angles)
+                    k = k if centre is None else k + centre[:, lo:end].double()
+                    k, v = (x.repeat_interleave(q.shape[1] // record.kv_heads, 0) for x in (k, v))
+                    scores.append(torch.einsum("hd,hnd->hn", both[e.turned[at]], k) * record.dim_k**-0.5)
+                    values.append(v)
+        s = torch.cat(scores, 1)
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        out.append(torch.einsum("hn,hnd->hd", s.softmax(-1), torch.cat(values, 1)).flatten())
+    return torch.stack(out)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

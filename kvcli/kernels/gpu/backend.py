@@ -17,10 +17,10 @@ from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.experts import ExpertLayer, SharedExpert
 from kvcli.kernels.gpu import expand, experts, few, wide
-from kvcli.kernels.gpu.attention import attend
+from kvcli.kernels.gpu.attention import attend, block_rows
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
-from kvcli.kernels.gpu.pages import DevicePages, device_pages, half_angles
+from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, lists_of_step, page_lists
 from kvcli.kernels.gpu.rows import normed_together, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
@@ -29,7 +29,7 @@ from kvcli.kernels.reference.experts import ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
 
-SPLITS = 64  # shares of the pages in which one query alone looks at them
+PARTS = 68  # programs of one query alone, of each head
 
 
 class GpuBackend:
@@ -150,14 +150,13 @@ class GpuBackend:
             self._hadamard[dim] = rotate(torch.eye(dim)).to(self.device)
         x.copy_(x @ self._hadamard[dim])
 
-    def pages(self, kv: PagedKV, angles: Angles | None) -> DevicePages:
-        """The layer's pages as the kernels want them, made once for each state of the page list."""
-        key = ("gpu", kv.basis.known, None if angles is None else angles[0].data_ptr())
-        found = kv.descriptors.get(key)
-        if found is None:
-            found = kv.descriptors[key] = device_pages(kv, self.device, self._half_angles(angles))
-        assert isinstance(found, DevicePages)
-        return found
+    def _pages(self, part: Stretch, layer: AttentionLayer, angles: Angles | None) -> DevicePages:
+        """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
+        kv, rows = part.kv, part.hi - part.lo
+        block, _ = block_rows(kv.record, layer.heads, rows)
+        asked = Asked(part.start, rows, block, layer.window, PARTS if rows == 1 else 0)
+        lists = page_lists(kv, part.shift, asked, self.device)
+        return device_pages(kv, lists, self.device, self._half_angles(angles))
 
     def _half_angles(self, angles: Angles | None) -> torch.Tensor | None:
         """The angles of the centres on the device; kept for the other layers."""
@@ -168,23 +167,22 @@ class GpuBackend:
         return self._angles[1]
 
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
-        seal(self.pages(kv, angles), first, end)
+        seal(device_pages(kv, lists_of_step(kv), self.device, self._half_angles(angles)), first, end)
 
     def attend(self, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
         """See `kernels.attend`; part by part, by kernels that do several of its steps at once."""
-        found = [self._attend(qkv[part.lo : part.hi], part.kv, part.start, layer) for part in parts]
+        found = [self._attend(qkv[part.lo : part.hi], part, layer) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _attend(self, qkv: torch.Tensor, kv: PagedKV, start: int, layer: AttentionLayer) -> torch.Tensor:
-        position = torch.tensor([start], device=self.device)
+    def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
+        kv, known = part.kv, part.kv.basis.known
         layer = normed_together(qkv, layer, kv.record.dim_k)
-        known = kv.basis.known
-        queries = prepare(qkv, layer, self.pages(kv, None), position)
-        angles = layer.seal(kv, start, start + len(qkv))
+        queries = prepare(qkv, layer, self._pages(part, layer, None))
+        angles = layer.seal(kv, part.start, part.start + len(qkv))
+        pages = self._pages(part, layer, angles)
         if kv.basis.known != known:  # keys now have a mean, and queries carry its share of the scores: once more
-            queries = prepare(qkv, layer, self.pages(kv, None), position)
-        pages, splits = self.pages(kv, angles), SPLITS if len(qkv) == 1 else 1
-        out = combine(attend(queries, pages, position, layer.window, layer.softcap, splits), pages)
+            queries = prepare(qkv, layer, pages)
+        out = combine(attend(queries, pages, layer.window, layer.softcap), pages)
         assert out is not None
         return out
 

@@ -1,57 +1,81 @@
-"""`DevicePages`: what a GPU kernel sees of one layer's cache."""
+"""`DevicePages`: what a GPU kernel sees of one layer's cache; `PageLists`: what all layers of a group share of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvcli.codecs import RecordLayout
+from kvcli.kernels.gpu.places import words
+from kvcli.kernels.gpu.shares import Class, Shares, shares
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
+
+Blocks = tuple[np.ndarray, np.ndarray]  # int64 [blocks] each
+Slots = tuple[np.ndarray, np.ndarray]  # int64 [n] each
+
+
+class Asked(NamedTuple):
+    """What lists depend on beside the pages: a step of `rows` from position `start` on, of which `block` are computed
+    together (see `attention.block_rows`), in layers with this sliding window, 0 = none. `parts`: programs of one query
+    alone; 0 = as many as it takes."""
+
+    start: int
+    rows: int = 1
+    block: int = 1
+    window: int = 0
+    parts: int = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        """Positions of the first and of the last query of each block."""
+        end = self.start + self.rows
+        firsts = np.arange(self.start // self.block * self.block, end, self.block)
+        return np.maximum(firsts, self.start), np.minimum(firsts + self.block, end) - 1
+
+
+@dataclass(frozen=True)
+class PageLists:
+    """The page lists of the layers of a group for one step, on the device.
+
+    `position`: int64 [1], of the first row. `shift`: int64 [rows], see `PagedKV.shift`. `table`: int64 [n], the words
+    (places.py) of the sealed (or only) pages that are seen. `work`, `edges`: see `Shares`. `into`, `open_into`: int64
+    [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
+    position of slot 0 of the first of these. `turns`: whether there are second queries, for turned entries; `edged`:
+    whether sealed pages may stand in `edges`.
+    """
+
+    position: torch.Tensor
+    shift: torch.Tensor
+    table: torch.Tensor
+    work: torch.Tensor
+    edges: torch.Tensor
+    into: torch.Tensor
+    open_into: torch.Tensor
+    first: int = 0
+    turns: bool = False
+    edged: bool = False
 
 
 @dataclass(frozen=True)
 class DevicePages:
-    """One layer's rows as pages by address; the twin of `PagedKV`, with everything on one device.
+    """One layer's rows; the twin of `PagedKV`, with everything on one device.
 
-    `table`: int64 [n], the address of each page of the group; 0 = there is none. Slots: the first `front` pages of the
-    sequence, then the others from `first_page` on; where `ring`, a power of two, is not 0, only so many of them, and
-    page p stands where page p - ring stood. `offset`: bytes from a page's address to this layer's records. `centre`:
-    float32 [kv_heads, dim_k], as in `Basis`. `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a
-    head. `angles`: float16 [n, rope_dim], cosines then sines at the middle of each CENTRE_ROWS rows of the pages, slot
-    after slot; None without RoPE. `open`, `sinks`, `tail`, `keep` and `retained` are those of `PagedKV`.
+    `offset`: bytes from a page's address to this layer's records. `centre`: float32 [kv_heads, dim_k], as in `Basis`.
+    `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a head. `angles`: float16 [n, rope_dim], cosines
+    then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE.
     """
 
     record: RecordLayout
-    table: torch.Tensor
-    offset: int
-    first_page: int = 0
+    lists: PageLists
+    offset: int = 0
     open: DevicePages | None = None
-    sinks: int = 0
-    tail: int = 0
     centre: torch.Tensor | None = None
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     angles: torch.Tensor | None = None
-    front: int = 0
-    ring: int = 0
-    keep: int = 0
-    retained: int = 0
-
-    @property
-    def evicts(self) -> bool:
-        """Whether old rows are evicted."""
-        return self.retained > 0
-
-    @property
-    def keeps(self) -> bool:
-        """Whether first rows stay when others are evicted: a second query of each token and head asks for them."""
-        return self.evicts and self.keep > 0
-
-    @property
-    def places(self) -> tuple[int, int, int]:
-        """`origin`, `front` and `wrap` of `places.slot`."""
-        return self.first_page, self.front, max(0, self.ring - 1)
 
     @property
     def rotated(self) -> tuple[bool, bool]:
@@ -61,12 +85,74 @@ class DevicePages:
         return self.record.codec_k != self.open.record.codec_k, self.record.codec_v != self.open.record.codec_v
 
     @property
-    def where_rows_go(self) -> DevicePages:
-        """The pages that new rows are written to: the open ones where there are some."""
-        return self.open or self
+    def where_rows_go(self) -> tuple[DevicePages, torch.Tensor]:
+        """The class that new rows are written to, the open one where there is one, and the words of its pages."""
+        return (self, self.lists.into) if self.open is None else (self.open, self.lists.open_into)
 
 
-NO_WRAP = 1 << 30  # a ring longer than any list of pages
+class HostLists(NamedTuple):
+    """What `PageLists` has, on the host."""
+
+    shift: np.ndarray
+    table: np.ndarray
+    shares: Shares
+    into: np.ndarray
+    open_into: np.ndarray
+    turns: bool
+    edged: bool
+
+    @classmethod
+    def of(cls, kv: PagedKV, shift: np.ndarray | None, asked: Asked, blocks: Blocks, slots: Slots | None) -> HostLists:
+        """The lists of the group of layers that `kv` is one of.
+
+        `shift`: see `Stretch`. `blocks`: positions of the first and of the last query of each block. `slots`: of the
+        angles of the pages in `kv.entries` and in `kv.into`; None = there are none.
+        """
+        size = kv.record.page_size
+        of_entries, of_into = slots or (None, None)
+        table = Class.of(kv.entries, size, of_entries)
+        opened = Class.of(kv.open.entries, size, None) if kv.open else None
+        found, into = shares(table, opened, *blocks, asked.window, size), words(kv.into.addresses, of_into)
+        return cls(
+            shift=np.zeros(asked.rows, np.int64) if shift is None else shift,
+            table=table.words,
+            shares=found.spread(asked.parts) if asked.parts else found,
+            into=into,
+            open_into=kv.open.into.addresses if kv.open else into,
+            turns=any(each.entries.turned.any() for each in kv.classes),
+            edged=opened is not None and table.edged(size, asked.window),
+        )
+
+
+def page_lists(kv: PagedKV, shift: np.ndarray | None, asked: Asked, device: torch.device | str) -> PageLists:
+    """The lists of the group of layers that `kv` is one of, made once for all of them. `shift`: see `Stretch`."""
+    if kv.entries.made.get(Asked) != asked:
+        n, m = len(kv.entries), len(kv.into.addresses)
+        slots = (np.arange(n), np.arange(n, n + m)) if kv.open and kv.record.codec_k.centred else None
+        lists = HostLists.of(kv, shift, asked, asked.blocks, slots)
+        kv.entries.made.update({Asked: asked, PageLists: _on_device(lists, asked, kv.into.first, device)})
+    return lists_of_step(kv)
+
+
+def lists_of_step(kv: PagedKV) -> PageLists:
+    """Those that `page_lists` made last."""
+    found = kv.entries.made[PageLists]
+    assert isinstance(found, PageLists)
+    return found
+
+
+def _on_device(lists: HostLists, asked: Asked, first: int, device: torch.device | str) -> PageLists:
+    """By one copy. Each array begins at a multiple of 16 bytes: kernels are compiled for that."""
+    work, edges = lists.shares
+    arrays = {
+        "position": np.array([asked.start]), "shift": lists.shift, "table": lists.table, "work": work.view(np.int64),
+        "edges": edges, "into": lists.into, "open_into": lists.open_into,
+    }  # fmt: skip
+    flat = np.concatenate([np.pad(x.reshape(-1), (0, x.size % 2)) for x in arrays.values()])
+    parts = torch.from_numpy(flat).to(device).split([x.size + x.size % 2 for x in arrays.values()])
+    found = {name: part[: x.size].view(x.shape) for (name, x), part in zip(arrays.items(), parts, strict=True)}
+    found["work"] = found["work"].view(torch.int32)
+    return PageLists(**found, first=first, turns=lists.turns, edged=lists.edged)
 
 
 def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
@@ -77,30 +163,26 @@ def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
     return torch.cat(angles, 1).to(device=device, dtype=torch.float16)
 
 
-def device_pages(kv: PagedKV, device: torch.device | str, angles: torch.Tensor | None = None) -> DevicePages:
-    """The pages of the runtime as the kernels want them. `angles`: see `DevicePages`; used where keys are centred."""
+def device_pages(
+    kv: PagedKV, lists: PageLists, device: torch.device | str, angles: torch.Tensor | None = None
+) -> DevicePages:
+    """The pages of the runtime as the kernels want them. `angles`: see `DevicePages`, of the pages of `kv.entries` and,
+    behind those, of `kv.into`; used where keys are centred."""
     check(kv.record)
-    basis = kv.basis
-    centre, scale_k, scale_v = (
-        None if x is None else x.to(device, copy=True) for x in (basis.centre, basis.scale_k, basis.scale_v)
-    )
-    return DevicePages(
-        kv.record,
-        torch.from_numpy(kv.addresses).to(device),
-        0,
-        kv.first_page,
-        None if kv.open is None else device_pages(kv.open, device),
-        kv.sinks,
-        kv.tail,
-        centre,
-        scale_k,
-        scale_v,
-        None if centre is None else angles,
-        kv.front,
-        NO_WRAP if kv.retained else 0,
-        kv.keep,
-        kv.retained,
-    )
+    centre, scale_k, scale_v = _basis(kv, device)
+    opened = DevicePages(kv.open.record, lists, kv.open.offset) if kv.open else None
+    angles = None if centre is None else angles
+    return DevicePages(kv.record, lists, kv.offset, opened, centre, scale_k, scale_v, angles)
+
+
+def _basis(kv: PagedKV, device: torch.device | str) -> tuple[torch.Tensor | None, ...]:
+    """Copies of the mean and the scales, made once: at addresses such as kernels are compiled for."""
+    key = "gpu", kv.basis.known
+    if key not in kv.descriptors:
+        there = (kv.basis.centre, kv.basis.scale_k, kv.basis.scale_v)
+        kv.descriptors[key] = tuple(None if x is None else x.to(device, copy=True) for x in there)
+    found: tuple[torch.Tensor | None, ...] = kv.descriptors[key]  # type: ignore[assignment]
+    return found
 
 
 def check(record: RecordLayout) -> None:

@@ -16,7 +16,6 @@ from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
-from kvcli.kernels.gpu.places import oldest_row, slot
 from kvcli.kernels.gpu.settle import norm_heads_together
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.reference.rotation import block
@@ -33,8 +32,8 @@ class Queries:
     [T, heads, rope_dim] and `qb` float32 [T, heads], such that qc . (cos | sin) + qb is the score of the mean under
     the rotation by those angles.
 
-    Where first rows stay when others are evicted (`DevicePages.keeps`), T more rows follow: the same queries turned to
-    where they stand inside the cache, for the rows that are kept.
+    Where `PageLists.turns`, T more rows follow: the same queries turned back by their shifts, for entries that want
+    those.
     """
 
     q: torch.Tensor
@@ -122,32 +121,32 @@ def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + i, x, mask=i < DIM)
 
 
-@triton.jit(do_not_specialize=["origin", "front", "wrap", "keep", "retained", "offset", "length", "past"])
+@triton.jit(do_not_specialize=["offset", "length", "past"])
 def _prepare(
-    qkv, position, table, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, origin, front, wrap, keep, retained,
-    offset, eps, factor, amplitude, growth, length, past,
+    qkv, position, shift, into, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, offset, eps, factor, amplitude,
+    growth, length, past,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    LAST: tl.constexpr, GAIN: tl.constexpr, RING: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and head, and with KEEPS one more for each second query. TURN_K, TURN_V: blocks of the
+    """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
     Hadamard rotation; 0 = none."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
     i = tl.arange(0, PAD_K)
-    at = tl.load(position) + t  # no kernel of this token writes it
-    page = tl.load(table + slot(at // SIZE, origin, front, wrap, RING)) + offset
+    start = tl.load(position)  # no kernel of this token writes it
+    at = start + t
+    page = tl.load(into + (at // SIZE - start // SIZE)) + offset
     place = at % SIZE
     inside = at
     to = t
-    if KEEPS:
+    if TURNS:
         FIRST: tl.constexpr = HEADS + 2 * KV_HEADS
         if head >= FIRST:
-            first = oldest_row(at, keep, retained, SIZE)
-            inside = at - tl.where(first > 0, first - keep, 0)
+            inside = at - tl.load(shift + t)
             to = t + tl.num_programs(0)
             head -= FIRST
     c, s = 0.0, 0.0
@@ -205,32 +204,28 @@ def prepare(
     qkv: torch.Tensor,
     layer: AttentionLayer,
     pages: DevicePages,
-    position: torch.Tensor,
     out: Queries | None = None,
     pdl: int = SERIAL,
 ) -> Queries:
-    """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys and values go into their pages.
-
-    `position`: int64 [1] on the device, of the first row.
-    """
-    r, target, rows, heads = pages.record, pages.where_rows_go, qkv.shape[0], layer.heads
+    """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys, values go into their pages."""
+    r, lists, rows, heads = pages.record, pages.lists, qkv.shape[0], layer.heads
+    target, into = pages.where_rows_go
     frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
     rope = 0 if frequencies is None else 2 * frequencies.shape[0]
     if out is None:
-        out = Queries.empty(rows * (1 + pages.keeps), heads, r.dim_k, rope, qkv.device)
+        out = Queries.empty(rows * (1 + lists.turns), heads, r.dim_k, rope, qkv.device)
     o, (rotated_k, rotated_v) = target.record, pages.rotated
     present = (
         qkv if x is None else x for x in (frequencies, layer.bias, layer.q_norm, layer.k_norm, pages.centre)
     )  # something stands for what is not there
-    launch(_prepare, (rows, heads * (1 + pages.keeps) + 2 * r.kv_heads))(
-        qkv, position, target.table, *present, out.q, out.qc, out.qb, *pages.places, pages.keep, pages.retained,
-        target.offset, layer.eps, layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads,
-        r.kv_heads, r.dim_k, padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes,
-        o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k.numbers, o.codec_v.numbers,
-        block(r.dim_k) if rotated_k else 0, block(r.dim_v) if rotated_v else 0, layer.bias is not None,
-        layer.q_norm is not None, layer.k_norm is not None, pages.centre is not None, layer.norms_last,
-        layer.amplitude != 1 or layer.temperature is not None, pages.ring > 0, pages.keeps, pdl,
-        **launch_options(pdl, 1),
+    launch(_prepare, (rows, heads * (1 + lists.turns) + 2 * r.kv_heads))(
+        qkv, lists.position, lists.shift, into, *present, out.q, out.qc, out.qb, target.offset, layer.eps,
+        layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, r.kv_heads, r.dim_k,
+        padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
+        o.v_offset, o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0,
+        block(r.dim_v) if rotated_v else 0, layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None,
+        pages.centre is not None, layer.norms_last, layer.amplitude != 1 or layer.temperature is not None, lists.turns,
+        pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out
 

@@ -6,14 +6,13 @@ codes are packed without moving anything between lanes.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
-from kvcli.kernels.gpu.places import slot
+from kvcli.kernels.gpu.places import address, slot
 from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, elements, launch_options
 from kvcli.kernels.reference.rotation import block
@@ -201,22 +200,20 @@ def seal_rows(
         _store_plain(target, rows, keep, x3, 3, PITCH, DIM, PAD, TO)
 
 
-@triton.jit(
-    do_not_specialize=["first", "end", "origin", "front", "wrap", "offset", "open_offset", "stride", "open_stride"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["first", "end", "origin", "offset", "open_offset", "stride", "open_stride"])
 def _seal(
-    position, table, open_table, centre, angles, scale_k, scale_v, first, end, origin, front, wrap, offset, open_offset,
-    stride, open_stride, IN_STEP: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
+    position, into, open_into, centre, angles, scale_k, scale_v, first, end, origin, offset, open_offset, stride,
+    open_stride, IN_STEP: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
+    CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of rows, one head, keys or values of one layer.
 
-    IN_STEP: of the page that the row at `position` fills, if it does, or of that row alone if there is no tail; else
-    of rows [first, end), `group` counted from the one of `first`.
+    IN_STEP: of the page that the row at `position` fills, if it does, or with BY_ROW of that row alone; else of rows
+    [first, end), `group` counted from the one of `first`. Those of a page that is not in `into` are not sealed.
     """
     group = tl.program_id(0)
     head = tl.program_id(1)
@@ -231,20 +228,21 @@ def _seal(
         at = tl.load(position).to(tl.int32)
         first = at
         end = at + 1
-        if TAIL:
+        if not BY_ROW:
             first = at + 1 - SIZE
             if (at + 1) % SIZE != 0:
                 end = first
+        origin = first
     row = (first // ROWS + group) * ROWS
-    page = row // SIZE
-    if (row < end) & (page >= SINKS):
+    page = row // SIZE - origin // SIZE
+    word = tl.load(into + page, mask=row < end, other=0)
+    if word != 0:
         places = row + tl.arange(0, ROWS)
         keep = (places >= first) & (places < end)
         slots = places % SIZE
-        at_page = slot(page, origin, front, wrap, RING)
-        source = tl.load(open_table + at_page) + (open_offset + head * OPEN_RECORD)
-        target = tl.load(table + at_page) + (offset + head * RECORD)
-        centred = at_page * (SIZE // ROWS) + row % SIZE // ROWS  # the row of `angles`
+        source = tl.load(open_into + page) + (open_offset + head * OPEN_RECORD)
+        target = address(word, CENTRED) + (offset + head * RECORD)
+        centred = slot(word) * (SIZE // ROWS) + row % SIZE // ROWS  # the row of `angles`
         if tl.program_id(2) % 2 == 0:
             seal_rows(
                 source, target, target + K_SCALES, slots, keep, centred, head, centre, angles, scale_k, DIM_K,
@@ -258,41 +256,40 @@ def _seal(
 
 
 def _launch(
-    pages: DevicePages, groups: int, position: torch.Tensor | None, first: int, end: int, pdl: int, layers: int,
+    pages: DevicePages, groups: int, rows: tuple[int, int] | None, by_row: bool, pdl: int, layers: int,
     strides: tuple[int, int],
 ) -> None:  # fmt: skip
-    """`position`: None = rows [first, end) are sealed."""
+    """`rows`: what is sealed; None = what the row at the position on the device completes."""
     if pages.open is None:
         raise ValueError("this cache has no pages to seal")
-    r, some, opened = pages.record, pages.table, pages.open
-    o = opened.record
+    r, lists, opened = pages.record, pages.lists, pages.open
+    o, some = opened.record, lists.into
     present = (some if x is None else x for x in (pages.centre, pages.angles, pages.scale_k, pages.scale_v))
     launch(_seal, (groups, r.kv_heads, 2 * layers))(
-        some if position is None else position, pages.table, opened.table, *present, first, end, *pages.places,
-        pages.offset, opened.offset, *strides, position is not None, r.page_size, pages.sinks, pages.tail, r.dim_k,
-        padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, r.record_bytes, r.k_row_bytes,
-        r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, o.codec_k.numbers, o.codec_v.numbers, o.record_bytes,
-        o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None,
-        0 if pages.angles is None else pages.angles.shape[1], block(r.dim_k) if pages.rotated[0] else 0,
-        pages.ring > 0, pdl, **launch_options(pdl, 2),
+        lists.position, lists.into, lists.open_into, *present, *(rows or (0, 0)), lists.first, pages.offset,
+        opened.offset, *strides, rows is None, by_row, r.page_size, r.dim_k, padded(r.dim_k), r.dim_v,
+        padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset,
+        r.k_scales, r.v_scales, o.codec_k.numbers, o.codec_v.numbers, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
+        o.v_offset, pages.centre is not None, 0 if pages.angles is None else pages.angles.shape[1],
+        block(r.dim_k) if pages.rotated[0] else 0, pdl, **launch_options(pdl, 2),
     )  # fmt: skip
 
 
 def seal(pages: DevicePages, first: int, end: int) -> None:
     """Encode rows [first, end) of the open pages into the sealed pages; see `store.seal`."""
-    _launch(pages, (end - 1) // 16 - first // 16 + 1, None, first, end, SERIAL, 1, (0, 0))
+    _launch(pages, (end - 1) // 16 - first // 16 + 1, (first, end), False, SERIAL, 1, (0, 0))
 
 
 def seal_step(
     pages: DevicePages,
-    position: torch.Tensor,
     pdl: int = SERIAL,
+    by_row: bool = False,
     layers: int = 1,
     strides: tuple[int, int] = (0, 0),
 ) -> None:
-    """The same for what the row at `position` (int64 [1] on the device) completes: its page or, without a tail, it.
+    """Encode what the row at `PageLists.position` completes: its page or, with `by_row`, it alone.
 
     With `layers` > 1 for as many layers, alike but for where they are: sealed and open records `strides` bytes on from
     layer to layer, means and scales one after the other in memory.
     """
-    _launch(pages, pages.record.page_size // 16 if pages.tail else 1, position, 0, 0, pdl, layers, strides)
+    _launch(pages, 1 if by_row else pages.record.page_size // 16, None, by_row, pdl, layers, strides)

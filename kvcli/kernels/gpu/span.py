@@ -10,24 +10,25 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.language import wait_for_previous
-from kvcli.kernels.gpu.places import slot
+from kvcli.kernels.gpu.places import address, slot
+from kvcli.kernels.gpu.shares import EDGE_NUMBERS
 from kvcli.kernels.gpu.tiles import add_values, bound, dot_keys, elements
 
+EDGE = tl.constexpr(EDGE_NUMBERS)
 NOTHING = tl.constexpr(-1.0e30)  # the maximum where nothing is seen; finite, so that differences are numbers
 
 
 @triton.jit
-def _load_queries(q, ok, row, PITCH: tl.constexpr, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr,
-                  PAD: tl.constexpr):  # fmt: skip
+def _load_queries(q, ok, row, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
     """Part i of N of the queries, float16 [M, PAD / N]; 0 where a row is not `ok` or an element is not there."""
     d = elements(i, N, DIM, PAD)
-    return tl.load(q + row[:, None] * PITCH + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
+    return tl.load(q + row[:, None] * DIM + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _page(table, t, origin, front, wrap, TILES: tl.constexpr, RING: tl.constexpr):
-    """int64: the address of the page of tile t."""
-    return tl.load(table + slot(t // TILES, origin, front, wrap, RING))
+def _word(table, t, TILES: tl.constexpr, PITCH: tl.constexpr):
+    """int64: the word (places.py) of the page of tile t."""
+    return tl.load(table + t // TILES * PITCH)
 
 
 @triton.jit
@@ -42,10 +43,28 @@ def _scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _seen(t, oldest, newest, BN: tl.constexpr):
-    """Which rows of tile t are in [oldest, newest]."""
-    at = t * BN + tl.arange(0, BN)
-    return (at >= oldest) & (at <= newest)
+def _bound(table, t, i: tl.constexpr, TILES: tl.constexpr):
+    """int32: number i of the edge (shares.py) of tile t."""
+    return tl.load(table + t // TILES * EDGE + i).to(tl.int32)
+
+
+@triton.jit
+def _positions(table, t, TILES: tl.constexpr, BN: tl.constexpr):
+    """The positions of the rows of tile t, int32 [BN]."""
+    return _bound(table, t, 1, TILES) + (t % TILES) * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def _seen(table, t, oldest, newest, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Which rows of tile t any of the queries sees: those in [oldest, newest] that its entry shows."""
+    if MASKED:
+        first = _bound(table, t, 1, TILES)
+        lo = tl.maximum(_bound(table, t, 2, TILES), oldest - first)
+        hi = tl.minimum(_bound(table, t, 3, TILES), newest + 1 - first)
+        slots = (t % TILES) * BN + tl.arange(0, BN)
+        return (slots >= lo) & (slots < hi)
+    else:
+        return tl.full((BN,), 1, tl.int1)
 
 
 @triton.jit
@@ -72,43 +91,44 @@ def _centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.conste
 
 @triton.jit
 def span(
-    lo, hi, q, qc, qb, ok, row, position, since, keep, oldest, newest, head, table, origin, front, wrap, offset, angles,
-    scale_k, scale_v, out, tops, totals, cell, softcap,
-    M: tl.constexpr, Q_PITCH: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
+    lo, hi, q, qc, qb, ok, row, position, oldest, newest, window, head, table, offset, angles, scale_k, scale_v, out,
+    tops, totals, cell, softcap,
+    BLOCK: tl.constexpr, M: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    EVICTS: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries over the rows of tiles [lo, hi), lo < hi: writes one partial result.
 
     A tile is BN rows; TILES make a page. `ok`, `row`, `position`, `cell` [M]: whether there is such a query, where it
-    stands in q, its position, and where its result goes. With MASKED not every query sees every row: none those behind
-    it, with WINDOWED or EVICTS none before `since` [M], but with EVICTS the first `keep`. Page tables are read before
-    the kernel that was launched before has ended: none of this token writes them.
+    stands in q, its position, and where its result goes. `table`: the words of pages, all of whose rows every query
+    sees; with MASKED `edges` (see `Shares`) of such as not every query sees wholly: none sees rows before `oldest` or
+    behind `newest`. Tables are read before the kernel that was launched before has ended: none of this token writes
+    them.
     """
+    PITCH: tl.constexpr = EDGE if MASKED else 1
     SCALES: tl.constexpr = K_SCALES > 0 or V_SCALES > 0
     # Addresses are read three tiles ahead by hand, so that rows themselves are what the compiler reads ahead. Each is
     # put together in steps: the compiler does not pipeline loops in which values only move up.
     last = hi - 1
     own = head.to(tl.int64) * RECORD
-    at = _page(table, lo, origin, front, wrap, TILES, RING) + offset + own
-    first = _page(table, tl.minimum(lo + 1, last), origin, front, wrap, TILES, RING) + offset
-    page = _page(table, tl.minimum(lo + 2, last), origin, front, wrap, TILES, RING)
+    word = _word(table, lo, TILES, PITCH) + offset + own
+    first = _word(table, tl.minimum(lo + 1, last), TILES, PITCH) + offset
+    page = _word(table, tl.minimum(lo + 2, last), TILES, PITCH)
     wait_for_previous(PDL)
-    q0 = _load_queries(q, ok, row, Q_PITCH, 0, NK, DIM_K, PAD_K)
+    q0 = _load_queries(q, ok, row, 0, NK, DIM_K, PAD_K)
     q1 = q0
     q2 = q0
     q3 = q0
     total_q = tl.sum(q0.to(tl.float32), 1)
     if NK > 1:
-        q1 = _load_queries(q, ok, row, Q_PITCH, 1, NK, DIM_K, PAD_K)
+        q1 = _load_queries(q, ok, row, 1, NK, DIM_K, PAD_K)
         total_q += tl.sum(q1.to(tl.float32), 1)
     if NK > 2:
-        q2 = _load_queries(q, ok, row, Q_PITCH, 2, NK, DIM_K, PAD_K)
-        q3 = _load_queries(q, ok, row, Q_PITCH, 3, NK, DIM_K, PAD_K)
+        q2 = _load_queries(q, ok, row, 2, NK, DIM_K, PAD_K)
+        q3 = _load_queries(q, ok, row, 3, NK, DIM_K, PAD_K)
         total_q += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
     off = OFF_K * total_q
     if FACTOR_K != 0:
@@ -134,24 +154,27 @@ def span(
         a3 = a0
     kd = tl.zeros((BN,), tl.float16)
     vd = kd
-    seen = _seen(lo, oldest, newest, BN)
+    seen = _seen(table, lo, oldest, newest, TILES, BN, MASKED)
+    at = address(word, CENTRED)
     if K_SCALES > 0:
         kd = _scales(at, lo, seen, K_SCALES, TILES, BN, MASKED)
     if V_SCALES > 0:
         vd = _scales(at, lo, seen, V_SCALES, TILES, BN, MASKED)
     for t in tl.range(bound(lo), bound(hi), num_stages=STAGES):
-        page_next = _page(table, tl.minimum(t + 3, last), origin, front, wrap, TILES, RING)
+        page_next = _word(table, tl.minimum(t + 3, last), TILES, PITCH)
         rows = (t % TILES) * BN + tl.arange(0, BN)
-        seen = _seen(t, oldest, newest, BN)
+        seen = _seen(table, t, oldest, newest, TILES, BN, MASKED)
+        at = address(word, CENTRED)
         if SCALES:  # by hand too: they are too small for the compiler to do it
             following = tl.minimum(t + 1, last)
-            seen_next = _seen(following, oldest, newest, BN)
+            seen_next = _seen(table, following, oldest, newest, TILES, BN, MASKED)
+            next_at = address(first + own, CENTRED)
             kd_next = kd
             vd_next = vd
             if K_SCALES > 0:
-                kd_next = _scales(first + own, following, seen_next, K_SCALES, TILES, BN, MASKED)
+                kd_next = _scales(next_at, following, seen_next, K_SCALES, TILES, BN, MASKED)
             if V_SCALES > 0:
-                vd_next = _scales(first + own, following, seen_next, V_SCALES, TILES, BN, MASKED)
+                vd_next = _scales(next_at, following, seen_next, V_SCALES, TILES, BN, MASKED)
         s = dot_keys(q0, q1, q2, q3, at, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, NK, MASKED)
         if OFF_K != 0:
             s = s - off[:, None]
@@ -160,17 +183,17 @@ def span(
         if FACTOR_K != 0:
             s = s * factor_k
         if CENTRED:
-            there = slot(t // TILES, origin, front, wrap, RING) * TILES + t % TILES
-            s = _centre_scores(s, qc_tile, qb_row, angles, there, ROPE, ROPE_PAD, BN)
+            s = _centre_scores(s, qc_tile, qb_row, angles, slot(word) * TILES + t % TILES, ROPE, ROPE_PAD, BN)
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         if MASKED:
-            place = t * BN + tl.arange(0, BN)
-            visible = place[None, :] <= position[:, None]
-            if EVICTS:
-                visible = visible & ((place < keep)[None, :] | (place[None, :] >= since[:, None]))
-            elif WINDOWED:
-                visible = visible & (place[None, :] >= since[:, None])
+            visible = seen[None, :]
+            if BLOCK > 1:
+                place = _positions(table, t, TILES, BN)
+                asks = (position >= _bound(table, t, 4, TILES)) & (position < _bound(table, t, 5, TILES))
+                visible = visible & asks[:, None] & (place[None, :] <= position[:, None])
+                if WINDOWED:
+                    visible = visible & (place[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2(top - higher)
@@ -188,7 +211,7 @@ def span(
         if SCALES:
             kd = kd_next
             vd = vd_next
-        at = first + own
+        word = first + own
         first = page + offset
         page = page_next
     shift = OFF_V * tl.max(weight, 1)

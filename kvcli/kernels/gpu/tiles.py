@@ -42,9 +42,13 @@ def head_factor(codec: Codec) -> float:
     return 2.0 ** (16 - (1 << (6 - codec.mantissa))) if codec.scale == HEAD else 0.0
 
 
-def launch_options(pdl: int, warps: int) -> dict[str, Any]:
-    """Keywords of a launch. `pdl`: see `language.SERIAL`; others want compute capability 9.0."""
-    return {"num_warps": warps} | ({"launch_pdl": True} if pdl and not INTERPRETED else {})
+def launch_options(pdl: int, warps: int, registers: int = 0) -> dict[str, Any]:
+    """Keywords of a launch. `pdl`: see `language.SERIAL`; others want compute capability 9.0. `registers`: of a thread,
+    at most; 0 = as many as the compiler takes."""
+    found: dict[str, Any] = {"num_warps": warps}
+    if not INTERPRETED:
+        found |= ({"launch_pdl": True} if pdl else {}) | ({"maxnreg": registers} if registers else {})
+    return found
 
 
 if INTERPRETED:

@@ -118,7 +118,8 @@ class Engine:
         from kvcli.kernels.gpu.sample import DeviceSampler
 
         device, room = self.pool.device, max(1, self.ctx_size - 1)
-        for steps in ((2 * self.layout.page_size + 1, 1), (2, 1)):
+        pages = 1 + max(1, *(group.sinks for group in self.layout.groups))  # of which one is sealed
+        for steps in ((pages * self.layout.page_size + 1, 1), (2, 1)):
             seq = self.new_sequence()
             for rows in steps:
                 logits = self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])[0]

@@ -1,14 +1,19 @@
-"""The pages of a token graph: tables on the device that stay where they are while sequences come, grow and forget."""
+"""The pages of a token graph: lists on the device that stay where they are while sequences come, grow and forget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from kvcli.kernels.gpu.pages import DevicePages, half_angles
+from kvcli.kernels.gpu.attention import part_count
+from kvcli.kernels.gpu.combine import MOST_PARTS
+from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
+from kvcli.kernels.gpu.places import check_slots
+from kvcli.kernels.gpu.shares import EDGE_NUMBERS, next_change
 from kvcli.kernels.paged import CENTRE_ROWS
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pagelist import Layers
@@ -16,114 +21,153 @@ from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
-UPLOADS = 4  # page tables on the way to the device at once
+PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
+PAGES_EACH = 4  # for a share to be worth a program
+SHIFT, INTO, OPEN_INTO, WORK, EDGES = 0, 2, 4, 6, 6 + 2 * MOST_PARTS  # where things stand in `GroupTables.head`
 
 
-class _SlotAngles:
-    """Angles of the centres of the pages that stand in the slots of a ring; see `DevicePages.angles`."""
+class CentreAngles:
+    """Angles of the centres of pages, by slot; see `DevicePages.angles`. Page n stands in slot n, until numbers go on
+    beyond the slots: then a new page gets the slot of one that is in no list."""
 
-    def __init__(self, rope: RopeTable, slots: int, page_size: int, device: torch.device) -> None:
-        self.rope, self.firsts = rope, np.arange(0, page_size, CENTRE_ROWS)
-        self.page_size = page_size
-        self.pages = np.full(slots, -1)
-        shape = slots, len(self.firsts), 2 * len(rope.frequencies)
-        self.device = torch.zeros(shape, dtype=torch.float16, device=device)
-        self.staging = torch.zeros(UPLOADS, *shape, dtype=torch.float16, pin_memory=device.type == "cuda")
+    def __init__(self, slots: int, page_size: int, device: torch.device) -> None:
+        check_slots(slots)
+        self.pages = np.arange(slots)  # by slot
+        self.page_size, self.device = page_size, device
+        self._made: dict[RopeTable, torch.Tensor] = {}
 
-    def bind(self, slots: np.ndarray, numbers: np.ndarray, turn: int) -> None:
-        """Upload those of pages that are new in their slots."""
-        new = self.pages[slots] != numbers
-        at, pages = slots[new], numbers[new]
-        self.pages[at] = pages
-        rows = (pages[:, None] * self.page_size + self.firsts).flatten()
-        staged = self.staging[turn]
-        staged[at] = half_angles(self.rope.at_centres(rows), "cpu").view(len(at), *staged.shape[1:])
-        for slot in at.tolist():
-            self.device[slot].copy_(staged[slot], non_blocking=True)
+    def of(self, rope: RopeTable) -> torch.Tensor:
+        """float16 [slots * page_size / CENTRE_ROWS, rope_dim], which `place` keeps up."""
+        if rope not in self._made:
+            self._made[rope] = self._of_pages(rope, self.pages).to(self.device)
+        return self._made[rope].flatten(0, 1)
+
+    def _of_pages(self, rope: RopeTable, pages: np.ndarray) -> torch.Tensor:
+        """float16 [n, page_size / CENTRE_ROWS, rope_dim], on the host."""
+        firsts = np.add.outer(pages * self.page_size, np.arange(0, self.page_size, CENTRE_ROWS))
+        angles = rope.at_positions(firsts.flatten() + (CENTRE_ROWS - 1) / 2)
+        return half_angles(angles, "cpu").unflatten(0, firsts.shape)
+
+    def place(self, numbers: np.ndarray) -> np.ndarray:
+        """The slots of pages with these numbers, of all that are in use: int64 [n]."""
+        if numbers.max() < len(self.pages) and (self.pages[numbers] == numbers).all():
+            return numbers
+        new = np.setdiff1d(numbers, self.pages)
+        free = np.flatnonzero(~np.isin(self.pages, numbers))[: len(new)]
+        self.pages[free] = new
+        for rope, there in self._made.items() if len(new) else ():
+            there[sent(torch.from_numpy(free), self.device)] = sent(self._of_pages(rope, new), self.device)
+        order = np.argsort(self.pages)
+        return order[np.searchsorted(self.pages, numbers, sorter=order)]
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of what stands on the host, which nothing waits for; it is made in the order of what the device does."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 class GroupTables:
-    """Page addresses of one group on the device, slot by slot, for each class of pages (sealed or only; open).
+    """The lists of one group on the device; see `PageLists`. `bind` them to a sequence.
 
-    `front`, `ring`: see `DevicePages`. Where old rows are evicted there are slots for the kept pages, and a ring for
-    the window, whose numbers grow without end; else a page's slot is its number.
+    What kernels are launched for, `PageLists.turns` and `edged`, is what the layout's eviction asks for, until a list
+    wants more.
     """
 
-    def __init__(self, group: GroupLayout, ctx_size: int, evicting: bool, device: torch.device) -> None:
-        self.front = self.ring = 0
-        slots = -(-ctx_size // group.page_size) + 1
-        if evicting:
-            self.front = group.retention.kept_pages if group.retention else 0
-            self.ring = 1 << group.pages_behind.bit_length()  # more than `pages_behind`: a query's own page comes too
-            slots = self.front + self.ring
-        shape = 1 + group.sealed, slots
-        self.device = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.staging = torch.zeros(UPLOADS, *shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.page_size, self._angles = group.page_size, dict[RopeTable, _SlotAngles]()
-        self.turn = 0
-        self.bound: Layers | None = None
+    def __init__(self, group: GroupLayout, ctx_size: int, position: torch.Tensor) -> None:
+        self.group, device, evicts = group, position.device, group.retention
+        slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
+        self.head = torch.zeros(EDGES + 2 * slots * EDGE_NUMBERS, dtype=torch.int64, device=device)
+        self.centres = CentreAngles(slots, group.page_size, device) if centred else None
+        self.lists = PageLists(
+            position, self.head[SHIFT : SHIFT + 1], torch.zeros(2 * slots, dtype=torch.int64, device=device),
+            self.head[WORK:EDGES].view(torch.int32).view(1, -1, 4), self.head[EDGES:].view(-1, EDGE_NUMBERS),
+            self.head[INTO:OPEN_INTO], self.head[OPEN_INTO:WORK], turns=bool(evicts and evicts.keep),
+            edged=group.sealed and (not group.tail or group.window > 0 or evicts is not None),
+        )  # fmt: skip
+        self._table = np.zeros(0, np.int64)
+        self._bound: tuple[Layers, int] | None = None
+        self._positions = range(0)
 
-    def bind(self, layers: Layers) -> None:
-        """Upload the pages of a sequence, if they are not those that are there."""
-        if self.bound is layers:
-            return
-        self.bound, self.turn = layers, (self.turn + 1) % UPLOADS
-        staged, first = self.staging[self.turn], layers[0]
-        slots = numbers = first.numbers
-        if self.ring:
-            slots = np.where(numbers < self.front, numbers, self.front + (numbers - self.front) % self.ring)
-        for row, kv in zip(staged, (first, first.open), strict=False):
-            if kv is not None:
-                row[slots] = torch.from_numpy(kv.addresses)
-        self.device.copy_(staged, non_blocking=True)
-        for angles in self._angles.values():
-            angles.bind(slots, numbers, self.turn)
+    def parts(self, bucket: int) -> int:
+        """Programs that one query has, of each head, where it sees up to `bucket` rows."""
+        group = self.group
+        seen = min(bucket, group.window) if group.window else bucket
+        programs = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // group.kv_heads
+        splits = max(1, min(programs, seen // (PAGES_EACH * group.page_size)))
+        return min(MOST_PARTS, part_count(splits, group.sealed, self.lists.turns))
 
-    def slot_angles(self, rope: RopeTable) -> torch.Tensor:
-        """See `DevicePages.angles`: of the pages in a ring, one copy for all layers; `bind` sets them."""
-        if rope not in self._angles:
-            slots, device = self.device.shape[1], self.device.device
-            self._angles[rope] = _SlotAngles(rope, slots, self.page_size, device)
-        return self._angles[rope].device.flatten(0, 1)
+    def bind(self, part: Part, group: int, bucket: int) -> bool:
+        """Upload the lists of a sequence, of which this is group number `group`, for the part's row and those behind it
+        up to the next change, if they are not there. `bucket`: rows that are seen, or more. Returns whether there are
+        now more kinds of work."""
+        layers, position = part.groups[group], part.start
+        if self._bound == (layers, bucket) and position in self._positions:
+            return False
+        self._bound, kv, size = (layers, bucket), layers[0], self.group.page_size
+        change = next_change([each.entries for each in kv.classes], position)
+        self._positions = range(position, min(change, (position // size + 1) * size))
+        slots = None
+        if self.centres:
+            found = self.centres.place(np.append(kv.entries.first // size, position // size))
+            slots = found[:-1], found[-1:]
+        blocks, before = (np.array([position]), np.array([self._positions[-1]])), self.lists
+        lists = HostLists.of(kv, part.shifts[group], Asked(position, window=self.group.window), blocks, slots)
+        self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
+        work, edges = lists.shares.spread(self.parts(bucket))
+        head = np.zeros(EDGES + edges.size, np.int64)
+        head[SHIFT], head[INTO], head[OPEN_INTO] = lists.shift[0], lists.into[0], lists.open_into[0]
+        head[WORK : WORK + work.size // 2] = work.view(np.int64).reshape(-1)
+        head[EDGES:] = edges.reshape(-1)
+        self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
+        self._upload_table(lists.table)
+        return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
+
+    def _upload_table(self, words: np.ndarray) -> None:
+        """What is not there already: mostly the list's end."""
+        old, n = self._table, min(len(words), len(self._table))
+        changed = np.flatnonzero(words[:n] != old[:n])
+        first, self._table = int(changed[0]) if len(changed) else n, words
+        self.lists.table[first : len(words)] = sent(torch.from_numpy(words[first:]), self.head.device)
 
 
 class GraphPages:
     """Every layer's pages over its group's tables: `bind` them to a sequence."""
 
-    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor) -> None:
         self.model, self.layout = model, layout
-        self.device: torch.device = model.ops.device
-        evicting = layout.retention is not None
-        self._tables = [GroupTables(g, ctx_size, evicting, self.device) for g in layout.groups]
-        self._angles: dict[RopeTable, torch.Tensor] = {}
-        self._bases = [self._empty_bases(g) for g in layout.groups]
-        self.layers = [self._layer(i) for i in range(model.config.n_layers)]
+        self.tables = [GroupTables(g, ctx_size, position) for g in layout.groups]
+        self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
+        self.layers = self._made()
+
+    def _made(self) -> list[DevicePages]:
+        return [self._layer(i) for i in range(self.model.config.n_layers)]
+
+    def of(self, layer: int) -> tuple[GroupTables, int]:
+        """The tables of a layer's group, and which one it is of the group's layers."""
+        slot = self.layout.slots[layer]
+        assert slot is not None
+        return self.tables[slot[0]], slot[1]
 
     def _layer(self, layer: int) -> DevicePages:
         """The layer's pages, with a mean and scales that `bind_bases` fills in."""
-        slot = self.layout.slots[layer]
-        assert slot is not None
-        group, tables = self.layout.groups[slot[0]], self._tables[slot[0]]
-        centre, scale_k, scale_v = (None if x is None else x[slot[1]] for x in self._bases[slot[0]])
-        keep, retained = (group.retention.keep, group.retention.window) if group.retention else (0, 0)
-        opened, rope = group.open_class(), self.model.ropes.table(self.model.config.layers[layer].rope)
+        tables, i = self.of(layer)
+        group, lists, opened = tables.group, tables.lists, tables.group.open_class()
+        centre, scale_k, scale_v = (None if x is None else x[i] for x in self._bases[self.tables.index(tables)])
+        rope = self.model.ropes.table(self.model.config.layers[layer].rope)
         return DevicePages(
-            group.record, tables.device[0], slot[1] * group.layer_stride, tables.front,
-            DevicePages(opened.record, tables.device[1], slot[1] * opened.layer_stride) if opened else None,
-            group.sinks if opened else 0, group.tail if opened else 0,
-            centre=centre, scale_k=scale_k, scale_v=scale_v,
-            angles=None if centre is None or rope is None else self._angles_of(rope, tables),
-            front=tables.front, ring=tables.ring, keep=keep, retained=retained,
+            group.record, lists, i * group.layer_stride,
+            DevicePages(opened.record, lists, i * opened.layer_stride) if opened else None, centre, scale_k, scale_v,
+            tables.centres.of(rope) if tables.centres and rope else None,
         )  # fmt: skip
 
-    def _empty_bases(self, group: GroupLayout) -> tuple[torch.Tensor | None, ...]:
+    def _empty_bases(self, group: GroupLayout, device: torch.device) -> tuple[torch.Tensor | None, ...]:
         """Room for the means of keys and the scales of keys and values of all layers, where there are such."""
         shape, k, v = (len(group.layers), group.kv_heads), group.codec_k, group.codec_v
         shapes = (
             (*shape, group.dim_k) if k.centred and group.sealed else None,
             shape if k.static_bytes else None, shape if v.static_bytes else None,
         )  # fmt: skip
-        return tuple(None if s is None else torch.zeros(s, dtype=torch.float32, device=self.device) for s in shapes)
+        return tuple(None if s is None else torch.zeros(s, dtype=torch.float32, device=device) for s in shapes)
 
     def sealed_runs(self) -> Iterator[tuple[DevicePages, int, tuple[int, int]]]:
         """Layers whose pages are sealed as they fill, in runs of layers that are alike: the first one, how many they
@@ -136,19 +180,13 @@ class GraphPages:
                 first, *others = run
                 yield self.layers[first], 1 + len(others), (group.layer_stride, opened.layer_stride)
 
-    def _angles_of(self, rope: RopeTable, tables: GroupTables) -> torch.Tensor:
-        """The angles of the centres by slot: of all rows, one copy for all layers, or those that `bind` keeps up."""
-        if tables.ring:
-            return tables.slot_angles(rope)
-        if rope not in self._angles:
-            rows = tables.device.shape[1] * self.layout.page_size
-            self._angles[rope] = half_angles(rope.centres(rows), self.device)
-        return self._angles[rope]
-
-    def bind(self, part: Part) -> None:
-        """The pages of the part's sequence."""
-        for tables, layers in zip(self._tables, part.groups, strict=True):
-            tables.bind(layers)
+    def bind(self, part: Part, bucket: int) -> bool:
+        """The pages of the part's sequence, for rows that see up to `bucket` rows. Returns whether what was launched
+        for the layers so far is not enough."""
+        more = [tables.bind(part, g, bucket) for g, tables in enumerate(self.tables)]
+        if any(more):
+            self.layers = self._made()
+        return any(more)
 
     def bind_bases(self, part: Part) -> None:
         """The means and scales of the part's sequence, where they are known: else no page is sealed yet."""

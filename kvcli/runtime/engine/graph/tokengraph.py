@@ -14,8 +14,8 @@ import torch
 
 from kvcli.kernels import ExpertLayer, PagedKV
 from kvcli.kernels.gpu import expand
-from kvcli.kernels.gpu.attention import Partials, attend, other_parts
-from kvcli.kernels.gpu.combine import MOST_PARTS, combine
+from kvcli.kernels.gpu.attention import Partials, attend
+from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, LEADING, SERIAL
 from kvcli.kernels.gpu.launching import collecting, compile_all
@@ -24,7 +24,7 @@ from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, m
 from kvcli.kernels.gpu.rows import Queries, normed_together, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.gpu.settle import LAYER_NORM, NO_NORM, RMS_NORM, UNCHANGED, NextNorm, activate, settle
-from kvcli.runtime.cache.layout import GroupLayout, KVLayout
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.config import LAYER, RMS, RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
@@ -35,8 +35,6 @@ from kvcli.runtime.model.sealing import fix_bases, fixes_basis
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
-PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
-PAGES_EACH = 4  # for a share to be worth a program
 
 
 def unsupported(model: Decoder) -> str:
@@ -90,10 +88,9 @@ class TokenGraph:
         self.up = floats(max((m.rows for x in inner if isinstance(x, FeedForward) for m in x.gate_up), default=0))
         self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
         self.y = floats(c.d_model)
-        self._pages = GraphPages(model, layout, ctx_size)
-        self._queries = [
-            Queries.empty(1 + p.keeps, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device)
-            for x, p in zip(c.layers, self._pages.layers, strict=True)
+        self._pages = GraphPages(model, layout, ctx_size, self.position)
+        self._queries = [  # and turned ones
+            Queries.empty(2, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
         ]
         self._partials: dict[tuple[int, int], Partials] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
@@ -119,13 +116,16 @@ class TokenGraph:
         part = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        self._pages.bind(part)
+        rows = max(g.rows_seen(part.start + 1) for g in self.layout.groups)
+        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+        if self._pages.bind(part, bucket):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._graphs.clear()
         if self._next != (seq, part.start):
-            if self.device.type == "cuda" and self._next[0] not in (None, seq):
-                torch.cuda.synchronize(self.device)  # tables on their way belong to another sequence
             self.position.fill_(part.start)
             self._pages.bind_bases(part)
-        logits = self._replay(max(g.rows_seen(part.start + 1) for g in self.layout.groups))
+        logits = self._replay(bucket)
         self._fix_bases(part)
         self._seal(part.start + 1)
         seq.commit([-1 if token is None else token])
@@ -148,9 +148,8 @@ class TokenGraph:
         if fixed:
             self._pages.bind_bases(part)
 
-    def _replay(self, rows: int) -> torch.Tensor:
-        """Compute a row that sees `rows` rows, by the graph for that many."""
-        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+    def _replay(self, bucket: int) -> torch.Tensor:
+        """Compute a row that sees up to `bucket` rows, by the graph for that many."""
         if self.device.type != "cuda":  # Triton's interpreter
             self.launch(bucket)
             return self.logits
@@ -175,7 +174,7 @@ class TokenGraph:
 
     def _launch_sealing(self) -> None:
         for pages, layers, strides in self._pages.sealed_runs():
-            seal_step(pages, self.position, layers=layers, strides=strides)
+            seal_step(pages, layers=layers, strides=strides)
 
     def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
@@ -243,26 +242,21 @@ class TokenGraph:
             matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
             done += matrix.rows
         how = normed_together(qkv, how, pages.record.dim_k)
-        queries = prepare(qkv, how, pages, self.position, self._queries[layer], pdl)
-        if pages.open is not None and not pages.tail:  # the query reads its own row sealed
-            seal_step(pages, self.position, pdl)
-        splits, partials = self._partials_of(layer, bucket)
-        attend(queries, pages, self.position, how.window, how.softcap, splits, partials, pdl)
+        tables, _ = self._pages.of(layer)
+        queries = prepare(qkv, how, pages, self._queries[layer], pdl)
+        if pages.open is not None and not tables.group.tail:  # the query reads its own row sealed
+            seal_step(pages, pdl, by_row=True)
+        partials = self._partials_of(layer, tables.parts(bucket))
+        attend(queries, pages, how.window, how.softcap, partials, pdl)
         combine(partials, pages, self.heads[layer], pdl)
         return self.heads[layer]
 
-    def _partials_of(self, layer: int, bucket: int) -> tuple[int, Partials]:
-        """Into how many shares the layer's pages are cut, and where the results of the shares go."""
-        slot = self.layout.slots[layer]
-        assert slot is not None
-        group: GroupLayout = self.layout.groups[slot[0]]
-        pages, seen = self._pages.layers[layer], min(bucket, group.window) if group.window else bucket
-        most = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // group.kv_heads
-        splits = max(1, min(most, MOST_PARTS - other_parts(pages), seen // (PAGES_EACH * group.page_size)))
-        key = slot[0], splits
+    def _partials_of(self, layer: int, parts: int) -> Partials:
+        """Where the results of the parts of a layer's pages go; those of layers with as many of one size share it."""
+        key = self.model.config.layers[layer].dim_v, parts
         if key not in self._partials:
-            self._partials[key] = Partials.empty(1, self.model.config.n_heads, pages, splits)
-        return splits, self._partials[key]
+            self._partials[key] = Partials.empty(1, self.model.config.n_heads, self._pages.layers[layer], parts)
+        return self._partials[key]
 
     def _add(self, sublayer: Sublayer, x: Activations, following: Sublayer | None, planes: int = 0) -> None:
         """Add the product to the residual, normed first where there is a norm; `self.x` becomes the next vector."""

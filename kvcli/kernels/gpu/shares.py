@@ -1,0 +1,141 @@
+"""What each program of attention reads, worked out on the host: once a step for all layers of a group, and when
+decoding once for all tokens until the list changes.
+
+A program has a *block* of queries, at consecutive positions within one page. What they see of a class of pages, by
+queries of one kind, are runs of entries: one that all of them see wholly, of which only addresses are read, and the
+rest, in full: those that some do not see, or not all of, with the bounds by which rows are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcli.kernels.gpu.places import words
+from kvcli.kernels.paged import Entries
+
+NOTHING, WHOLE, EDGES, OPEN = range(4)  # what a program reads: entries of the table; edges of that class; open ones
+EDGE_NUMBERS = 6  # of an edge: its word, `first`, `lo`, `hi`, `since`, `until`
+FAR = (1 << 31) - 1  # positions on the device are 32-bit
+
+
+class Shares(NamedTuple):
+    """`work`: int32 [blocks, parts, 4], what each program reads: the kind, 1 = by the turned queries, and entries
+    [lo, hi) of the table or of the edges. `edges`: int64 [n, EDGE_NUMBERS]."""
+
+    work: np.ndarray
+    edges: np.ndarray
+
+    def spread(self, parts: int) -> Shares:
+        """What the one block there is reads, by so many programs: entries that are seen wholly are shared out."""
+        work = self.work[0]
+        runs, found = work[work[:, 0] == WHOLE], [work[work[:, 0] > WHOLE]]
+        free, left = parts - len(found[0]), int((runs[:, 3] - runs[:, 2]).sum())
+        if free < len(runs):
+            raise ValueError(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
+        for i, (kind, turned, lo, hi) in enumerate(runs.tolist()):
+            mine = min(-(-free * (hi - lo) // left), free - (len(runs) - 1 - i))
+            free, left = free - mine, left - (hi - lo)
+            cuts = np.arange(lo, hi, -(-(hi - lo) // mine))
+            ends = np.append(cuts[1:], hi)
+            found.append(np.stack(np.broadcast_arrays(kind, turned, cuts, ends), 1).astype(np.int32))
+        read = np.concatenate(found)
+        return self._replace(work=np.pad(read, ((0, parts - len(read)), (0, 0)))[None])
+
+
+class Class(NamedTuple):
+    """A class of pages: its entries as edges, int64 [n, EDGE_NUMBERS], and which are scored by the turned queries,
+    [n]. Turned ones come first, and parts of pages last, so that what can be seen wholly stands in one piece."""
+
+    edges: np.ndarray
+    turned: np.ndarray
+
+    @classmethod
+    def of(cls, entries: Entries, size: int, slots: np.ndarray | None) -> Class:
+        """Pages have `size` rows. `slots`: see `places.words`."""
+        e = entries
+        numbers = words(e.addresses, slots), e.first, e.lo, e.hi, e.since, np.minimum(e.until, FAR)
+        found, cut = cls(np.stack(numbers, 1), e.turned), e.hi - e.lo < size
+        if not cut.any() and not e.turned.any():
+            return found
+        order = np.lexsort((-e.turned, cut))
+        return cls(found.edges[order], found.turned[order])
+
+    @property
+    def words(self) -> np.ndarray:
+        """The table: int64 [n]."""
+        return self.edges[:, 0]
+
+    def edged(self, size: int, window: int) -> bool:
+        """Whether there are queries that see some but not all of an entry, or blocks of which some do not see it."""
+        _, first, lo, hi, since, until = self.edges.T
+        steady = (hi - lo == size) & (since >= first + size) & (since % size == 0) & (until == FAR)
+        return bool(window or not steady.all())
+
+
+def shares(table: Class, opened: Class | None, firsts: np.ndarray, lasts: np.ndarray, window: int, size: int) -> Shares:
+    """For blocks of queries at positions firsts .. lasts, int64 [blocks], over pages of `size` rows.
+
+    `table`: the sealed pages, or the only ones, whose edges are read like open ones. A block has at most three parts of
+    each kind of queries, two where nothing is sealed: those of open pages that are seen wholly stand apart from others
+    unless the table has edges.
+    """
+    columns: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+    edges = [table.edges[:0]]
+
+    def add(kind: int, turned: int, of: Class, picked: np.ndarray) -> None:
+        counts, done = picked.sum(1), sum(map(len, edges))
+        columns.append((kind, turned, done + counts.cumsum() - counts, done + counts.cumsum()))
+        edges.append(of.edges[np.nonzero(picked)[1]])
+
+    turns = table.turned.any() or (opened is not None and opened.turned.any())
+    for turned in (0, 1) if turns else (0,):
+        some, whole = _seen(table, turned, firsts, lasts, window, size)
+        lo, hi = _longest_run(whole)
+        at = np.arange(len(table.turned))
+        rest = some & ((at < lo[:, None]) | (at >= hi[:, None]))
+        if opened is not None:
+            some, whole = _seen(opened, turned, firsts, lasts, window, size)
+            apart = whole & ~rest.any(1, keepdims=True)
+            add(OPEN, turned, opened, some & ~apart)
+            add(OPEN, turned, opened, apart)
+        add(OPEN if opened is None else EDGES, turned, table, rest)
+        columns.append((WHOLE, turned, lo, hi))
+    work = np.stack([np.stack(np.broadcast_arrays(*column), 1) for column in columns], 1).astype(np.int32)
+    work[work[..., 2] >= work[..., 3]] = 0
+    order = np.argsort(work[..., 0] == NOTHING, 1, kind="stable")[..., None]
+    most = max(1, int((work[..., 0] != NOTHING).sum(1).max()))
+    return Shares(np.take_along_axis(work, order, 1)[:, :most], np.concatenate(edges))
+
+
+def next_change(classes: Iterable[Entries], position: int) -> int:
+    """The first position behind `position` at which other entries are seen."""
+    ends = np.concatenate([ends for each in classes for ends in (each.since, each.until)])
+    return int(ends[ends > position].min(initial=FAR))
+
+
+def _seen(
+    of: Class, turned: int, firsts: np.ndarray, lasts: np.ndarray, window: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which entries of that kind some query of each block sees rows of, and which are a page of which all see every
+    row: bool [blocks, n] each."""
+    _, first, lo, hi, since, until = of.edges.T
+    oldest, newest, reach, a, b = first + lo, first + hi - 1, window or FAR, firsts[:, None], lasts[:, None]
+    mine = (of.turned == turned) & (lo < hi)
+    begin, end = np.maximum(since, oldest), np.minimum(until, newest + reach)
+    some = mine & (np.maximum(begin, a) < np.minimum(end, b + 1))
+    begin, end = np.maximum(since, newest), np.minimum(until, oldest + reach)
+    return some, mine & (hi - lo == size) & (begin <= a) & (b < end)
+
+
+def _longest_run(flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[lo, hi) of the longest run of each row of bool [blocks, n]: int64 [blocks] each."""
+    at = np.arange(flags.shape[1])
+    length = at - np.maximum.accumulate(np.where(flags, -1, at), 1)
+    if not len(at):
+        none = np.zeros(len(flags), np.int64)
+        return none, none
+    end = length.argmax(1)
+    return end + 1 - length[np.arange(len(flags)), end], end + 1
