@@ -349,11 +349,11 @@ def test_an_engine_on_a_gpu_is_planned_as_kv_estimate_plans(gpu: None) -> None:
     planned = plan_for_engine(model, WEIGHTS, CacheOptions(), budget)
     size, plan, notice = planned.ctx_size, planned.plan, planned.notice
     layout = layout_of("llama").by_layer(True)
-    assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 2048)
-    assert plan == Setting(model, WEIGHTS, CUDA, 2048).plan(layout, 32768)
+    assert (size, notice) == (32768, "") and plan.kv_bytes == layout.pool_bytes(32768, 4096)
+    assert plan == Setting(model, WEIGHTS, CUDA, 4096).plan(layout, 32768)
     assert [row.name for row in plan.rows][-3:] == ["CUDA context + libraries", "KV pool", "tables and token ids"]
-    assert plan.row("tables and token ids").bytes == 8 * sum(layout.arena_pages(32768, 2048))
-    work = footprint.gpu_workspace_bytes(model, 2048) + footprint.logit_bytes(model)
+    assert plan.row("tables and token ids").bytes == 8 * sum(layout.arena_pages(32768, 4096))
+    work = footprint.gpu_workspace_bytes(model, 4096) + footprint.logit_bytes(model)
     assert plan.row("workspace").bytes == work
     with pytest.raises(DoesNotFit, match="9 MiB are free on a small card"):
         plan_for_engine(model, WEIGHTS, CacheOptions(), engine_budget(None, CUDA, 0))
@@ -364,9 +364,10 @@ def test_steps_on_a_gpu_are_as_long_as_the_context_leaves_room_for(types: str) -
     """The context never shrinks for the sake of longer steps, and one that was asked for is taken."""
     model, cache = CONFIGS["llama"], CacheOptions(ctx_size=8192, type_k=types, type_v=types)
     layout = layout_of("llama", types)
-    needed = {n: Setting(model, WEIGHTS, CUDA, n).whole(layout, 8192).needed for n in (512, 1024, 2048)}
-    assert needed[512] < needed[1024] < needed[2048]
-    for room, rows in ((needed[2048], 2048), (needed[2048] - 1, 1024), (needed[1024] - 1, 512), (needed[512], 512)):
+    needed = {n: Setting(model, WEIGHTS, CUDA, n).whole(layout, 8192).needed for n in (512, 1024, 2048, 4096)}
+    assert needed[512] < needed[1024] < needed[2048] < needed[4096]
+    rooms = (needed[4096], 4096), (needed[4096] - 1, 2048), (needed[2048] - 1, 1024), (needed[1024] - 1, 512)
+    for room, rows in (*rooms, (needed[512], 512)):
         planned = plan_for_engine(model, WEIGHTS, cache, Budget(room, "free", kind=CUDA))
         assert (planned.setting.step(layout), planned.ctx_size) == (rows, 8192)
         assert planned.plan.needed <= room
@@ -399,10 +400,10 @@ def test_workspace_grows_with_rows() -> None:
     model = CONFIGS["llama"]
     assert footprint.activation_bytes(model, 512) == 512 * footprint.activation_bytes(model, 1)
     assert footprint.activation_bytes(model, 1) == 4 * (512 + 576 + 3 * 1536)
-    one, two, three = (footprint.gpu_workspace_bytes(model, rows) for rows in (512, 1024, 1536))
-    assert 0 < two - one == three - two and one > footprint.activation_bytes(model, 512)
-    more = footprint.gpu_workspace_bytes(model, 512, 2) - one  # second queries, and three more parts
-    assert more >= 3 * 512 * 4 * model.n_heads * (model.layers[0].dim_v + 2)
+    one, two, three = (footprint.gpu_workspace_bytes(model, rows) for rows in (1024, 1536, 2048))
+    assert 0 < two - one == three - two and one > footprint.activation_bytes(model, 1024)
+    more = footprint.gpu_workspace_bytes(model, 1024, 2) - one  # second queries, and three more parts
+    assert more >= 3 * 1024 * 4 * model.n_heads * (model.layers[0].dim_v + 2)
     assert footprint.logit_bytes(model) >= 4 * model.vocab_size
 
 

@@ -268,7 +268,7 @@ class CacheFlags:
             "--ubatch-size",
             "--prefill-chunk",
             metavar="N",
-            help="Tokens per prefill step; 0 = automatic: 512 (256 with types below 16 bits), on a GPU up to 2,048.",
+            help="Tokens per prefill step; 0 = automatic: 512 (256 with types below 16 bits), on a GPU up to 4,096.",
             callback=check_size_of_step,
         ),
     ] = CacheOptions.ubatch

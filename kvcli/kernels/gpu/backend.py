@@ -8,6 +8,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
@@ -16,11 +17,19 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.experts import ExpertLayer, SharedExpert
-from kvcli.kernels.gpu import expand, experts, few, wide
-from kvcli.kernels.gpu.attention import attend, block_rows
+from kvcli.kernels.gpu import expand, experts, few, past, wide
+from kvcli.kernels.gpu.attention import Partials, attend, block_rows
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
-from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, lists_of_step, page_lists
+from kvcli.kernels.gpu.pages import (
+    Asked,
+    BoundPages,
+    DevicePages,
+    device_pages,
+    half_angles,
+    lists_of_step,
+    page_lists,
+)
 from kvcli.kernels.gpu.rows import normed_together, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
@@ -44,6 +53,7 @@ class GpuBackend:
         self.device = device
         self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
+        self._most = 0  # numbers that `expand.slices` needs
 
     @property
     def arithmetic(self) -> str:
@@ -57,7 +67,14 @@ class GpuBackend:
             raise ModelError(f"gates and what they gate are stored as {kinds}", "use `device=cpu`")
         runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
         paired = paired and weights[0].rows % GROUP == 0
-        return tuple(repack(run, self.device, paired) for run in runs)
+        matrices = tuple(repack(run, self.device, paired) for run in runs)
+        self._most = max(self._most, *map(expand.room_for, matrices))
+        return matrices
+
+    @cached_property
+    def _room(self) -> torch.Tensor:
+        """For expanded weights; one for all, also for graphs, whose buffers never move. Made when all are placed."""
+        return torch.empty(self._most, dtype=torch.float16, device=self.device)
 
     def matmul(
         self,
@@ -93,7 +110,7 @@ class GpuBackend:
             if by_few:
                 few.product(values, w, out[:, :, done : done + w.rows])
             else:
-                for first, piece in expand.slices(w):
+                for first, piece in expand.slices(w, self._room):
                     at = done + first
                     _product(values, piece, out[0, :, at : at + piece.shape[0]])
             if w.change:
@@ -154,7 +171,8 @@ class GpuBackend:
         """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
         kv, rows = part.kv, part.hi - part.lo
         block, _ = block_rows(kv.record, layer.heads, rows)
-        asked = Asked(part.start, rows, block, layer.window, PARTS if rows == 1 else 0)
+        apart = past.least_pages(kv.record, rows, layer, self.device)
+        asked = Asked(part.start, rows, block, layer.window, PARTS if rows == 1 else 0, apart)
         lists = page_lists(kv, part.shift, asked, self.device)
         return device_pages(kv, lists, self.device, self._half_angles(angles))
 
@@ -171,7 +189,12 @@ class GpuBackend:
 
     def attend(self, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
         """See `kernels.attend`; part by part, by kernels that do several of its steps at once."""
-        found = [self._attend(qkv[part.lo : part.hi], part, layer) for part in parts]
+        found = []
+        for part in parts:
+            rows, kv = qkv[part.lo : part.hi], part.kv
+            found.append(
+                _attend_bound(rows, kv, layer) if isinstance(kv, BoundPages) else self._attend(rows, part, layer)
+            )
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
@@ -182,9 +205,24 @@ class GpuBackend:
         pages = self._pages(part, layer, angles)
         if kv.basis.known != known:  # keys now have a mean, and queries carry its share of the scores: once more
             queries = prepare(qkv, layer, pages)
-        out = combine(attend(queries, pages, layer.window, layer.softcap), pages)
+        found = attend(queries, pages, layer.window, layer.softcap)
+        if any(pages.lists.past):
+            past.attend_past(queries, pages, found)
+        out = combine(found, pages)
         assert out is not None
         return out
+
+
+def _attend_bound(qkv: torch.Tensor, bound: BoundPages, layer: AttentionLayer) -> torch.Tensor:
+    """`GpuBackend.attend` over lists that are on the device: no look at what they hold, so that graphs may replay it."""
+    pages, lists = bound.pages, bound.pages.lists
+    queries = prepare(qkv, normed_together(qkv, layer, pages.record.dim_k), pages)
+    if pages.open is not None:
+        seal(pages, 0, len(lists.into) * pages.record.page_size)  # those that the step fills
+    partials = Partials.empty(len(qkv), layer.heads, pages, bound.parts)
+    out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages)
+    assert out is not None
+    return out
 
 
 def _half_rows(x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:

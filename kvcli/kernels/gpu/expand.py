@@ -138,17 +138,22 @@ def changed_rows(matrix: DeviceMatrix, out: torch.Tensor, ids: torch.Tensor, sca
     return out
 
 
-def slices(matrix: DeviceMatrix) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, float16 [n, cols]) over all rows; each slice overwrites the one before."""
+def slices(matrix: DeviceMatrix, room: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, float16 [n, cols]) over all rows; each slice overwrites the one before, in `room` for as many numbers
+    as `room_for` says."""
     if matrix.codes.dtype == torch.float16:
         yield 0, matrix.codes
         return
-    step = min(matrix.rows, slice_rows(matrix.cols))
-    buffer = torch.empty(step, matrix.cols, dtype=torch.float16, device=matrix.codes.device)
+    step = min(matrix.rows, _slice_rows(matrix.cols))
+    buffer = room[: step * matrix.cols].view(step, matrix.cols)
     for first in range(0, matrix.rows, step):
         yield first, rows(matrix, buffer[: matrix.rows - first], first)
 
 
-def slice_rows(cols: int) -> int:
-    """Rows of a matrix of so many columns that are expanded at a time."""
+def room_for(matrix: DeviceMatrix) -> int:
+    """Float16 numbers that `slices` needs."""
+    return 0 if matrix.codes.dtype == torch.float16 else min(matrix.rows, _slice_rows(matrix.cols)) * matrix.cols
+
+
+def _slice_rows(cols: int) -> int:
     return max(1, SLICE_BYTES // (2 * cols) // SLICE_ROWS) * SLICE_ROWS

@@ -20,13 +20,15 @@ Slots = tuple[np.ndarray, np.ndarray]  # int64 [n] each
 class Asked(NamedTuple):
     """What lists depend on beside the pages: a step of `rows` from position `start` on, of which `block` are computed
     together (see `attention.block_rows`), in layers with this sliding window, 0 = none. `parts`: programs of one query
-    alone; 0 = as many as it takes."""
+    alone; 0 = as many as it takes. `past`: how many pages that all queries see are worth reading apart (past.py), 0 =
+    none are."""
 
     start: int
     rows: int = 1
     block: int = 1
     window: int = 0
     parts: int = 0
+    past: int = 0
 
     @property
     def blocks(self) -> Blocks:
@@ -43,8 +45,9 @@ class PageLists:
     `position`: int64 [1], of the first row. `shift`: int64 [rows], see `PagedKV.shift`. `table`: int64 [n], the words
     (places.py) of the sealed (or only) pages that are seen. `work`, `edges`: see `Shares`. `into`, `open_into`: int64
     [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
-    position of slot 0 of the first of these. `turns`: whether there are second queries, for turned entries; `edged`:
-    whether sealed pages may stand in `edges`.
+    position of slot 0 of the first of these. `past`: the entries of the table that are read apart. `turns`: whether
+    there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
+    the last rows of the step may be none, for which there are no pages.
     """
 
     position: torch.Tensor
@@ -55,8 +58,10 @@ class PageLists:
     into: torch.Tensor
     open_into: torch.Tensor
     first: int = 0
+    past: tuple[int, int] = (0, 0)
     turns: bool = False
     edged: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,14 @@ class DevicePages:
         return (self, self.lists.into) if self.open is None else (self.open, self.lists.open_into)
 
 
+class BoundPages(NamedTuple):
+    """One layer's pages for a step whose lists stand on the device already; they may have room for rows that are none.
+    `parts`: programs that each block of queries has, of each head."""
+
+    pages: DevicePages
+    parts: int
+
+
 class HostLists(NamedTuple):
     """What `PageLists` has, on the host."""
 
@@ -100,6 +113,7 @@ class HostLists(NamedTuple):
     open_into: np.ndarray
     turns: bool
     edged: bool
+    past: tuple[int, int]
 
     @classmethod
     def of(cls, kv: PagedKV, shift: np.ndarray | None, asked: Asked, blocks: Blocks, slots: Slots | None) -> HostLists:
@@ -113,6 +127,7 @@ class HostLists(NamedTuple):
         table = Class.of(kv.entries, size, of_entries)
         opened = Class.of(kv.open.entries, size, None) if kv.open else None
         found, into = shares(table, opened, *blocks, asked.window, size), words(kv.into.addresses, of_into)
+        found, past = found.without_past(asked.past) if asked.past else (found, (0, 0))
         return cls(
             shift=np.zeros(asked.rows, np.int64) if shift is None else shift,
             table=table.words,
@@ -121,6 +136,7 @@ class HostLists(NamedTuple):
             open_into=kv.open.into.addresses if kv.open else into,
             turns=any(each.entries.turned.any() for each in kv.classes),
             edged=opened is not None and table.edged(size, asked.window),
+            past=past,
         )
 
 
@@ -152,7 +168,7 @@ def _on_device(lists: HostLists, asked: Asked, first: int, device: torch.device 
     parts = torch.from_numpy(flat).to(device).split([x.size + x.size % 2 for x in arrays.values()])
     found = {name: part[: x.size].view(x.shape) for (name, x), part in zip(arrays.items(), parts, strict=True)}
     found["work"] = found["work"].view(torch.int32)
-    return PageLists(**found, first=first, turns=lists.turns, edged=lists.edged)
+    return PageLists(**found, first=first, past=lists.past, turns=lists.turns, edged=lists.edged)
 
 
 def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:

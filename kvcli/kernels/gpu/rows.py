@@ -129,17 +129,21 @@ def _prepare(
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
-    Hadamard rotation; 0 = none."""
+    Hadamard rotation; 0 = none. SPARE: see `PageLists`."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
     i = tl.arange(0, PAD_K)
     start = tl.load(position)  # no kernel of this token writes it
     at = start + t
-    page = tl.load(into + (at // SIZE - start // SIZE)) + offset
+    word = tl.load(into + (at // SIZE - start // SIZE))
+    if SPARE:
+        if word == 0:  # what is written into a slot that no row has is written again when one comes
+            return
+    page = word + offset
     place = at % SIZE
     inside = at
     to = t
@@ -225,7 +229,7 @@ def prepare(
         o.v_offset, o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0,
         block(r.dim_v) if rotated_v else 0, layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None,
         pages.centre is not None, layer.norms_last, layer.amplitude != 1 or layer.temperature is not None, lists.turns,
-        pdl, **launch_options(pdl, 1),
+        lists.spare, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out
 

@@ -112,7 +112,7 @@ def _store_plain(at, rows, keep, x, i: tl.constexpr, PITCH: tl.constexpr, DIM: t
 
 
 @triton.jit
-def _turned_centre(centre, angles, group, head, ROPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+def turned_centre(centre, angles, group, head, ROPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
                    TURN: tl.constexpr):  # fmt: skip
     """What the keys of a group of rows will lack: float32 [PAD], turned by RoPE and rotated."""
     i = tl.arange(0, PAD)
@@ -142,7 +142,7 @@ def seal_rows(
     x2 = _load_quarter(source, rows, keep, 2, FROM_PITCH, DIM, PAD, FROM)
     x3 = _load_quarter(source, rows, keep, 3, FROM_PITCH, DIM, PAD, FROM)
     if CENTRED:
-        c = _turned_centre(centre, angles, group, head, ROPE, DIM, PAD, TURN)
+        c = turned_centre(centre, angles, group, head, ROPE, DIM, PAD, TURN)
         last: tl.constexpr = PAD - 1
         x0 -= tl.gather(c, tl.minimum(elements(0, 4, DIM, PAD), last), 0)[None, :]
         x1 -= tl.gather(c, tl.minimum(elements(1, 4, DIM, PAD), last), 0)[None, :]

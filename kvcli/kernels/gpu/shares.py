@@ -18,6 +18,7 @@ from kvcli.kernels.paged import Entries
 
 NOTHING, WHOLE, EDGES, OPEN = range(4)  # what a program reads: entries of the table; edges of that class; open ones
 EDGE_NUMBERS = 6  # of an edge: its word, `first`, `lo`, `hi`, `since`, `until`
+BUSY_BLOCKS = 16  # keep a card busy, with all heads
 FAR = (1 << 31) - 1  # positions on the device are 32-bit
 
 
@@ -29,20 +30,42 @@ class Shares(NamedTuple):
     edges: np.ndarray
 
     def spread(self, parts: int) -> Shares:
-        """What the one block there is reads, by so many programs: entries that are seen wholly are shared out."""
-        work = self.work[0]
-        runs, found = work[work[:, 0] == WHOLE], [work[work[:, 0] > WHOLE]]
-        free, left = parts - len(found[0]), int((runs[:, 3] - runs[:, 2]).sum())
-        if free < len(runs):
-            raise ValueError(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
-        for i, (kind, turned, lo, hi) in enumerate(runs.tolist()):
-            mine = min(-(-free * (hi - lo) // left), free - (len(runs) - 1 - i))
-            free, left = free - mine, left - (hi - lo)
-            cuts = np.arange(lo, hi, -(-(hi - lo) // mine))
-            ends = np.append(cuts[1:], hi)
-            found.append(np.stack(np.broadcast_arrays(kind, turned, cuts, ends), 1).astype(np.int32))
-        read = np.concatenate(found)
-        return self._replace(work=np.pad(read, ((0, parts - len(read)), (0, 0)))[None])
+        """What each block reads, by so many programs: entries that are seen wholly are shared out."""
+        spare = parts - self.work.shape[1]
+        if spare >= 0 and len(self.work) >= BUSY_BLOCKS:  # they are programs enough
+            return self._replace(work=np.pad(self.work, ((0, 0), (0, spare), (0, 0))))
+        return self._replace(work=np.stack([_spread(work, parts) for work in self.work]))
+
+    def without_past(self, least: int) -> tuple[Shares, tuple[int, int]]:
+        """What is left where entries [lo, hi) of the table, which all blocks see wholly by the ordinary queries, are
+        read otherwise, and those, if there are `least` or more. The last part of each block is then for that."""
+        kind, turned, first, end = (self.work[..., i] for i in range(4))
+        runs = (kind == WHOLE) & (turned == 0)
+        lo, hi = int(np.where(runs, first, 0).max(1).max()), int(np.where(runs, end, 0).max(1).min())
+        if hi - lo < max(least, 1):
+            return self, (0, 0)
+        cut = self.work.copy()
+        cut[..., 3] = np.where(runs, np.minimum(end, lo), end)
+        behind = np.where(runs[..., None], self.work, 0)
+        behind[..., 2] = np.where(runs, np.maximum(first, hi), 0)
+        room = np.zeros_like(self.work[:, :1])
+        return self._replace(work=np.concatenate((_packed(np.concatenate((cut, behind), 1)), room), 1)), (lo, hi)
+
+
+def _spread(work: np.ndarray, parts: int) -> np.ndarray:
+    """`Shares.spread` of one block: int32 [parts, 4]."""
+    runs, found = work[work[:, 0] == WHOLE], [work[work[:, 0] > WHOLE]]
+    free, left = parts - len(found[0]), int((runs[:, 3] - runs[:, 2]).sum())
+    if free < len(runs):
+        raise ValueError(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
+    for i, (kind, turned, lo, hi) in enumerate(runs.tolist()):
+        mine = min(-(-free * (hi - lo) // left), free - (len(runs) - 1 - i))
+        free, left = free - mine, left - (hi - lo)
+        cuts = np.arange(lo, hi, -(-(hi - lo) // mine))
+        ends = np.append(cuts[1:], hi)
+        found.append(np.stack(np.broadcast_arrays(kind, turned, cuts, ends), 1).astype(np.int32))
+    read = np.concatenate(found)
+    return np.pad(read, ((0, parts - len(read)), (0, 0)))
 
 
 class Class(NamedTuple):
@@ -104,10 +127,15 @@ def shares(table: Class, opened: Class | None, firsts: np.ndarray, lasts: np.nda
         add(OPEN if opened is None else EDGES, turned, table, rest)
         columns.append((WHOLE, turned, lo, hi))
     work = np.stack([np.stack(np.broadcast_arrays(*column), 1) for column in columns], 1).astype(np.int32)
+    return Shares(_packed(work), np.concatenate(edges))
+
+
+def _packed(work: np.ndarray) -> np.ndarray:
+    """Without parts that no block has, and those of each block first."""
     work[work[..., 2] >= work[..., 3]] = 0
     order = np.argsort(work[..., 0] == NOTHING, 1, kind="stable")[..., None]
     most = max(1, int((work[..., 0] != NOTHING).sum(1).max()))
-    return Shares(np.take_along_axis(work, order, 1)[:, :most], np.concatenate(edges))
+    return np.take_along_axis(work, order, 1)[:, :most]
 
 
 def next_change(classes: Iterable[Entries], position: int) -> int:

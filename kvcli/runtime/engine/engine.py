@@ -32,6 +32,7 @@ from kvcli.runtime.promptcache.lookup import PromptCaches
 from kvcli.runtime.text.reasoning import Thinking
 
 if TYPE_CHECKING:
+    from kvcli.runtime.engine.graph.stepgraph import StepGraph
     from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 
 
@@ -58,6 +59,7 @@ class Engine:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
         else:
             self.pool = pool.under(self.layout, terms.pool_bytes)
+        self.steps: StepGraph | None = None
         self.slow_path, self.graph = self._token_graph()
         self.load_s = loaded.load_s + time.perf_counter() - began
 
@@ -76,7 +78,7 @@ class Engine:
                 f"the RoPE of this model is another one in a context of {terms.ctx_size:,} tokens",
                 "open the model anew with that `ctx`",
             )
-        del self.graph  # its memory is free for the other one's
+        del self.graph, self.steps  # their memory is free for the other one's
         return Engine(self.loaded, terms, self.pool)
 
     def carried(self, seq: Sequence) -> Sequence:
@@ -104,13 +106,15 @@ class Engine:
         that it cannot compute."""
         if self.device.kind != CUDA or self.loaded.exact:
             return "", None
-        from kvcli.runtime.engine.graph import tokengraph
+        from kvcli.runtime.engine.graph import stepgraph, tokengraph
 
         reason = tokengraph.unsupported(self.model)
         if reason:
             return f"slow path (each token as a prompt of one): {reason}", None
-        graph = tokengraph.TokenGraph(self.model, self.layout, self.ctx_size)
-        graph.compile(self._dry_run)
+        sizes = self.model, self.layout, self.ctx_size
+        graph, steps = tokengraph.TokenGraph(*sizes), stepgraph.StepGraph(*sizes)
+        graph.compile(lambda: (self._dry_run(), steps.dry_run()))
+        self.steps = steps
         return "", graph
 
     def _dry_run(self) -> None:
@@ -167,7 +171,10 @@ class Engine:
 
     def forward_all(self, rows: list[tuple[Sequence, list[int]]]) -> torch.Tensor:
         """Like `forward`, for rows of several sequences in one step; hidden states one after the other."""
-        hidden = self.model.hidden(Step(tuple(seq.reserve(ids) for seq, ids in rows)))
+        parts = tuple(seq.reserve(ids) for seq, ids in rows)
+        hidden = self.steps.run(parts[0]) if self.steps and len(parts) == 1 else None
+        if hidden is None:
+            hidden = self.model.hidden(Step(parts))
         self.loaded.check_weights()
         for seq, ids in rows:
             seq.commit(ids)

@@ -26,6 +26,8 @@ _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
 _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
+_GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
+_STAGED_ROWS = 16384  # GPU: of the past that are float16 at a time: see kernels/gpu/past.py
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
 PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
@@ -146,8 +148,18 @@ def _angle_bytes(config: ModelConfig, rows: int) -> int:
 
 
 def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
-    """The most that a GPU needs besides weights and cache for a step of `rows` tokens, or for a decoded one.
+    """The most that a GPU needs besides weights and cache for steps of `rows` tokens, or for a decoded one.
     `queries`: see `activation_bytes`."""
+    d, f = max(1, config.d_model), max(1, _dense_width(config))
+    expanded = max(2 * cols * min(n, _slice_rows(cols)) for n, cols in ((config.vocab_size, d), (2 * f, d), (d, f)))
+    past = max((min(config.context_length, _STAGED_ROWS) * 2 * x.kv_heads * (x.dim_k + x.dim_v)
+                for x in config.layers if x.kind != RECURRENT), default=0)  # fmt: skip
+    steps = _gpu_step_bytes(config, rows, queries) + _gpu_step_bytes(config, min(rows, _GRAPH_ROWS), queries)
+    return steps + expanded + past + _LIBRARY_BYTES
+
+
+def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
+    """What is alive at once of a step of so many rows."""
     d, f = config.d_model, _dense_width(config)
     width = partials = 0
     for layer in set(config.layers):
@@ -159,9 +171,7 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
             partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
-    d, f = max(1, d), max(1, f)
-    expanded = max(2 * cols * min(n, _slice_rows(cols)) for n, cols in ((config.vocab_size, d), (2 * f, d), (d, f)))
-    return rows * 4 * width + _angle_bytes(config, rows) + partials + expanded + _LIBRARY_BYTES
+    return rows * 4 * width + _angle_bytes(config, rows) + partials
 
 
 def _slice_rows(cols: int) -> int:

@@ -20,9 +20,9 @@ from kvcli.runtime.plan.overheads import assumed_bytes
 
 DEFAULT_MARGIN = 512 << 20
 CPU_STEP = 512  # rows of a prefill step where none are asked for
-# The same on a GPU, fastest first: the first that leaves room for the context is taken. Launching some 400 kernels
-# takes longer than computing 512 rows of an 8B model.
-GPU_STEPS = (2048, 1024, 512)
+# The same on a GPU, fastest first: the first that leaves room for the context is taken. Launching some 500 kernels
+# takes as long as computing 2,048 rows of an 8B model.
+GPU_STEPS = (4096, 2048, 1024, 512)
 SEALED_STEP = 256  # most rows of a prefill step on a CPU where rows wait in 16 bits until their pages are full
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvcli.kernels.gpu.attention import part_count
+from kvcli.kernels.gpu.attention import block_rows, part_count
 from kvcli.kernels.gpu.combine import MOST_PARTS
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
 from kvcli.kernels.gpu.places import check_slots
@@ -23,7 +23,7 @@ from kvcli.runtime.model.rope import RopeTable
 
 PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
 PAGES_EACH = 4  # for a share to be worth a program
-SHIFT, INTO, OPEN_INTO, WORK, EDGES = 0, 2, 4, 6, 6 + 2 * MOST_PARTS  # where things stand in `GroupTables.head`
+EDGES_EACH = 8  # of a block of queries, beside one for each page and class
 
 
 class CentreAngles:
@@ -66,22 +66,32 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
+class NoRoom(ValueError):
+    """Lists that are longer than what stands on the device for them."""
+
+
 class GroupTables:
-    """The lists of one group on the device; see `PageLists`. `bind` them to a sequence.
+    """The lists of one group on the device for steps of `rows` rows; see `PageLists`. `bind` them to a sequence.
 
     What kernels are launched for, `PageLists.turns` and `edged`, is what the layout's eviction asks for, until a list
     wants more.
     """
 
-    def __init__(self, group: GroupLayout, ctx_size: int, position: torch.Tensor) -> None:
-        self.group, device, evicts = group, position.device, group.retention
+    def __init__(self, group: GroupLayout, ctx_size: int, position: torch.Tensor, heads: int, rows: int = 1) -> None:
+        self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
-        self.head = torch.zeros(EDGES + 2 * slots * EDGE_NUMBERS, dtype=torch.int64, device=device)
+        self.block, _ = block_rows(group.record, heads, rows)
+        self.blocks, pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
+        most = 2 * MOST_PARTS * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
+        sizes = [n + n % 2 for n in (rows, pages, pages, *most)]  # each begins at a multiple of 16 bytes
+        self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._places = self.head.split(sizes)
+        shift, into, open_into, work, edges = self._places
         self.centres = CentreAngles(slots, group.page_size, device) if centred else None
         self.lists = PageLists(
-            position, self.head[SHIFT : SHIFT + 1], torch.zeros(2 * slots, dtype=torch.int64, device=device),
-            self.head[WORK:EDGES].view(torch.int32).view(1, -1, 4), self.head[EDGES:].view(-1, EDGE_NUMBERS),
-            self.head[INTO:OPEN_INTO], self.head[OPEN_INTO:WORK], turns=bool(evicts and evicts.keep),
+            position, shift[:rows], torch.zeros(2 * slots, dtype=torch.int64, device=device),
+            work.view(torch.int32).view(self.blocks, -1, 4), edges[: most[1]].view(-1, EDGE_NUMBERS), into, open_into,
+            turns=bool(evicts and evicts.keep), spare=rows > 1,
             edged=group.sealed and (not group.tail or group.window > 0 or evicts is not None),
         )  # fmt: skip
         self._table = np.zeros(0, np.int64)
@@ -89,38 +99,50 @@ class GroupTables:
         self._positions = range(0)
 
     def parts(self, bucket: int) -> int:
-        """Programs that one query has, of each head, where it sees up to `bucket` rows."""
-        group = self.group
+        """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""
+        group, turns = self.group, self.lists.turns
         seen = min(bucket, group.window) if group.window else bucket
-        programs = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // group.kv_heads
+        programs = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // (group.kv_heads * self.blocks)
         splits = max(1, min(programs, seen // (PAGES_EACH * group.page_size)))
-        return min(MOST_PARTS, part_count(splits, group.sealed, self.lists.turns))
+        if self.rows == 1:
+            return min(MOST_PARTS, part_count(splits, group.sealed, turns))
+        others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries
+        return min(MOST_PARTS, splits + others)
 
     def bind(self, part: Part, group: int, bucket: int) -> bool:
-        """Upload the lists of a sequence, of which this is group number `group`, for the part's row and those behind it
-        up to the next change, if they are not there. `bucket`: rows that are seen, or more. Returns whether there are
-        now more kinds of work."""
+        """Upload the lists of a sequence, of which this is group number `group`, for the part's rows, or for the one
+        row and those behind it up to the next change, if they are not there. `bucket`: rows that are seen, or more.
+        Returns whether there are now more kinds of work. Raises NoRoom."""
         layers, position = part.groups[group], part.start
         if self._bound == (layers, bucket) and position in self._positions:
             return False
-        self._bound, kv, size = (layers, bucket), layers[0], self.group.page_size
-        change = next_change([each.entries for each in kv.classes], position)
-        self._positions = range(position, min(change, (position // size + 1) * size))
+        kv, size, before = layers[0], self.group.page_size, self.lists
+        asked, positions = Asked(position, self.rows, self.block, self.group.window), range(0)
+        blocks = asked.blocks
+        if self.rows == 1:
+            change = next_change([each.entries for each in kv.classes], position)
+            positions = range(position, min(change, (position // size + 1) * size))
+            blocks = np.array([position]), np.array([positions[-1]])
         slots = None
         if self.centres:
-            found = self.centres.place(np.append(kv.entries.first // size, position // size))
-            slots = found[:-1], found[-1:]
-        blocks, before = (np.array([position]), np.array([self._positions[-1]])), self.lists
-        lists = HostLists.of(kv, part.shifts[group], Asked(position, window=self.group.window), blocks, slots)
+            n, into = len(kv.entries), kv.into.first // size + np.arange(len(kv.into.addresses))
+            found = self.centres.place(np.append(kv.entries.first // size, into))
+            slots = found[:n], found[n:]
+        lists = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
         work, edges = lists.shares.spread(self.parts(bucket))
-        head = np.zeros(EDGES + edges.size, np.int64)
-        head[SHIFT], head[INTO], head[OPEN_INTO] = lists.shift[0], lists.into[0], lists.open_into[0]
-        head[WORK : WORK + work.size // 2] = work.view(np.int64).reshape(-1)
-        head[EDGES:] = edges.reshape(-1)
-        self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
+        self._upload(lists.shift, lists.into, lists.open_into, work.view(np.int64), edges)
         self._upload_table(lists.table)
+        self._bound, self._positions = (layers, bucket), positions
         return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
+
+    def _upload(self, *numbers: np.ndarray) -> None:
+        """All but the table, by one copy."""
+        if any(values.size > len(place) for values, place in zip(numbers, self._places, strict=True)):
+            raise NoRoom("lists longer than planned")
+        padded = [np.pad(x.reshape(-1), (0, len(p) - x.size)) for x, p in zip(numbers[:-1], self._places, strict=False)]
+        head = np.concatenate([*padded, numbers[-1].reshape(-1)])
+        self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
 
     def _upload_table(self, words: np.ndarray) -> None:
         """What is not there already: mostly the list's end."""
@@ -133,9 +155,9 @@ class GroupTables:
 class GraphPages:
     """Every layer's pages over its group's tables: `bind` them to a sequence."""
 
-    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor) -> None:
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor, rows: int = 1) -> None:
         self.model, self.layout = model, layout
-        self.tables = [GroupTables(g, ctx_size, position) for g in layout.groups]
+        self.tables = [GroupTables(g, ctx_size, position, model.config.n_heads, rows) for g in layout.groups]
         self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
         self.layers = self._made()
 

@@ -186,8 +186,8 @@ class TokenGraph:
         self._graphs[key] = graph
         return graph
 
-    def compile(self, forward: Callable[[], None]) -> None:
-        """Compile what `forward` (a prompt of more than two pages) and a token launch, in parallel; nothing is run."""
+    def compile(self, forward: Callable[[], object]) -> None:
+        """Compile what `forward` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
         with collecting() as variants, torch.inference_mode():
             forward()
             bucket = SMALLEST_BUCKET

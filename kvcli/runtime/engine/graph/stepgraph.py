@@ -1,0 +1,118 @@
+"""Some rows of a sequence on a GPU, as a CUDA graph: short prompts and the ends of long ones, whose kernels take less
+time than launching them.
+
+A graph is the decoder's own pass over buffers that never move, captured once for a number of rows; a step has the rows
+of the next larger graph, of which the last may be spare. Long steps keep a GPU busy as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcli.kernels import Stretch
+from kvcli.kernels.gpu.pages import BoundPages
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Part
+from kvcli.runtime.engine.graph.pages import GraphPages, NoRoom
+from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.model.sealing import fixes_basis
+
+ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
+ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
+SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
+
+
+@dataclass(frozen=True)
+class BoundPart:
+    """Rows whose pages a graph finds on the device; see `Part` and `Step`, which it stands for."""
+
+    ids: torch.Tensor
+    pages: GraphPages
+    bucket: int
+
+    @property
+    def rows(self) -> tuple[tuple[tuple[int, int], BoundPart], ...]:
+        """The part, with its rows among those of the step: all."""
+        return (((0, len(self.ids)), self),)
+
+    def stretch(self, layer: int, lo: int, hi: int) -> Stretch:
+        """See `Part.stretch`."""
+        tables, _ = self.pages.of(layer)
+        return Stretch(lo, hi, BoundPages(self.pages.layers[layer], tables.parts(self.bucket)), 0)
+
+
+class Rows:
+    """The buffers and graphs of steps of so many rows."""
+
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, rows: int) -> None:
+        self.model, device = model, model.ops.device
+        self.ids, self.position = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, 1))
+        self.pages = GraphPages(model, layout, ctx_size, self.position, rows)
+        self.hidden = torch.zeros(rows, model.config.d_model, device=device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def bind(self, part: Part, bucket: int) -> None:
+        """Have the rows of a part computed next. Raises NoRoom."""
+        if self.pages.bind(part, bucket):
+            self.graphs.clear()
+        self.pages.bind_bases(part)
+        self.position.fill_(part.start)
+        self.ids[: len(part.ids)] = part.ids.to(self.ids.device, non_blocking=True)
+
+    def launch(self, bucket: int) -> None:
+        """Every kernel of a step that sees up to `bucket` rows."""
+        self.hidden.copy_(self.model.hidden(BoundPart(self.ids, self.pages, bucket)))
+
+    def replay(self, bucket: int, memory: tuple[int, int] | None) -> None:
+        """The same by its graph; `memory`: the pool that graphs share."""
+        if self.hidden.device.type != "cuda":  # Triton's interpreter
+            self.launch(bucket)
+            return
+        if bucket not in self.graphs:
+            self.launch(bucket)  # compiles what is new, and changes nothing that a replay would not write again
+            torch.cuda.synchronize(self.hidden.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory):
+                self.launch(bucket)
+            self.graphs[bucket] = graph
+        self.graphs[bucket].replay()
+
+
+class StepGraph:
+    """The model's pass over up to ROWS[-1] rows of one sequence at a time."""
+
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
+        self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self._rows: dict[int, Rows] = {}
+        self._memory = torch.cuda.graph_pool_handle() if model.ops.device.type == "cuda" else None
+
+    def run(self, part: Part) -> torch.Tensor | None:
+        """Hidden states float32 [T, d_model] of the part, whose rows are stored; None where its rows are too many, seal
+        one by one, or fill the first page of a sealed cache, which fixes means and scales."""
+        layers = [groups[0] for groups in part.groups]
+        by_row = any(group.sealed and not group.tail for group in self.layout.groups)
+        if len(part.ids) > ROWS[-1] or by_row or any(fixes_basis(kv, part.end) for kv in layers):
+            return None
+        count = next(n for n in ROWS if n >= len(part.ids))
+        rows, bucket = self._of(count), SMALLEST_BUCKET
+        while bucket < max(group.rows_seen(part.end) for group in self.layout.groups):
+            bucket *= 2
+        try:
+            rows.bind(part, bucket)
+        except NoRoom:
+            return None
+        rows.replay(bucket, self._memory)
+        return rows.hidden[: len(part.ids)].clone()
+
+    def dry_run(self) -> None:
+        """Launch the kernels of every kind of step, with no rows in any."""
+        for count in ROWS:
+            if count <= ROWS_OF_OTHER_KINDS:
+                self._of(count).launch(SMALLEST_BUCKET)
+
+    def _of(self, count: int) -> Rows:
+        if count not in self._rows:
+            self._rows[count] = Rows(self.model, self.layout, self.ctx_size, count)
+        return self._rows[count]

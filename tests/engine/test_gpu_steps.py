@@ -1,0 +1,82 @@
+"""Steps of several rows on a GPU, by graphs over buffers that never move, against the backend in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny
+from support.gpucases import DEVICE, OPS
+from support.kernelcases import one_thread
+
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.graph import stepgraph
+from kvcli.runtime.engine.graph.stepgraph import StepGraph
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.loading import load
+from kvcli.runtime.model.weights import Weights
+
+VOCAB, PAGE, CONTEXT = 64, 16, 128
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stepgraph, "ROWS", (4, 16))
+    monkeypatch.setattr(stepgraph, "SMALLEST_BUCKET", 32)
+    with one_thread(), torch.inference_mode():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "types", "retention"),
+    [
+        ("gemma3", "f16", None),
+        ("llama", "f16", Rolling(20, 32, PAGE)),
+        ("gemma3", "int8", Rolling(5, 32, PAGE)),
+    ],
+)
+def test_hidden_states_are_those_of_the_reference(arch: str, types: str, retention: Retention | None) -> None:
+    """Steps that fill graphs and that do not, in the middle of pages, across their ends, and beyond windows."""
+    file = GGUFFile.open(tiny.make_even(arch, False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    layouts = [KVLayout.build(config, types, types, PAGE).by_layer(gpu).evicting(retention) for gpu in (False, True)]
+    gpu = GpuBackend(torch.device(DEVICE))
+    theirs, ours = load(config, Weights(file), OPS), load(config, Weights(file), gpu)
+    seqs = [Sequence(PagePool(x, device=ops.device)) for x, ops in zip(layouts, (OPS, gpu), strict=True)]
+    steps, by_graph, generator = StepGraph(ours, layouts[1], CONTEXT), 0, torch.manual_seed(3)
+    for count in (18, 3, 16, 1, 13, 16):
+        ids = torch.randint(VOCAB, (count,), generator=generator).tolist()
+        a, b = (seq.reserve(ids) for seq in seqs)
+        expected, found = theirs.hidden(Step((a,))), steps.run(b)
+        by_graph += found is not None
+        if found is None:
+            found = ours.hidden(Step((b,)))
+        for seq in seqs:
+            seq.commit(ids)
+        limit = 8e-3 if types == "f16" else 3e-2
+        assert float((found.cpu() - expected).norm() / expected.norm()) < limit, seqs[0].length
+    assert by_graph == 5
+
+
+@pytest.mark.slow
+def test_what_graphs_leave_to_others() -> None:
+    """The step that fills the first page of a sealed cache, and rows that are sealed one by one."""
+    file = GGUFFile.open(tiny.make_even("llama", False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    model = load(config, Weights(file), GpuBackend(torch.device(DEVICE)))
+    for tail, runs in ((1, (True, False)), (0, (False, False))):
+        layout = KVLayout.build(config, "int8", "int8", PAGE, tail=tail).by_layer(True)
+        seq = Sequence(PagePool(layout, device=model.ops.device))
+        steps = StepGraph(model, layout, CONTEXT)
+        for by_graph in runs:
+            part = seq.reserve([1] * 12)
+            assert (steps.run(part) is not None) == by_graph
+            if not by_graph:
+                model.hidden(Step((part,)))
+            seq.commit([1] * 12)

@@ -1,0 +1,72 @@
+"""Prefill over a long past: pages read once into rows of float16, against the reference."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.cachecases import SmallPool
+from support.gpucases import DEVICE, OPS, error
+from support.kernelcases import one_thread
+from support.sealedcases import layout
+
+from kvcli.kernels import AttentionLayer, Backend, Stretch
+from kvcli.kernels.gpu import past
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.kernels.gpu.pages import PageLists
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
+
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(past, "LEAST_QUERIES", 4)
+    monkeypatch.setattr(past, "LEAST_ROWS", SIZE)
+    monkeypatch.setattr(past, "STAGED_ROWS", 2 * SIZE)
+    with one_thread():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("types", "dims", "rope", "more"),
+    [
+        (("f16", "f16"), (64, 64), True, {}),
+        (("int4", "int8"), (64, 64), True, {}),
+        (("int6", "int5"), (72, 40), True, {}),
+        (("fp8", "f32"), (64, 64), True, {}),
+        (("int8", "fp8_e5m2"), (64, 64), False, {"tail": 0}),
+        (("bf16", "int4"), (64, 128), True, {"sinks": 0}),
+    ],
+)
+def test_as_the_reference(types: tuple[str, str], dims: tuple[int, int], rope: bool, more: dict[str, int]) -> None:
+    where, generator = layout(types, dims, KV_HEADS, SIZE, **more), torch.manual_seed(5)
+    table = RopeTable(RopeConfig(10000.0, dims[0])) if rope else None
+    width = (HEADS + KV_HEADS) * dims[0] + KV_HEADS * dims[1]
+    bias = torch.randn(width, generator=generator)  # so that keys have a mean
+
+    def layer(ops: Backend) -> tuple[Sequence, AttentionLayer]:
+        how = AttentionLayer(
+            HEADS, dims[0] ** -0.5, table, bias=bias.to(ops.device), seal=partial(seal_step, ops, table)
+        )
+        return Sequence(SmallPool(where, device=ops.device)), how
+
+    gpu, apart = GpuBackend(torch.device(DEVICE)), 0
+    both = [(ops, *layer(ops)) for ops in (OPS, gpu)]
+    for t in (50, 5, 21):
+        qkv, found = torch.randn(t, width, generator=generator), []
+        for ops, seq, how in both:
+            part = seq.reserve([0] * t)
+            kv = part.kv(0)
+            found.append(ops.attend(qkv.clone().to(ops.device), [Stretch(0, t, kv, part.start)], how).cpu())
+            if ops is gpu:
+                lo, hi = kv.entries.made[PageLists][1].past
+                apart += hi - lo
+            seq.commit([0] * t)
+        assert error(found[1], found[0]) < 4e-3, both[0][1].length
+    assert apart >= 4
