@@ -214,7 +214,7 @@ class GpuBackend:
 
 
 def _attend_bound(qkv: torch.Tensor, bound: BoundPages, layer: AttentionLayer) -> torch.Tensor:
-    """`GpuBackend.attend` over lists that are on the device: no look at what they hold, so that graphs may replay it."""
+    """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
     pages, lists = bound.pages, bound.pages.lists
     queries = prepare(qkv, normed_together(qkv, layer, pages.record.dim_k), pages)
     if pages.open is not None:
