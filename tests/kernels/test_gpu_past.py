@@ -14,7 +14,7 @@ from support.sealedcases import layout
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.kernels.gpu import past
 from kvcli.kernels.gpu.backend import GpuBackend
-from kvcli.kernels.gpu.pages import PageLists
+from kvcli.kernels.gpu.pages import lists_of_step
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.model.rope import RopeTable
@@ -65,7 +65,7 @@ def test_as_the_reference(types: tuple[str, str], dims: tuple[int, int], rope: b
             kv = part.kv(0)
             found.append(ops.attend(qkv.clone().to(ops.device), [Stretch(0, t, kv, part.start)], how).cpu())
             if ops is gpu:
-                lo, hi = kv.entries.made[PageLists][1].past
+                lo, hi = lists_of_step(kv).past
                 apart += hi - lo
             seq.commit([0] * t)
         assert error(found[1], found[0]) < 4e-3, both[0][1].length
