@@ -65,7 +65,7 @@ class Evicting(Layer):
         """The same pages as a token graph has them, with no more room than they need."""
         cache, bucket = self.cache, splits * SIZE * PAGES_EACH
         poison = self.poison = torch.full((1 << 16,), 0xFF, dtype=torch.uint8, device=DEVICE)
-        tables = GroupTables(cache.layout.groups[0], SIZE * len(cache.there.entries), position(start))
+        tables = GroupTables(cache.layout.groups[0], SIZE * len(cache.there.entries), position(start), 1)
         tables.head.fill_(poison.data_ptr())
         tables.lists.table.fill_(poison.data_ptr())
         angles = tables.centres.of(cache.rope) if tables.centres else None

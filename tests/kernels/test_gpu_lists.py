@@ -57,7 +57,7 @@ def check(kv: PagedKV, cache: GpuCache, start: int, t: int, window: int, graph: 
     pages, out = cache.on_device(start, t, HEADS, window, 3, shift), None
     if graph:
         group = replace(cache.layout.groups[0], window=window)
-        tables = GroupTables(group, SIZE * sum(len(each.entries) for each in kv.classes), position(start))
+        tables = GroupTables(group, SIZE * sum(len(each.entries) for each in kv.classes), position(start), 1)
         angles = tables.centres.of(cache.rope) if tables.centres else None
         part = SimpleNamespace(groups=((cache.there,),), shifts=(shift,), start=start)
         assert tables.bind(part, 0, 3 * SIZE * PAGES_EACH) and not tables.bind(part, 0, 3 * SIZE * PAGES_EACH)
