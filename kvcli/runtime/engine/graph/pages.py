@@ -81,9 +81,9 @@ class GroupTables:
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
         self.block, _ = block_rows(group.record, heads, rows)
-        self.blocks, pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
+        self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         most = 2 * MOST_PARTS * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
-        sizes = [n + n % 2 for n in (rows, pages, pages, *most)]  # each begins at a multiple of 16 bytes
+        sizes = [n + n % 2 for n in (rows, self.pages, self.pages, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
         shift, into, open_into, work, edges = self._places
@@ -125,13 +125,14 @@ class GroupTables:
             blocks = np.array([position]), np.array([positions[-1]])
         slots = None
         if self.centres:
-            n, into = len(kv.entries), kv.into.first // size + np.arange(len(kv.into.addresses))
-            found = self.centres.place(np.append(kv.entries.first // size, into))
+            n, numbers = len(kv.entries), kv.into.first // size + np.arange(len(kv.into.addresses))
+            found = self.centres.place(np.append(kv.entries.first // size, numbers))
             slots = found[:n], found[n:]
         lists = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
         work, edges = lists.shares.spread(self.parts(bucket))
-        self._upload(lists.shift, lists.into, lists.open_into, work.view(np.int64), edges)
+        into, opened = (x[: self.pages] for x in (lists.into, lists.open_into))
+        self._upload(lists.shift, into, opened, work.view(np.int64), edges)
         self._upload_table(lists.table)
         self._bound, self._positions = (layers, bucket), positions
         return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
