@@ -49,8 +49,8 @@ runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.
 runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
-runtime.engine.graph.pages runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph runtime.engine.guard
-runtime.engine.sampler
+runtime.engine.graph.pages runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts
+runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
 runtime.engine.scheduler
 runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
