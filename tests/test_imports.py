@@ -154,7 +154,7 @@ def test_every_dependency_is_used() -> None:
 
 
 def test_triton_is_imported_by_few(kv_env: dict[str, str]) -> None:
-    """At their top, only the kernels of a GPU and a token's graph; all else works where triton is not installed, and so
+    """At their top, only the kernels of a GPU and graphs of them; all else works where triton is not installed, and so
     does `kv run`."""
     users = "kvcli.kernels.gpu", "kvcli.runtime.engine.graph"
     names = [module for module in MODULES if not _is_in(module, users) and module != "kvcli.__main__"]
