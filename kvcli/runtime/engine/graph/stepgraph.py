@@ -90,10 +90,12 @@ class StepGraph:
 
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored; None where its rows are too many, seal
-        one by one, or fill the first page of a sealed cache, which fixes means and scales."""
+        one by one, or fill the first page of a sealed cache, which fixes means and scales, and for mixtures of experts,
+        whose router the host may have to ask."""
         layers = [groups[0] for groups in part.groups]
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
-        if len(part.ids) > ROWS[-1] or by_row or any(fixes_basis(kv, part.end) for kv in layers):
+        mixture = self.model.config.experts is not None
+        if mixture or len(part.ids) > ROWS[-1] or by_row or any(fixes_basis(kv, part.end) for kv in layers):
             return None
         count = next(n for n in ROWS if n >= len(part.ids))
         rows, bucket = self._of(count), SMALLEST_BUCKET
@@ -108,7 +110,7 @@ class StepGraph:
 
     def dry_run(self) -> None:
         """Launch the kernels of every kind of step, with no rows in any."""
-        for count in ROWS:
+        for count in ROWS if self.model.config.experts is None else ():
             if count <= ROWS_OF_OTHER_KINDS:
                 self._of(count).launch(SMALLEST_BUCKET)
 
