@@ -23,7 +23,7 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import (
     Asked,
-    BoundPages,
+    BoundStretch,
     DevicePages,
     device_pages,
     half_angles,
@@ -187,14 +187,17 @@ class GpuBackend:
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
         seal(device_pages(kv, lists_of_step(kv), self.device, self._half_angles(angles)), first, end)
 
-    def attend(self, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
+    def attend(
+        self, qkv: torch.Tensor, parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer
+    ) -> torch.Tensor:
         """See `kernels.attend`; part by part, by kernels that do several of its steps at once."""
         found = []
         for part in parts:
-            rows, kv = qkv[part.lo : part.hi], part.kv
-            found.append(
-                _attend_bound(rows, kv, layer) if isinstance(kv, BoundPages) else self._attend(rows, part, layer)
-            )
+            rows = qkv[part.lo : part.hi]
+            if isinstance(part, BoundStretch):
+                found.append(_attend_bound(rows, part, layer))
+            else:
+                found.append(self._attend(rows, part, layer))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
@@ -213,7 +216,7 @@ class GpuBackend:
         return out
 
 
-def _attend_bound(qkv: torch.Tensor, bound: BoundPages, layer: AttentionLayer) -> torch.Tensor:
+def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer) -> torch.Tensor:
     """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
     pages, lists = bound.pages, bound.pages.lists
     queries = prepare(qkv, normed_together(qkv, layer, pages.record.dim_k), pages)

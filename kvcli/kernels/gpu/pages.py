@@ -95,10 +95,12 @@ class DevicePages:
         return (self, self.lists.into) if self.open is None else (self.open, self.lists.open_into)
 
 
-class BoundPages(NamedTuple):
-    """One layer's pages for a step whose lists stand on the device already; they may have room for rows that are none.
-    `parts`: programs that each block of queries has, of each head."""
+class BoundStretch(NamedTuple):
+    """Rows [lo, hi) of a step over one layer's pages whose lists stand on the device already; the last rows may be
+    none. `parts`: programs that each block of queries has, of each head."""
 
+    lo: int
+    hi: int
     pages: DevicePages
     parts: int
 

@@ -113,7 +113,7 @@ class Engine:
             return f"slow path (each token as a prompt of one): {reason}", None
         sizes = self.model, self.layout, self.ctx_size
         graph, steps = tokengraph.TokenGraph(*sizes), stepgraph.StepGraph(*sizes)
-        graph.compile(lambda: (self._dry_run(), steps.dry_run()))
+        graph.compile((self._dry_run, steps.dry_run))
         self.steps = steps
         return "", graph
 

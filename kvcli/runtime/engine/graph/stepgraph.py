@@ -8,13 +8,13 @@ of the next larger graph, of which the last may be spare. Long steps keep a GPU 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from kvcli.kernels import Stretch
-from kvcli.kernels.gpu.pages import BoundPages
+from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Part
+from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.engine.graph.pages import GraphPages, NoRoom
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
@@ -37,10 +37,10 @@ class BoundPart:
         """The part, with its rows among those of the step: all."""
         return (((0, len(self.ids)), self),)
 
-    def stretch(self, layer: int, lo: int, hi: int) -> Stretch:
+    def stretch(self, layer: int, lo: int, hi: int) -> BoundStretch:
         """See `Part.stretch`."""
         tables, _ = self.pages.of(layer)
-        return Stretch(lo, hi, BoundPages(self.pages.layers[layer], tables.parts(self.bucket)), 0)
+        return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket))
 
 
 class Rows:
@@ -63,9 +63,10 @@ class Rows:
 
     def launch(self, bucket: int) -> None:
         """Every kernel of a step that sees up to `bucket` rows."""
-        self.hidden.copy_(self.model.hidden(BoundPart(self.ids, self.pages, bucket)))
+        step = cast(Step, BoundPart(self.ids, self.pages, bucket))  # all that the decoder asks of one
+        self.hidden.copy_(self.model.hidden(step))
 
-    def replay(self, bucket: int, memory: tuple[int, int] | None) -> None:
+    def replay(self, bucket: int, memory: Any) -> None:
         """The same by its graph; `memory`: the pool that graphs share."""
         if self.hidden.device.type != "cuda":  # Triton's interpreter
             self.launch(bucket)

@@ -186,10 +186,11 @@ class TokenGraph:
         self._graphs[key] = graph
         return graph
 
-    def compile(self, forward: Callable[[], object]) -> None:
-        """Compile what `forward` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
+    def compile(self, others: tuple[Callable[[], None], ...]) -> None:
+        """Compile what `others` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
         with collecting() as variants, torch.inference_mode():
-            forward()
+            for other in others:
+                other()
             bucket = SMALLEST_BUCKET
             self.launch(bucket)
             while bucket < self.ctx_size:
