@@ -24,7 +24,7 @@ written in more operations, on a GPU kernels do several of their steps at once.
 | on a CPU | shapes |
 |---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap, angles, turned_q)` | q [T, heads, dim_k] -> [T, heads * dim_v] |
+| `attention(q, kv, start, window, scale, softcap, angles, turned_q, sinks)` | [T, heads, dim_k] -> [T, heads * dim_v] |
 | `route(logits, routing, bias)` | [T, experts] -> ids int64 and weights [T, used] |
 | `matmul_experts(x, weights, ids)` | x [T or T * used, cols] -> [T * used, rows], each with its expert's matrix |
 | `mix(y, weights)` | y [T * n, D], weights [T, n] -> [T, D] |

@@ -49,7 +49,7 @@ class AttentionLayer:
     position p by 1 + scale * ln(1 + floor((p + offset) / length)).
     `v_norm`: weights of an RMS norm over each head of values, or None. `keys_as_values`: there are no projections of
     values, which are the keys before norm and RoPE. `stores` False: there are only queries; rows are those of another
-    layer.
+    layer. `sinks`: a logit of each head, float32 [heads], that takes part in the softmax and has no value, or None.
     `seal(kv, start, end)` encodes what leaves the 16-bit tail of a cache as its rows [start, end), just stored, come,
     and returns the angles of the mean that sealed keys lack, None where they lack none or there is no RoPE.
     """
@@ -69,6 +69,7 @@ class AttentionLayer:
     v_norm: torch.Tensor | None = None
     keys_as_values: bool = False
     stores: bool = True
+    sinks: torch.Tensor | None = None
     seal: Seal = nothing_to_seal
 
 
@@ -82,11 +83,11 @@ class Operations(Protocol):
     def store_each(self, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None: ...
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float,
-        angles: Angles | None, turned_q: torch.Tensor | None,
+        angles: Angles | None, turned_q: torch.Tensor | None, sinks: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
     def attention_each(
         self, q: torch.Tensor, parts: Sequence[Stretch], window: int, scale: float, softcap: float,
-        angles: Sequence[Angles | None], turned_q: torch.Tensor | None,
+        angles: Sequence[Angles | None], turned_q: torch.Tensor | None, sinks: torch.Tensor | None,
     ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def attention_each(
     softcap: float,
     angles: Sequence[Angles | None],
     turned_q: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` of each part over its own pages: q, turned_q [T, heads, dim_k] of all -> [T, heads * dim_v].
 
@@ -114,7 +116,7 @@ def attention_each(
     for part, mean in zip(parts, angles, strict=True):
         rows = slice(part.lo, part.hi)
         second = None if turned_q is None else turned_q[rows]
-        found.append(ops.attention(q[rows], part.kv, part.start, window, scale, softcap, mean, second))
+        found.append(ops.attention(q[rows], part.kv, part.start, window, scale, softcap, mean, second, sinks))
     return torch.cat(found)
 
 
@@ -147,7 +149,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
             ops.rotate_(x)
     q, turned_q = queries[0], queries[1] if turned_q is not None else None
     angles = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
-    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, turned_q)
+    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, turned_q, layer.sinks)
     if rotated_v:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out

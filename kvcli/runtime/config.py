@@ -99,6 +99,7 @@ class Block:
     | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, "" = none |
     | `qk_norm_last` | that norm comes after RoPE |
     | `rope_pairs` | RoPE turns neighbouring rows of q and k in files; else, and in kv, rows half a head apart |
+    | `sinks` | a logit of each head takes part in the softmax of attention, and has no value |
     | `v_norm` | an RMS norm without weights over each head of v |
     | `keys_as_values` | layers without values of their own take their keys, before norm and RoPE |
     | `layer_scale` | the residual stream behind a layer is multiplied by a number of the layer, where a file has it |
@@ -114,6 +115,7 @@ class Block:
     qk_norm: str = ""
     qk_norm_last: bool = False
     rope_pairs: bool = False
+    sinks: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
     layer_scale: bool = False

@@ -164,7 +164,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
 # Those of which each has something that the others do not have.
 FAMILIES = (
     "llama", "gemma3", "qwen2", "qwen3", "phi3", "glm4", "mistral3", "gemma2", "granite", "olmo2", "starcoder2",
-    "cohere2", "hunyuan-dense", "arcee", "mixtral", "qwen2moe", "granitemoe-shared", "glm4moe",
+    "cohere2", "hunyuan-dense", "arcee", "mixtral", "qwen2moe", "granitemoe-shared", "glm4moe", "gpt-oss",
 )  # fmt: skip
 
 

@@ -67,12 +67,15 @@ class Case:
             at += k.shape[0]
         return kv
 
-    def run(self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0) -> torch.Tensor:
+    def run(
+        self, ops: Backend, kv: PagedKV, i: int = 0, n: int | None = None, softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Queries i .. i + n."""
         q = self.q[i : i + (self.n if n is None else n)]
-        return ops.attention(q, kv, self.start + i, self.window, self.scale, softcap)
+        return ops.attention(q, kv, self.start + i, self.window, self.scale, softcap, sinks=sinks)
 
-    def dense(self, softcap: float = 0.0) -> torch.Tensor:
+    def dense(self, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """float64 [n, heads * dim_v] of what the codecs keep."""
         group = self.q.shape[1] // self.r.kv_heads
         k = stored(self.k, self.r.codec_k).repeat_interleave(group, 1)  # [rows, heads, dim_k]
@@ -84,7 +87,11 @@ class Case:
             self.first, self.start + self.n
         )
         unseen = (distance < 0) | ((distance >= self.window) if self.window else False)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            beside = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            return torch.einsum("hqk,khd->qhd", torch.cat((scores, beside), -1).softmax(-1)[..., :-1], v).flatten(1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
 
 def cases(dims: tuple[int, int], step: int):
@@ -131,6 +138,19 @@ def test_softcap(softcap: float, name: str):
         kv = case.cache(ops)
         assert worst(case.run(ops, kv, softcap=softcap), case.dense(softcap)) < 3e-6
         assert worst(case.run(ops, kv), case.dense(softcap)) > 1e-4 or softcap == 30.0
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_logits_beside_the_scores(name: str):
+    """Far above all scores, among them, and far below, where they change nothing."""
+    ops, sinks = backend(name), torch.tensor([60.0, 1.0, -1.0, -90.0])
+    for case in (Case(record(2, 64, 64), 4, 120, 20, 0), Case(record(1, 72, 72, page_size=64), 4, 1100, 1, 90)):
+        kv = case.cache(ops)
+        found, dim = case.run(ops, kv, sinks=sinks), case.r.dim_v
+        assert worst(found, case.dense(sinks=sinks)) < 3e-6
+        assert worst(found[:, dim : 2 * dim], case.dense()[:, dim : 2 * dim].float()) > 1e-3
+        assert same_bits(case.run(ops, kv, 0, 1, sinks=sinks), found[:1])
+        assert same_bits(case.run(ops, kv)[:, 3 * dim :], found[:, 3 * dim :])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

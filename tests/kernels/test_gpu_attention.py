@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpucases import DEVICE, GpuCache, error, expect_activations
+from gpucases import DEVICE, OPS, GpuCache, error, expect_activations
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.attention import attend, part_count
@@ -137,6 +137,18 @@ def test_softcap(types):
 def test_blocks_of_queries(types, rows, t, heads, window, more):
     cache = GpuCache(types, (64, 64), **more)
     check(cache, heads, written(cache, rows, t), t, window, splits=1)
+
+
+def test_logits_beside_the_scores():
+    """As one more part of every row, which has a weight and no value."""
+    cache = GpuCache(("f16", "f16"), (64, 64))
+    start = written(cache, 40, 3)
+    pages, sinks = cache.on_device(start, 3, 4, splits=1), torch.tensor([0.7, -2.0, 9.0, -60.0])
+    q, queries = cache.queries(torch.randn(3, 4, 64, generator=torch.manual_seed(1)), pages)
+    expected = OPS.attention(q, cache.kv, start, 0, 0.125, 0.0, cache.angles, None, sinks)
+    found = combine(attend(queries, pages), pages, sinks=sinks.to(DEVICE))
+    assert found is not None and error(found, expected) < LIMIT
+    assert found.view(3, 4, 64)[:, 2].abs().max() < 0.1 * found.view(3, 4, 64)[:, 3].abs().max()
 
 
 def test_same_bits_again():

@@ -77,6 +77,7 @@ FAMILIES = {
     "gemma2": Family(settings=_GEMMA, one_more=True),
     "gemma3": Family("gemma3_text", _GEMMA, one_more=True),
     "gemma4": Family("gemma4_text", _GEMMA4),
+    "gpt-oss": Family("gpt_oss", _EXPERTS | _SLIDING | {"intermediate_size": 24}),
     "phi3": Family(settings=_EVEN),
     "smollm3": Family(settings=_EVEN, halves=True),
     "granite": Family(settings=_EVEN, halves=True),
@@ -251,6 +252,14 @@ VARIANTS = {
             "num_global_key_value_heads": 1,
         },
         _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]},
+    ),
+    # Its ramp of YaRN is not rounded to whole dims.
+    "gpt-oss": Variant(
+        "gpt-oss",
+        _tied(False, rope_parameters=_YARN | {"rope_theta": 1e4, "truncate": False, "beta_fast": 8.0}),
+        _EXPERT_KEYS
+        | _YARN_KEYS
+        | {"attention.sliding_window": WINDOW, "rope.scaling.yarn_beta_fast": 8.0, "expert_feed_forward_length": 24},
     ),
     "phi3": Variant("phi3", _tied(False, **_SLIDING), {"attention.sliding_window": WINDOW}),
     # Phi-4 mini: part of each head is turned, by other factors in a long context.
@@ -510,7 +519,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
             weight = weight + 1
         if name.endswith("layer_scalar"):
             name += ".weight"
-        if experts := _of_experts(name, weight):
+        if experts := _of_clamped(name, weight) if variant.arch == "gpt-oss" else _of_experts(name, weight):
             found += experts
             continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -551,6 +560,20 @@ def _of_experts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor
     if shared := re.fullmatch(r"(?:shared_experts?|shared_mlp)\.(gate|up|down)_proj\.weight", part):
         return [(f"{block}ffn_{shared[1]}_shexp.weight", weight)]
     return []
+
+
+def _of_clamped(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The same of gpt-oss, whose matrices transformers has as columns, gates and what they gate in turn."""
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.sinks", name):
+        return [(f"blk.{found[1]}.attn_sinks.weight", weight)]
+    if not (found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?", name)):
+        return []
+    block, end = f"blk.{found[1]}.ffn_{{}}_exps.".format, "bias" if found[3] else "weight"
+    rows = weight if found[3] else weight.mT
+    if found[2] == "down":
+        return [(block("down") + end, rows)]
+    pick = (lambda x, i: x[:, i::2]) if found[3] else (lambda x, i: x[:, i::2, :])
+    return [(block(part) + end, pick(rows, i)) for i, part in enumerate(("gate", "up"))]
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -94,7 +94,8 @@ _SIGNATURES = {
     "kv_seal": [c_void_p, c_int64, c_int64],
     "kv_store": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "kv_attention": [
-        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_int64, c_void_p,
+        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
+        c_void_p,
     ],
 }  # fmt: skip
 
@@ -355,8 +356,10 @@ class NativeBackend:
         softcap: float = 0.0,
         angles: Angles | None = None,
         turned_q: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.attention_each(q, [Stretch(0, q.shape[0], kv, start)], window, scale, softcap, [angles], turned_q)
+        part = Stretch(0, q.shape[0], kv, start)
+        return self.attention_each(q, [part], window, scale, softcap, [angles], turned_q, sinks)
 
     def attention_each(
         self,
@@ -367,6 +370,7 @@ class NativeBackend:
         softcap: float,
         angles: Sequence[Angles | None],
         turned_q: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attend.attention_each`; in one call, whose threads share the work of all parts."""
         t, heads = q.shape[0], q.shape[1]
@@ -374,8 +378,8 @@ class NativeBackend:
         second = (None, 0) if turned_q is None else (turned_q.data_ptr(), turned_q.stride(0))
         there = self._parts(parts, angles)
         self._lib.kv_attention(
-            q.data_ptr(), q.stride(0), *second, heads, window, scale, softcap, there.buffer_info()[0], len(parts),
-            out.data_ptr(),
+            q.data_ptr(), q.stride(0), *second, heads, window, scale, softcap, _address(sinks), there.buffer_info()[0],
+            len(parts), out.data_ptr(),
         )  # fmt: skip
         return out
 

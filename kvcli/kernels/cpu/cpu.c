@@ -190,8 +190,8 @@ typedef struct {
     void (*store)(const float *, int64_t, const float *, int64_t, const kv_part *, int64_t);
     void (*seal)(const kv_paged *, int64_t, int64_t);
     rows_fn (*rows_of)(const kv_codec *);
-    void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const kv_part *, int64_t,
-                      float *);
+    void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const float *,
+                      const kv_part *, int64_t, float *);
 } kernels;
 
 #if defined(__x86_64__)
@@ -330,8 +330,8 @@ void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, const kv
 int kv_has_codec(const kv_codec *codec) { return active->rows_of(codec) != NULL; }
 
 /* out[row, heads * dim_v]: causal attention of the queries of each part over its entries; window 0 = all. turned: the queries
- * for turned entries, NULL = the same ones. */
+ * for turned entries, NULL = the same ones. sinks: a logit of each head that takes part in the softmax, NULL = none. */
 void kv_attention(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window, float scale,
-                  float softcap, const kv_part *parts, int64_t n_parts, float *out) {
-    active->attention(q, ldq, turned, ld_turned, heads, window, scale, softcap, parts, n_parts, out);
+                  float softcap, const float *sinks, const kv_part *parts, int64_t n_parts, float *out) {
+    active->attention(q, ldq, turned, ld_turned, heads, window, scale, softcap, sinks, parts, n_parts, out);
 }

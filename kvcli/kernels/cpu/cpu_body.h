@@ -864,6 +864,7 @@ typedef struct {
     const float *q, *turned; /* turned: for turned entries; it may be NULL */
     int64_t ldq, ld_turned, t, heads, start, window;
     float scale, softcap;
+    const float *sinks; /* a logit of each head, which takes part in the softmax and has no value; it may be NULL */
     const kv_paged *kv;
     float *out;
     int64_t dkp, dvp, n_blocks, n_spans;
@@ -1021,8 +1022,14 @@ INLINE void NAME(write_out)(const NAME(attn_args) *a, const float *state, int64_
     int64_t group = a->heads / a->kv->kv_heads, dim = a->kv->dim_v;
     for (int64_t r = 0; r < (t1 - t0) * group; r++) {
         const float *s = state + r * (a->dvp + 2);
-        float *out = a->out + ((t0 + r / group) * a->heads + head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; d++) out[d] = s[d] / s[a->dvp + 1];
+        int64_t h = head * group + r % group;
+        float *out = a->out + ((t0 + r / group) * a->heads + h) * dim, total = s[a->dvp + 1], scale = 1.0f;
+        if (a->sinks) {
+            float top = s[a->dvp] > a->sinks[h] ? s[a->dvp] : a->sinks[h];
+            scale = NAME(exp)(SPLAT(s[a->dvp] - top))[0];
+            total = total * scale + NAME(exp)(SPLAT(a->sinks[h] - top))[0];
+        }
+        for (int64_t d = 0; d < dim; d++) out[d] = s[d] * scale / total;
     }
 }
 
@@ -1090,7 +1097,7 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
 }
 
 static void NAME(attention)(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window,
-                            float scale, float softcap, const kv_part *parts, int64_t n_parts, float *out) {
+                            float scale, float softcap, const float *sinks, const kv_part *parts, int64_t n_parts, float *out) {
     NAME(attn_args) one, *all = n_parts == 1 ? &one : malloc(n_parts * sizeof(NAME(attn_args)));
     int64_t tasks = 0;
     if (!all) abort();
@@ -1098,7 +1105,7 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
         const kv_part *p = parts + i;
         const kv_paged *kv = p->kv;
         NAME(attn_args) a = {q + p->row * ldq, turned ? turned + p->row * ld_turned : NULL, ldq, ld_turned, p->rows, heads,
-                             p->start, window, scale, softcap, kv, out + p->row * heads * kv->dim_v};
+                             p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v};
         a.dkp = (kv->dim_k + VL - 1) / VL * VL;
         a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
         a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;

@@ -211,7 +211,7 @@ class GpuBackend:
         found = attend(queries, pages, layer.window, layer.softcap)
         if any(pages.lists.past):
             past.attend_past(queries, pages, found)
-        out = combine(found, pages)
+        out = combine(found, pages, sinks=layer.sinks)
         assert out is not None
         return out
 

@@ -18,15 +18,16 @@ from kvcli.kernels.gpu.rows import hadamard
 from kvcli.kernels.gpu.tiles import launch_options
 from kvcli.kernels.reference.rotation import block
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_PARTS = 128  # they are read in one go
 EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _combine(
-    out, tops, totals, result, codes, scales, sums, parts,
+    out, tops, totals, sinks, result, codes, scales, sums, parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none."""
     head = tl.program_id(0)
@@ -41,8 +42,14 @@ def _combine(
         out + (cell + s)[:, None] * DIM + j[None, :], mask=(s < parts)[:, None] & (j < DIM)[None, :], other=0.0
     )
     seen = weights > 0  # else `part` may be anything
-    e = tl.where(seen, tl.exp2(top - tl.max(tl.where(seen, top, -1.0e30), 0)), 0.0)
-    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / tl.sum(weights * e, 0)
+    highest = tl.max(tl.where(seen, top, -1.0e30), 0)
+    beside = 0.0
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        highest = tl.maximum(highest, sink)
+        beside = tl.exp2(sink - highest)
+    e = tl.where(seen, tl.exp2(top - highest), 0.0)
+    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / (tl.sum(weights * e, 0) + beside)
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
     if KEEP:
@@ -73,10 +80,11 @@ def combine(
     pages: DevicePages,
     into: Activations | None = None,
     pdl: int = SERIAL,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated.
 
-    With `into` (T = 1) the result goes there instead.
+    With `into` (T = 1) the result goes there instead. `sinks`: see `AttentionLayer`.
     """
     rows, heads, parts, dim = partials.out.shape
     if parts > MOST_PARTS:
@@ -94,8 +102,8 @@ def combine(
     most = max(4, triton.next_power_of_2(parts))
     warps = max(1, most * padded(dim) // EACH_WARP)
     launch(_combine, (heads, rows))(
-        partials.out, partials.tops, partials.totals, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
-        fused, pdl, **launch_options(pdl, warps),
+        partials.out, partials.tops, partials.totals, some if sinks is None else sinks, *outputs, parts, heads, dim,
+        padded(dim), turn, most, keep, fused, sinks is not None, pdl, **launch_options(pdl, warps),
     )  # fmt: skip
     if into is None:
         return out

@@ -30,12 +30,14 @@ def attention(
     softcap: float = 0.0,
     angles: Angles | None = None,
     turned_q: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim_k] at positions start.. over the entries -> float32 [T, heads * dim_v].
 
     A query at position p sees what its entries show of rows (p - window, p], of [0, p] when window is 0. `turned_q`:
     like q, for turned entries; needed where `PagedKV.shift` is not 0. `softcap` c > 0 replaces a score s by
-    c * tanh(s / c). `angles`: of `PagedKV.centres`.
+    c * tanh(s / c). `angles`: of `PagedKV.centres`. `sinks`: a logit of each head, float32 [heads], that takes part in
+    the softmax and has no value (as in gpt-oss).
     """
     r, (n, heads) = kv.record, q.shape[:2]
     group = heads // r.kv_heads
@@ -70,6 +72,11 @@ def attention(
         weight = weight * decay + total(p)[..., None]
         acc = acc * decay + mix(p, values)
         top = new_top
+    if sinks is not None:
+        sink = sinks.view(r.kv_heads, group, 1).repeat_interleave(n, 1)  # [kv_heads, rows, 1]
+        new_top = torch.maximum(top, sink)
+        decay = exp(top - new_top)
+        acc, weight = acc * decay, weight * decay + exp(sink - new_top)
     out = (acc / weight).view(r.kv_heads, group, n, r.dim_v)
     return out.permute(2, 0, 1, 3).reshape(n, heads * r.dim_v)
 

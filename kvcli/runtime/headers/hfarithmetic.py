@@ -13,6 +13,7 @@ from kvcli.runtime.headers.hflayers import no_rope_layers
 # Names of activations in config.json by those in `Block`.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "relu2": ("relu2",),
+    "clamped": ("silu", "swish"),
 }  # fmt: skip
 # The first config.json of Gemma says "gelu" and means the form with tanh.
 _LOOSE = ("gemma",)

@@ -187,11 +187,12 @@ class _Loader:
         q_norm = self._head_norm(f"blk.{i}.attn_q_norm", c.n_heads, shape)
         k_norm = self._head_norm(f"blk.{i}.attn_k_norm", shape.kv_heads, shape) if stores else None
         v_norm = torch.ones(shape.dim_v, device=self.ops.device) if c.block.v_norm and stores else None
+        sinks = self.vector(f"blk.{i}.attn_sinks.weight", c.n_heads) if c.block.sinks else None
         scale, amplitude = _amplitudes(shape, c.block.qk_norm_last)
         how = AttentionLayer(
             c.n_heads, c.attn_scale * scale, rope, shape.window, c.attn_softcap,
             torch.cat(biases) if biases else None, q_norm, k_norm, c.norm_eps, c.block.qk_norm_last, amplitude,
-            shape.temperature, v_norm, stores and len(parts) == 2, stores,
+            shape.temperature, v_norm, stores and len(parts) == 2, stores, sinks,
             partial(seal_step, self.ops, rope, stores=stores),
         )  # fmt: skip
         return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how)

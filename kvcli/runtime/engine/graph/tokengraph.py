@@ -249,7 +249,7 @@ class TokenGraph:
             seal_step(pages, pdl, by_row=True)
         partials = self._partials_of(layer, tables.parts(bucket))
         attend(queries, pages, how.window, how.softcap, partials, pdl)
-        combine(partials, pages, self.heads[layer], pdl)
+        combine(partials, pages, self.heads[layer], pdl, how.sinks)
         return self.heads[layer]
 
     def _partials_of(self, layer: int, parts: int) -> Partials:
