@@ -223,7 +223,7 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer)
     if pages.open is not None:
         seal(pages, 0, len(lists.into) * pages.record.page_size)  # those that the step fills
     partials = Partials.empty(len(qkv), layer.heads, pages, bound.parts)
-    out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages)
+    out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages, sinks=layer.sinks)
     assert out is not None
     return out
 
