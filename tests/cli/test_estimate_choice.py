@@ -132,7 +132,7 @@ def test_names_that_kv_does_not_run(kv_here: KvHere) -> None:
     assert "runs       as bartowski/Meta-Llama-3.1-8B-Instruct-GGUF (from the hub)" in out and "plan only" not in out
     code, out, err = kv_here("estimate", "llama3.1:8b", *card, "--print-args")
     assert code == 0 and out.startswith(_META + " --cache") and "is taken from the hub" in err
-    code, out, err = kv_here("estimate", "llama-3.1-405b", "--vram", "900G", "--print-args")
+    code, out, err = kv_here("estimate", "mixtral-8x7b", "--vram", "900G", "--print-args")
     assert (code, out) == (3, "") and "org/repo:Q4_K_M" in err
     model = json.loads(ok(kv_here("estimate", "smollm2", *card, "--json")))["model_info"]
     assert (model["runs"], model["problem"], model["run_as"]) == (True, None, "smollm2")

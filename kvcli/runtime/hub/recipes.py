@@ -140,9 +140,7 @@ class Recipe:
     def unsupported(self) -> str:
         """Why kv cannot run this model, whatever its file; "" = it can."""
         arch = self.shape.get("arch", RUNNABLE[0])
-        if arch not in RUNNABLE:
-            return f"its architecture, {arch}, is not one that kv runs"
-        return "it is a mixture of experts" if "moe" in self.shape else ""
+        return "" if arch in RUNNABLE else f"its architecture, {arch}, is not one that kv runs"
 
     @property
     def offered(self) -> str:
