@@ -40,8 +40,8 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "attention  GQA · 32 full layers · 32 query heads · 8 KV heads (4:1)" in lines
     assert any(line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines)
     f16, int8 = (next(line.split() for line in lines if line.startswith(name)) for name in ("f16 ", "int8 "))
-    assert f16[:6] == ["f16", "128.0", "8,192", "13,729", "-1,853", "no"]
-    assert int8[:6] == ["int8", "65.0", "4,448", "10,304", "1,572", "yes"]
+    assert f16[:6] == ["f16", "128.0", "8,192", "13,899", "-2,023", "no"]
+    assert int8[:6] == ["int8", "65.0", "4,704", "11,263", "613", "yes"]
     assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
     assert any("computed: chunk 2,048" in line for line in lines)
     assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32 and f16" in lines
@@ -126,10 +126,10 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
     assert "a token: 32 × 8 × 132 = 33,792 B" in out
     assert "a record: 64 × 132, to a multiple of 128 = 8,448 B" in out
     assert "pages: max(0, floor(65,536 / 64) - 1) = 1,023" in out
-    assert "pages: min(ceil(65,536 / 64), 1 + ceil(2,048 / 64)) = 33" in out
+    assert "pages: min(ceil(65,536 / 64), 1 + ceil(4,096 / 64)) = 65" in out
     out = ok(kv_here("estimate", *CARD, "--explain", "-ct", "int4", "--kv-tail", "0", "--kv-sink", "3"))
     assert "pages: max(0, ceil(65,536 / 64) - 3) = 1,021" in out
-    assert "pages: min(ceil(65,536 / 64), 3 + ceil(2,048 / 64)) = 35" in out
+    assert "pages: min(ceil(65,536 / 64), 3 + ceil(4,096 / 64)) = 67" in out
     shared = ("--batch-size", "4", "--shared-prefix", "1k")
     _, out, _ = kv_here("estimate", *CARD, "--explain", "-ct", "int4", "-ub", "512", *shared)
     assert "pages: 15 + 4 × (max(0, floor(65,536 / 64) - 1) - 15) = 4,047" in out
