@@ -43,8 +43,8 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert f16[:6] == ["f16", "128.0", "8,192", "13,899", "-2,023", "no"]
     assert int8[:6] == ["int8", "65.0", "4,704", "11,263", "613", "yes"]
     assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
-    assert any("computed: chunk 2,048" in line for line in lines)
-    assert "prefill steps of 2,048 tokens as far as memory goes: 512 with f32 and f16" in lines
+    assert any("computed: chunk 4,096" in line for line in lines)
+    assert "prefill steps of 4,096 tokens as far as memory goes: 512 with f32 and f16" in lines
     assert not any(line.startswith(("per-sequence state", "tables")) for line in lines), "nothing of a MiB"
     assert "recommend  --cache-type-k int8 --cache-type-v int8 -c 65536" in lines
     assert "assumed: kv doctor measures it" in out
