@@ -41,7 +41,7 @@ def test_what_the_shipped_recipes_are() -> None:
         runs = recipe.shape["arch"] in RUNNABLE
         assert bool(recipe.unsupported) is not runs
         assert not recipe.hf or (runs and recipe.file is None and recipe.hf in recipe.remedy)
-        chats = ("chat", "-it-", "instruct", "qwen_qwen3-", "phi-4-", "-r1-", "qwq", "smollm3", "-0414")
+        chats = ("chat", "-it-", "instruct", "qwen_qwen3-", "phi-4-", "-r1-", "qwq", "smollm3", "-0414", "gpt-oss")
         assert not recipe.hf or any(word in recipe.hf.lower() for word in chats)
     without = [name for name, recipe in known.items() if recipe.problem and not recipe.unsupported and not recipe.hf]
     assert without == ["mixtral-8x7b"], "of which files in circulation have each expert by itself"

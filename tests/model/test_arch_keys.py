@@ -29,6 +29,7 @@ LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_ep
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3": {"attention.sliding_window": 8},
     "gemma4": {"attention.sliding_window": 8},
+    "gpt-oss": {"attention.sliding_window": 8},
     **dict.fromkeys(("starcoder2", "nemotron", "stablelm"), LAYER_NORM),
     "command-r": LAYER_NORM | {"logit_scale": 0.1},
     "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
