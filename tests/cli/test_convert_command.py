@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_json(kv_here: KvHere, tmp_path: Path) -> None:
         (["nowhere", "-o", "x.gguf"], "kv: error: nowhere is no folder"),
         (["FOLDER", "-o", "there"], "kv: error: there is there already"),
         (["FOLDER", "-o", "x.gguf", "--quantize", "q4_9"], "kv: error: --quantize cannot be 'q4_9'"),
+        (["FOLDER", "-o", "x.gguf", "--quantize", "q2_k"], "kv: error: --quantize cannot be 'q2_k'\n  there are q8_0"),
+        (["FOLDER", "-o", "-"], "kv: error: - cannot be the GGUF file"),
+        (["FOLDER", "-o", "pipe", "--force"], "kv: error: pipe cannot be the GGUF file"),
         (["FOLDER"], "kv: error: --output is missing"),
     ],
 )
@@ -54,9 +58,10 @@ def test_what_makes_no_sense(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").write_text("mine")
+    os.mkfifo("pipe")
     code, _, err = kv_here("convert", *(str(tiny.folder("llama")) if word == "FOLDER" else word for word in words))
     assert code == 2 and err.startswith(told)
-    assert Path("there").read_text() == "mine" and not Path("x.gguf").exists()
+    assert Path("there").read_text() == "mine" and not Path("x.gguf").exists() and Path("pipe").is_fifo()
 
 
 def test_what_cannot_be_written_leaves_nothing(kv_here: KvHere, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
 import tinyvocab
 from calling import Runner
 
@@ -28,6 +29,15 @@ def test_the_text_with_the_template_around_it(kv: Runner) -> None:
     turns = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nfrom a pipe\n\nthe pages<|im_end|>\n"
     assert (done.code, done.out) == (0, turns + "<|im_start|>assistant")
     assert kv("prompt", "-m", "chat.gguf", "--raw", "the pages").out == "the pages"
+
+
+def test_a_folder_of_safetensors(kv: Runner) -> None:
+    folder = str(tiny.folder("llama"))
+    found = json.loads(kv("prompt", "-m", folder, "--raw", "--json", "The page").out)
+    assert (
+        found["text"] == "The page"
+        and found["ids"] == json.loads(kv("tokenize", "-m", folder, "--json", "The page").out)["ids"]
+    )
 
 
 def test_a_control_token_that_a_user_spells_stays_text(kv: Runner) -> None:

@@ -210,6 +210,13 @@ def test_a_key_that_may_change_the_shape_is_refused_by_its_name():
     hf(attention_dropout=0.1, layer_norm_eps=1e-5, some_new_training_key=3)
 
 
+def test_a_number_in_quotes_is_told_from_one_out_of_range():
+    with pytest.raises(ModelError, match=r"num_attention_heads in config\.json has the value '4', not a whole number"):
+        hf(num_attention_heads="4")
+    with pytest.raises(ModelError, match=r"num_attention_heads in config\.json has the value -4, out of range"):
+        hf(num_attention_heads=-4)
+
+
 @pytest.mark.slow
 def test_what_is_no_number_and_no_table_is_refused():
     """Whatever stands at a key: a config, or one error of ours."""

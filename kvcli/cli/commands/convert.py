@@ -48,6 +48,8 @@ def convert(
     from kvcli.runtime.hub.store import check_disk
 
     invocation: Invocation = ctx.obj
+    if str(output) == "-" or (output.exists() and not output.is_file()):
+        raise UsageError(f"{output} cannot be the GGUF file: a regular file is written", "name a new file with -o")
     if os.path.lexists(output) and not force:
         raise UsageError(f"{output} is there already", "--force replaces it")
     if not folder.is_dir():

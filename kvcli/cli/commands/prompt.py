@@ -42,13 +42,13 @@ def prompt(
 
     Only the text goes to stdout. --json has its tokens, too.
     """
-    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.headers.opening import open_model
     from kvcli.runtime.text.modeltext import ModelText
 
     invocation: Invocation = ctx.obj
     asked, chat = flags.question(instruction, system, invocation), template.options(flags.raw)
     path = locate_model(model, invocation)
-    with GGUFFile.open(path) as file:
+    with open_model(path) as file:
         warn = render.telling(invocation).warn
         text = ModelText.of(file.metadata, path.name, chat_anyway=flags.raw is False, chat=chat, tell=warn)
     question = asked.of(text, invocation)

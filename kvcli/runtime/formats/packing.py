@@ -33,7 +33,7 @@ def named(text: str) -> str:
     name = re.sub(r"(?<=_K)_[SML]$", "", text.strip().upper())
     if name in PACKED:
         return name
-    close = meant(each.lower() for each in near(name, PACKED))
+    close = "" if name in FORMATS else meant(each.lower() for each in near(name, PACKED))
     raise UsageError(f"`quantize` cannot be '{text}'", close or f"there are {listed(map(str.lower, PACKED))}")
 
 

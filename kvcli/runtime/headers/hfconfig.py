@@ -224,7 +224,8 @@ class HFConfig:
 
     def _checked(self, name: str, value: Any, limit: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
-            raise ModelError(f"{self.called(name)} in config.json has the value {str(value)[:40]}, out of range")
+            wrong = "out of range" if type(value) is int else "not a whole number"
+            raise ModelError(f"{self.called(name)} in config.json has the value {value!r:.40}, {wrong}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float | None:
