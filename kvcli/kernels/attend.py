@@ -128,51 +128,55 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     """
     kv = parts[0].kv  # all are of one form
     t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
+    angles = None if layer.rope is None else layer.rope.of(spans)
     if layer.bias is not None:
         qkv += layer.bias
     n_q = layer.heads * r.dim_k
-    q = qkv[:, :n_q].view(t, layer.heads, r.dim_k)  # rows of a wider matrix
     if layer.stores:
-        _store(ops, qkv[:, n_q:], parts, layer, spans)
-    if not layer.norms_last:
-        q = _normed(ops, q, layer.q_norm, layer.eps)
-    turned_q = _turned_queries(ops, q, parts, layer.rope)
-    if layer.rope is not None:
-        ops.rope_(q, *layer.rope.of(spans))
-    queries = [x for x in (q, turned_q) if x is not None]
-    if layer.norms_last:
-        queries = [_normed(ops, x, layer.q_norm, layer.eps) for x in queries]
-    rotated_k, rotated_v = kv.rotated
-    for x in queries:
-        amplify(x, spans, layer)
-        if rotated_k:
-            ops.rotate_(x)
-    q, turned_q = queries[0], queries[1] if turned_q is not None else None
-    angles = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
-    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, angles, turned_q, layer.sinks)
-    if rotated_v:
+        _store(ops, qkv, n_q, parts, layer, angles)
+    q, turned_q = qkv[:, :n_q].view(t, layer.heads, r.dim_k), None  # rows of a wider matrix
+    if (inside := _angles_inside(parts, spans, layer.rope)) is not None:
+        turned_q = _queries(ops, q.clone(memory_format=torch.contiguous_format), kv, layer, spans, inside)
+    q = _queries(ops, q, kv, layer, spans, angles)
+    means = [layer.seal(part.kv, part.start, part.start + part.hi - part.lo) for part in parts]
+    out = ops.attention_each(q, parts, layer.window, layer.scale, layer.softcap, means, turned_q, layer.sinks)
+    if kv.rotated[1]:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out
 
 
-def _store(ops: Operations, kv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer, spans: Spans) -> None:
-    """Store the rows of a step from projections of keys and values, float32 [T, kv_heads * (dim_k + dim_v)]."""
+def _store(
+    ops: Operations,
+    qkv: torch.Tensor,
+    lo: int,
+    parts: Sequence[Stretch],
+    layer: AttentionLayer,
+    angles: Angles | None,
+) -> None:
+    """Store the rows of a step from their projections, whose columns from `lo` on are keys and values."""
     r, (rotated_k, rotated_v) = parts[0].kv.record, parts[0].kv.rotated
-    n_k = r.kv_heads * r.dim_k
-    k = kv[:, :n_k].view(-1, r.kv_heads, r.dim_k)
-    v = k.clone() if layer.keys_as_values else kv[:, n_k:].view(-1, r.kv_heads, r.dim_v)
-    if not layer.norms_last:
-        k = _normed(ops, k, layer.k_norm, layer.eps)
-    if layer.rope is not None:
-        ops.rope_(k, *layer.rope.of(spans))
-    if layer.norms_last:
-        k = _normed(ops, k, layer.k_norm, layer.eps)
-    v = _normed(ops, v, layer.v_norm, layer.eps)
+    hi = lo + r.kv_heads * r.dim_k
+    k = qkv[:, lo:hi].view(-1, r.kv_heads, r.dim_k)
+    v = k.clone() if layer.keys_as_values else qkv[:, hi:].view(-1, r.kv_heads, r.dim_v)
+    k = _turned(ops, k, layer.k_norm, layer, angles)
+    if layer.v_norm is not None:
+        v = _normed(ops, v, layer.v_norm, layer.eps)
     if rotated_k:
         ops.rotate_(k)
     if rotated_v:
         ops.rotate_(v)
     ops.store_each(k, v, parts)
+
+
+def _queries(
+    ops: Operations, q: torch.Tensor, kv: PagedKV, layer: AttentionLayer, spans: Spans, angles: Angles | None
+) -> torch.Tensor:
+    """Queries as scores are made of them, from projections [T, heads, dim_k], which are changed."""
+    q = _turned(ops, q, layer.q_norm, layer, angles)
+    amplify(q, spans, layer)
+    if kv.rotated[0]:
+        ops.rotate_(q)
+    return q
 
 
 def amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
@@ -186,21 +190,28 @@ def amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
         q *= torch.from_numpy(factors.astype(np.float32))[:, None, None]
 
 
-def _normed(ops: Operations, x: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _turned(
+    ops: Operations, x: torch.Tensor, norm: torch.Tensor | None, layer: AttentionLayer, angles: Angles | None
+) -> torch.Tensor:
+    """Queries or keys x [T, heads, dim_k], which are changed, with their norm and RoPE, in the layer's order."""
+    if norm is not None and not layer.norms_last:
+        x = _normed(ops, x, norm, layer.eps)
+    if angles is not None:
+        ops.rope_(x, *angles)
+    if norm is not None and layer.norms_last:
+        x = _normed(ops, x, norm, layer.eps)
+    return x
+
+
+def _normed(ops: Operations, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, heads, dim], each head or all of a token together."""
-    if norm is None:
-        return x
     return ops.rms_norm(x if norm.numel() == x.shape[-1] else x.flatten(1), norm, eps).view(x.shape)
 
 
-def _turned_queries(
-    ops: Operations, q: torch.Tensor, parts: Sequence[Stretch], rope: Rope | None
-) -> torch.Tensor | None:
-    """Queries for the rows of turned entries: q [T, heads, dim_k], not turned yet, with RoPE at the positions that they
-    have inside the cache (StreamingLLM, arXiv 2309.17453). None where `q` will do."""
+def _angles_inside(parts: Sequence[Stretch], spans: Spans, rope: Rope | None) -> Angles | None:
+    """RoPE of queries for the rows of turned entries, at the positions that they have inside the cache (StreamingLLM,
+    arXiv 2309.17453). None where the ordinary queries will do."""
     if rope is None or all(part.shift is None for part in parts):
         return None
     shift = [np.zeros(part.hi - part.lo, np.int64) if part.shift is None else part.shift for part in parts]
-    turned_q = q.clone(memory_format=torch.contiguous_format)
-    ops.rope_(turned_q, *rope.inside(tuple(part.span for part in parts), np.concatenate(shift)))
-    return turned_q
+    return rope.inside(spans, np.concatenate(shift))

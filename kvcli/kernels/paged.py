@@ -62,6 +62,10 @@ class Entries:
     def __len__(self) -> int:
         return len(self.addresses)
 
+    @cached_property
+    def any_turned(self) -> bool:
+        return bool(self.turned.any())
+
     def shows(self, positions: np.ndarray) -> np.ndarray:
         """How many rows of each entry queries at `positions`, int64 [t], see, sliding windows aside: int64 [t, n]."""
         at = positions[:, None]
@@ -90,15 +94,17 @@ class Into:
     whole: bool = True
 
     @cached_property
-    def _there(self) -> tuple[int, int]:
-        """The places [a, b) of the pages that the class has."""
+    def _there(self) -> tuple[int, int] | None:
+        """The places [a, b) of the pages that the class has; None if there are none."""
         there = np.flatnonzero(self.addresses).tolist()
-        return (there[0], there[-1] + 1) if there else (0, 0)
+        return (there[0], there[-1] + 1) if there else None
 
     def sealed(self, start: int, end: int, page_size: int) -> tuple[int, int]:
         """The rows [a, b) that are encoded into these pages as rows [start, end) come; there are none where a >= b."""
-        first, last = (self.first + at * page_size for at in self._there)
-        return (first, last) if self.whole or first == last else (max(first, start), min(last, end))
+        if self._there is None:
+            return 0, 0
+        first, last = self.first + self._there[0] * page_size, self.first + self._there[1] * page_size
+        return (first, last) if self.whole else (max(first, start), min(last, end))
 
 
 class Stretch(NamedTuple):
@@ -150,7 +156,7 @@ class PagedKV:
         The cache is numbered anew without what was evicted: the last of m rows that a query sees, its own, is row m - 1
         (StreamingLLM, arXiv 2309.17453).
         """
-        if not any(kv.entries.turned.any() for kv in self.classes):
+        if not any(kv.entries.any_turned for kv in self.classes):
             return None
         positions = np.arange(start, start + n)
         shift = positions + 1 - sum(kv.entries.shows(positions).sum(1) for kv in self.classes)
@@ -165,7 +171,7 @@ class PagedKV:
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:
         return codecs.of(self.record.codec_k), codecs.of(self.record.codec_v)
 
-    @property
+    @cached_property
     def rotated(self) -> tuple[bool, bool]:
         """Whether keys and values are kept in the rotated basis (in open pages too): those that are sealed are."""
         r = self.record

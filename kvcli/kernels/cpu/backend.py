@@ -160,6 +160,7 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+@functools.cache
 def _record(r: RecordLayout) -> _Record:
     """Raises KVError for a cache type that the compiled kernels do not have."""
     codecs = []
@@ -268,25 +269,21 @@ class NativeBackend:
         add_changed_rows(self.matmul, self.rows, weight, ids, scale, out)
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm(x, weight, None, False, eps)
-
-    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return self._norm(x, weight, bias, True, eps)
-
     def _norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, centred: bool, eps: float
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None, centred: bool = False
     ) -> torch.Tensor:
-        d = x.shape[-1]
-        if x.dim() != 2:
-            x = x.contiguous()
-        out, stride = torch.empty(x.shape), x.stride(0) if x.dim() == 2 else d
+        rows, out = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), torch.empty(x.shape)
+        n, d = rows.shape
         self._lib.kv_norm(
-            x.data_ptr(), stride, weight.data_ptr(), _address(bias), centred, eps, x.numel() // d, d, out.data_ptr(), d
+            rows.data_ptr(), rows.stride(0), weight.data_ptr(), _address(bias), centred, eps, n, d, out.data_ptr(), d
         )
         return out
 
-    normed = rms_norm
+    rms_norm = normed = _norm
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return self._norm(x, weight, eps, bias, centred=True)
+
     activated = activated
     gated = gated
     softcap = staticmethod(softcap)

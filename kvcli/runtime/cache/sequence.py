@@ -34,7 +34,8 @@ class Part:
 
     def stretch(self, layer: int, lo: int, hi: int) -> Stretch:
         """The rows as `ops.attend` wants them in that layer: rows [lo, hi) of a step."""
-        return Stretch(lo, hi, self.kv(layer), self.start, self.shifts[self._slot(layer)[0]])
+        group, index = self._slot(layer)
+        return Stretch(lo, hi, self.groups[group][index], self.start, self.shifts[group])
 
     @cached_property
     def shifts(self) -> tuple[np.ndarray | None, ...]:

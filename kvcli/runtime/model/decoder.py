@@ -107,12 +107,7 @@ class Decoder:
         for each in w.sublayers:
             if not each.beside:
                 operand = self._operand(x, each)
-            if isinstance(each.inner, TokenGate):
-                assert tokens is not None
-                gates = self.ops.activated(operand, each.inner.gate, self.config.block.activation)
-                self._add(x, gates * tokens[:, each.inner.layer], each)
-            else:
-                self._add(x, self._inner(each.inner, operand, step), each)
+            self._add(x, self._inner(each.inner, operand, step, tokens), each)
             if each.leaves != 1:
                 x *= each.leaves
         return self._normed(x, w.norm, w.norm_bias)
@@ -149,19 +144,22 @@ class Decoder:
         y = self._normed(y, sublayer.post_norm)
         x += y if scale == 1 else y * scale
 
-    def _inner(self, inner: Attention | FeedForward | ExpertLayer, x: Operand, step: Step) -> Operand:
+    def _inner(self, inner: Inner, x: Operand, step: Step, tokens: torch.Tensor | None) -> Operand:
         """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff], or
-        what experts give, [T, d_model].
+        what experts give, [T, d_model], or the layer's part of `tokens` (see `_tokens`) gated, [T, d_token].
 
         Products are of all rows at once; each part then looks at its own pages.
         """
-        if isinstance(inner, ExpertLayer):
-            return self.ops.experts(x, inner)
+        if isinstance(inner, Attention):
+            qkv = self.ops.matmul(x, inner.qkv)
+            return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
         if isinstance(inner, FeedForward):
             first_products = self.ops.gated if self.config.block.gated else self.ops.activated
             return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)
-        qkv = self.ops.matmul(x, inner.qkv)
-        return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
+        if isinstance(inner, ExpertLayer):
+            return self.ops.experts(x, inner)
+        assert tokens is not None
+        return self.ops.activated(x, inner.gate, self.config.block.activation) * tokens[:, inner.layer]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""
