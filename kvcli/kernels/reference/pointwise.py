@@ -85,7 +85,7 @@ def gated(
 def activated(
     ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same of one that is not gated: x [T, cols], `bias` [F] -> [T, F]."""
+    """The first products of a feed-forward part without gates, activated: x [T, cols], `bias` [F] -> [T, F]."""
     return ops.activate(_biased(ops.matmul(x, weights), bias), act)
 
 

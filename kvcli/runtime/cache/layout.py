@@ -119,7 +119,7 @@ class GroupLayout:
         return first, last
 
     def open_class(self) -> GroupLayout | None:
-        """The same layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
+        """These layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
         if not self.sealed:
             return None
         return replace(self, codec_k=at_least_16(self.codec_k), codec_v=at_least_16(self.codec_v))
@@ -258,7 +258,7 @@ class KVLayout:
         return cls.build(config, *types, cache.page_size, sinks=cache.sinks, tail=cache.tail)
 
     def evicting(self, retention: Retention | None) -> KVLayout:
-        """The same with rows evicted, but in sliding groups: these have windows of their own. UsageError if all are."""
+        """This layout with rows evicted, but in sliding groups, which have their own windows. UsageError if all are."""
         if retention and all(g.kind == SLIDING for g in self.groups):
             raise UsageError(
                 "there is nothing to evict: every layer of this model has a sliding window of its own",
@@ -268,7 +268,7 @@ class KVLayout:
         return replace(self, groups=tuple(groups))
 
     def by_layer(self, by_layer: bool) -> KVLayout:
-        """The same with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
+        """This layout with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
         where memory is by stretches of 2 MiB; on a CPU a page in one piece is read and written as it is."""
         return replace(self, groups=tuple(replace(g, by_layer=by_layer) for g in self.groups))
 

@@ -117,22 +117,19 @@ class PageList:
     """Pages of one group, in one form or in two: where the group is sealed, a page stands in `open` until it is full,
     then in `closed`; sinks stay open.
 
-    `retention`: what stays of the sequence, where that is not what the pool's layout says. Sliding groups have windows
-    of their own.
+    `layout` is the group's, with what stays of this sequence.
     """
 
     def __init__(self, pool: PagePool, group: int, retention: Retention | None = None) -> None:
-        self.pool, self.group, self.retention = pool, group, retention
+        """`retention`: what stays of the sequence, where that is not what the pool's layout says. Sliding groups have
+        windows of their own."""
+        shared = pool.layout.groups[group]
+        own = retention is not None and not shared.window
+        self.layout = replace(shared, retention=retention) if own else shared
         opened = pool.layout.open_arena(group)
         self.closed, self.open = Form(pool, group), None if opened is None else Form(pool, opened)
-        self.bases = tuple(Basis() for _ in pool.layout.groups[group].layers)
+        self.bases = tuple(Basis() for _ in shared.layers)
         self._made: tuple[tuple[object, ...], tuple[Basis, ...], Layers] | None = None
-
-    @property
-    def layout(self) -> GroupLayout:
-        """The group's, with what stays of this sequence."""
-        shared = self.pool.layout.groups[self.group]
-        return shared if self.retention is None or shared.window else replace(shared, retention=self.retention)
 
     @property
     def forms(self) -> tuple[Form, ...]:

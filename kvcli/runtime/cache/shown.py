@@ -52,7 +52,7 @@ class Shown:
         return cls(*(np.concatenate(column)[order] for column in columns))
 
     def limited(self, since: np.ndarray | int, until: np.ndarray | int) -> Shown:
-        """The same rows, but only to queries in [since, until), int64 [n]; what nobody sees is left out."""
+        """These rows, but only to queries in [since, until), int64 [n]; what nobody sees is left out."""
         begin, end = np.maximum(self.since, since), np.minimum(self.until, until)
         some = begin < end
         return Shown(*(x[some] for x in (self.page, self.lo, self.hi, begin, end, self.turned)))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import numpy as np
+
+from kvcli.runtime.formats.libraries import compiled
 
 _SEARCH = {4: (-1.0, 20), 5: (-0.5, 16)}  # bits -> where the candidates begin, and how many there are
 
@@ -139,13 +140,8 @@ def fit_signed_slowly(x: np.ndarray, top: int) -> np.ndarray:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """None where it was not compiled, or does not load."""
-    built = sorted(Path(__file__).parent.glob("_fits*.so"))
-    if not built:
-        return None
-    try:
-        library = ctypes.CDLL(str(built[0]))
-    except OSError:
+    library = compiled("_fits")
+    if library is None:
         return None
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     library.kv_fit_shifted.argtypes = [pointer, count, number, number, count, pointer, pointer]

@@ -10,10 +10,10 @@ import ctypes
 import functools
 import mmap
 import weakref
-from pathlib import Path
 from typing import Any
 
 from kvcli.errors import ModelError
+from kvcli.runtime.formats.libraries import compiled
 
 
 class _Buffer(ctypes.Structure):
@@ -32,13 +32,8 @@ class _Buffer(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """None where it was not compiled, or does not load."""
-    built = sorted(Path(__file__).parent.glob("_mapped*.so"))
-    if not built:
-        return None
-    try:
-        library = ctypes.CDLL(str(built[0]))
-    except OSError:
+    library = compiled("_mapped")
+    if library is None:
         return None
     library.kv_watch.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.kv_watch.restype = ctypes.POINTER(ctypes.c_int)

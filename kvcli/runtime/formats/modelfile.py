@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ class Tensor(Protocol):
     def nbytes(self) -> int: ...
 
 
-class ModelFile:
+class ModelFile(ABC):
     """An open, checked model in the terms of a GGUF file: keys, and tensors that stay on disk until they are read.
 
     `paths` are its files, `path` is what a user calls it by, `size` the bytes of all. `form` says what is made of
@@ -42,18 +43,18 @@ class ModelFile:
         self._files: Sequence[LocalFile] | None = files
 
     @property
+    @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """Keys to Python scalars and sequences (list; for long arrays NumberArray, StringArray)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
         """What `data` has, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def data(self, name: str) -> np.ndarray:
         """The packed bytes of a tensor: uint8 [nbytes], not to be written to. ModelError if there is none."""
-        raise NotImplementedError
 
     def stored(self) -> Mapping[str, Tensor]:
         """The tensors as they lie in the files, under the files' own names and types: by these a model is known."""

@@ -151,7 +151,7 @@ class _Sources:
         return self.raw(tensor).view(_RAW[tensor.dtype]).reshape(tensor.shape)
 
     def _numbers(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The same as float32, of a tensor of plain or FP8 numbers."""
+        """The elements of a tensor of plain or FP8 numbers as float32. Raises ModelError likewise."""
         values, kind = self._elements(name, shape), self.tensors[name].dtype
         return _fp8()[values] if kind == "F8_E4M3" else widened(kind, values)
 

@@ -34,6 +34,6 @@ class Presented:
     def then(
         self, change: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...] | None = None, name: str = ""
     ) -> Presented:
-        """The same with its elements changed: moved, or computed with where they are float32."""
+        """This tensor with its elements changed: moved, or computed with where they are float32."""
         changed = replace(self, name=name or self.name, shape=shape or self.shape, direct=False)
         return replace(changed, read=lambda: change(self.read()))

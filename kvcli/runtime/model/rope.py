@@ -39,19 +39,19 @@ class RopeTable:
         return self.of(((start, n),))
 
     def of(self, spans: Spans) -> Angles:
-        """The same for several (start, n), one after the other; kept for the other layers of a step."""
+        """cos, sin of the positions of several (start, n), one after the other; kept for the other layers of a step."""
         if self._last[0] != spans:
             self._last = spans, self.at_positions(_positions(spans))
         return self._last[1]
 
     def inside(self, spans: Spans, shift: np.ndarray) -> Angles:
-        """The same for rows whose positions inside the cache are less by `shift`, int64 [sum of n]; kept likewise."""
+        """cos, sin of such rows where they stand earlier inside the cache by `shift`, int64 [sum of n]; kept, too."""
         if self._inside[0] != spans or not np.array_equal(self._inside[1], shift):
             self._inside = spans, shift, self.at_positions(_positions(spans) - shift)
         return self._inside[2]
 
     def centres(self, kv: PagedKV) -> Angles:
-        """The same for `PagedKV.centres`; made once for all layers that share a list of entries."""
+        """cos, sin of `PagedKV.centres`; made once for all layers that share a list of entries."""
         made = kv.entries.made
         if self not in made:
             made[self] = self.at_some(kv.centres)
@@ -59,7 +59,7 @@ class RopeTable:
         return found
 
     def at_some(self, positions: np.ndarray) -> Angles:
-        """The same for positions, float64 [n], most of which were asked for before: others are kept with them."""
+        """cos, sin of positions, float64 [n], most of which were asked for before: others are kept with them."""
         known, angles = self._centres
         if len(new := np.setdiff1d(positions, known)):
             if len(known) > max(CENTRES, len(positions)):  # keep no more than this list's
@@ -72,7 +72,7 @@ class RopeTable:
         return angles[0][at], angles[1][at]
 
     def at_positions(self, positions: np.ndarray) -> Angles:
-        """The same for any positions, float64 [n]."""
+        """cos, sin float32 [n, dim / 2] of any positions, float64 [n]."""
         angles = positions[:, None] * self.frequencies
         return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
 

@@ -67,7 +67,7 @@ class Rows:
         self.hidden.copy_(self.model.hidden(step))
 
     def replay(self, bucket: int, memory: Any) -> None:
-        """The same by its graph; `memory`: the pool that graphs share."""
+        """Compute a step by its graph, captured at the first time; `memory`: the pool that graphs share."""
         if self.hidden.device.type != "cuda":  # Triton's interpreter
             self.launch(bucket)
             return
