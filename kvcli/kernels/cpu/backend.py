@@ -272,12 +272,13 @@ class NativeBackend:
     def _norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None, centred: bool = False
     ) -> torch.Tensor:
-        rows, out = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), torch.empty(x.shape)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         n, d = rows.shape
+        out = torch.empty(n, d)
         self._lib.kv_norm(
             rows.data_ptr(), rows.stride(0), weight.data_ptr(), _address(bias), centred, eps, n, d, out.data_ptr(), d
         )
-        return out
+        return out if rows is x else out.view(x.shape)
 
     rms_norm = normed = _norm
 
