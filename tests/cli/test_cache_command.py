@@ -121,6 +121,20 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     assert (code, out) == (6, "")
 
 
+def test_a_file_of_a_prompt_in_another_template(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    template, file = tmp_path / "t.jinja", str(tmp_path / "x.safetensors")
+    template.write_text("{{ lead }} {{ messages[0].content }} So")
+    asked = (*model, "--no-stdin", "--no-raw", "--chat-template", str(template), "--template-var", 'lead="Read"', TEXT)
+    code, _, err = kv_here("cache", "build", *asked, "--page-size", "16", "-o", file)
+    assert code == 0, err
+    assert kv_here("cache", "show", file, "--text", model[1])[1].startswith("Read It was the best")
+    code, out, err = kv_here("cache", "explain", file, *asked)
+    assert code == 0 and "they part" not in out, out + err
+    assert "they part at token" in kv_here("cache", "explain", file, *asked, "--template-var", 'lead="Hear"')[1]
+    code, _, err = kv_here("cache", "build", *model, "--raw", "--no-stdin", "--reasoning", "on", "-o", file, TEXT)
+    assert code == 2 and "--raw and --reasoning cannot be used together" in err
+
+
 def test_a_file_of_the_store_by_its_name(kv_here: KvHere, model: tuple[str, ...]) -> None:
     store = ("--cache-min-tokens", "50")
     for text in (TEXT + "Who?", TEXT + "Who? " + TEXT + "Why?"):

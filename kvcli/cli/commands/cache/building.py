@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.sinks import NoSink
@@ -32,6 +34,7 @@ def build(
     evict: EvictFlags,
     prompt: PromptFlags,
     system: SystemFlags,
+    template: TemplateFlags,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")],
     force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
@@ -42,7 +45,7 @@ def build(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         question = prompt.question(instruction, system, invocation)
         cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
-        load = prompt.loading(model.options(invocation.offline))
+        load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         question = question.of(loaded.text, invocation)
         ids = question.ids(loaded.text)

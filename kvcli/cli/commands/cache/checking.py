@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from kvcli.cli.flags.checks import in_range
 from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.flags.shared import ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, CheckFailed, UsageError
@@ -34,6 +35,7 @@ def explain(
     model: ModelFlags,
     prompt: PromptFlags,
     system: SystemFlags,
+    template: TemplateFlags,
     cache_dir: CacheDir = None,
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
@@ -45,7 +47,7 @@ def explain(
     with PromptCacheFile(cachefiles.locate(name, root)) as file:
         contents = file.contents
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
-        load = prompt.loading(model.options(invocation.offline))
+        load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         engine = _engine_for(contents.identity, load, invocation, interrupts)
         ids = question.of(engine.loaded.text, invocation).ids(engine.loaded.text)
         found = comparing.agreement(contents, ids, engine)
