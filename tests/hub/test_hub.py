@@ -20,6 +20,20 @@ from kvcli.errors import DownloadError, ModelError, UsageError
 from kvcli.runtime.hub import inventory, modelfiles, modelref, recipes, sources, store
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+def test_a_folder_that_a_known_name_hides_is_told_of(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    for _ in range(2):
+        with pytest.raises((ModelError, DownloadError)):
+            modelfiles.find_model(name, offline=True, notice=told.append)
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "model.safetensors").touch()
+    assert told == [f"{name} is the model known by that name; ./{name} is the folder here"]
+
+
 @pytest.mark.slow
 def test_parts_from_the_index_become_one_file(world: dict[str, str], site: servers.Site) -> None:
     told: list[str] = []

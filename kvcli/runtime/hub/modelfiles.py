@@ -42,6 +42,8 @@ def find_model(
     ref = ModelRef.parse(name)
     if ref.is_path:
         return check_path(name)
+    if notice and is_model_folder(Path(name)):
+        notice(f"{name} is the model known by that name; ./{name} is the folder here")
     try:
         return _pull(ref, False, offline, progress, notice, approve)
     except DownloadError as error:
