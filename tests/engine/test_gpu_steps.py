@@ -15,6 +15,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.engine.graph import stepgraph
+from kvcli.runtime.engine.graph.pages import GroupTables
 from kvcli.runtime.engine.graph.stepgraph import StepGraph
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
@@ -80,3 +81,19 @@ def test_what_graphs_leave_to_others() -> None:
             if not by_graph:
                 model.hidden(Step((part,)))
             seq.commit([1] * 12)
+
+
+def test_lists_that_are_too_long_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too few programs for what a block reads; and the same step has a graph once there are enough."""
+    file = GGUFFile.open(tiny.make_even("llama", False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    model = load(config, Weights(file), GpuBackend(torch.device(DEVICE)))
+    layout = KVLayout.build(config, "f16", "f16", PAGE).by_layer(True)
+    seq = Sequence(PagePool(layout, device=model.ops.device))
+    model.hidden(Step((seq.reserve([1] * 20),)))
+    seq.commit([1] * 20)
+    steps, part = StepGraph(model, layout, CONTEXT), seq.reserve([1] * 3)
+    with monkeypatch.context() as few:
+        few.setattr(GroupTables, "parts", lambda *_: 1)
+        assert steps.run(part) is None
+    assert steps.run(part) is not None

@@ -22,6 +22,10 @@ BUSY_BLOCKS = 16  # keep a card busy, with all heads
 FAR = (1 << 31) - 1  # positions on the device are 32-bit
 
 
+class NoRoom(ValueError):
+    """Lists that are longer than what was planned for them."""
+
+
 class Shares(NamedTuple):
     """`work`: int32 [blocks, parts, 4], what each program reads: the kind, 1 = by the turned queries, and entries
     [lo, hi) of the table or of the edges. `edges`: int64 [n, EDGE_NUMBERS]."""
@@ -57,7 +61,7 @@ def _spread(work: np.ndarray, parts: int) -> np.ndarray:
     runs, found = work[work[:, 0] == WHOLE], [work[work[:, 0] > WHOLE]]
     free, left = parts - len(found[0]), int((runs[:, 3] - runs[:, 2]).sum())
     if free < len(runs):
-        raise ValueError(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
+        raise NoRoom(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
     for i, (kind, turned, lo, hi) in enumerate(runs.tolist()):
         mine = min(-(-free * (hi - lo) // left), free - (len(runs) - 1 - i))
         free, left = free - mine, left - (hi - lo)

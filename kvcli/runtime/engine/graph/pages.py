@@ -13,7 +13,7 @@ from kvcli.kernels.gpu.attention import block_rows, part_count
 from kvcli.kernels.gpu.combine import MOST_PARTS
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
 from kvcli.kernels.gpu.places import check_slots
-from kvcli.kernels.gpu.shares import EDGE_NUMBERS, next_change
+from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
 from kvcli.kernels.paged import CENTRE_ROWS
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pagelist import Layers
@@ -64,10 +64,6 @@ class CentreAngles:
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of what stands on the host, which nothing waits for; it is made in the order of what the device does."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-class NoRoom(ValueError):
-    """Lists that are longer than what stands on the device for them."""
 
 
 class GroupTables:

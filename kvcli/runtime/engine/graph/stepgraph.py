@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 
 from kvcli.kernels.gpu.pages import BoundStretch
+from kvcli.kernels.gpu.shares import NoRoom
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Step
-from kvcli.runtime.engine.graph.pages import GraphPages, NoRoom
+from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 
@@ -90,9 +91,11 @@ class StepGraph:
         self._memory = torch.cuda.graph_pool_handle() if model.ops.device.type == "cuda" else None
 
     def run(self, part: Part) -> torch.Tensor | None:
-        """Hidden states float32 [T, d_model] of the part, whose rows are stored; None where its rows are too many, seal
-        one by one, or fill the first page of a sealed cache, which fixes means and scales, and for mixtures of experts,
-        whose router the host may have to ask."""
+        """Hidden states float32 [T, d_model] of the part, whose rows are stored.
+
+        None where its rows are too many, seal one by one, or fill the first page of a sealed cache, which fixes means
+        and scales; where its lists are too long; and for mixtures of experts, not tried in a graph of several rows.
+        """
         layers = [groups[0] for groups in part.groups]
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
         mixture = self.model.config.experts is not None
@@ -105,6 +108,7 @@ class StepGraph:
         try:
             rows.bind(part, bucket)
         except NoRoom:
+            del self._rows[count]  # some groups may be bound, for kinds of work that its graphs lack
             return None
         rows.replay(bucket, self._memory)
         return rows.hidden[: len(part.ids)].clone()
