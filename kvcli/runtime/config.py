@@ -126,13 +126,28 @@ class Block:
 class Experts:
     """Layers whose feed-forward part is a mixture of experts, all but the first `dense` ones.
 
-    `d_ff` is the width of an expert, `shared_ff` that of what every token has besides, 0 = nothing.
+    `d_ff` is the width of an expert, `shared_ff` that of what every token has besides, 0 = nothing. `every`: of the
+    others one layer in so many, the last one of them, has experts. `beside`: these layers have the dense part of the
+    model, too, each part with norms of its own, and the router one more (as in Gemma 4). `weighs_input`: see
+    `ExpertLayer`.
     """
 
     routing: Routing
     d_ff: int
     shared_ff: int = 0
     dense: int = 0
+    every: int = 1
+    beside: bool = False
+    weighs_input: bool = False
+
+    def has(self, layer: int) -> bool:
+        """Whether that layer has experts."""
+        return layer >= self.dense and (layer + 1) % self.every == 0
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the model has dense feed-forward parts as well."""
+        return self.beside or self.dense > 0 or self.every > 1
 
 
 @dataclass(frozen=True)
@@ -167,7 +182,7 @@ class ModelConfig:
     block: Block = Block()
 
     def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and layer >= self.experts.dense
+        return self.experts is not None and self.experts.has(layer)
 
     def at(self, ctx: int) -> ModelConfig:
         """The model in a context of `ctx` tokens; see `RopeConfig.at`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expertcases import ROUTINGS, layer, random, stack
+from expertcases import ROUTINGS, each_by_itself, layer, random, special, stack
 from kernelcases import backend, same_bits
 
 from kvcli.kernels.cpu.backend import ISAS
@@ -72,6 +72,15 @@ def test_a_mixture_is_that_of_the_reference_and_rows_do_not_depend_on_others(sha
     for name, whole in (("reference", expected), ("", found)):
         parts = [backend(name).experts(x[lo:hi], made) for lo, hi in ((0, 1), (1, 9), (9, 33))]
         assert same_bits(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("name", ("reference", ""))
+@pytest.mark.parametrize("which", (0, 1))
+def test_routers_with_a_norm_and_weights_of_what_experts_read(name: str, which: int):
+    x, residual, made = random(9, 64) * 0.3, random(9, 64, seed=3), special()[which]
+    expected = each_by_itself(x, made, residual)
+    found = backend(name).experts(x, made, residual)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", ("reference", ""))

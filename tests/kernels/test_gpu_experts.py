@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expertcases import ROUTINGS, layer, random, stack
+from expertcases import ROUTINGS, each_by_itself, layer, random, special, stack
 from gpucases import DEVICE, OPS, error, expect_activations, planes
 from kernelcases import one_thread
 from test_gpu_products import few_programs
@@ -44,7 +44,8 @@ def placed(made: ExpertLayer) -> ExpertLayer:
     return replace(
         made, router=GPU.place(made.router), gate_up=GPU.place_experts(made.gate_up, paired=True),
         down=GPU.place_experts(made.down), router_bias=on_device(made.router_bias),
-        choice_bias=on_device(made.choice_bias), shared=shared,
+        choice_bias=on_device(made.choice_bias), shared=shared, router_norm=on_device(made.router_norm),
+        scales=on_device(made.scales),
     )  # fmt: skip
 
 
@@ -113,6 +114,14 @@ def test_a_mixture_is_that_of_the_reference(shared: bool, biased: bool, f: int):
     made, x = layer(shared, biased, type_, f=f), (random(21, 64) * 0.3).half()
     expected = OPS.experts(x.float(), made)
     assert error(GPU.experts(x.to(DEVICE), placed(made)), expected) < 2e-3
+
+
+@pytest.mark.parametrize("which", (0, 1))
+def test_routers_with_a_norm_and_weights_of_what_experts_read(which: int):
+    x, residual, made = (random(9, 64) * 0.3).half(), random(9, 64, seed=3), special()[which]
+    expected = each_by_itself(x.float(), made, residual)
+    found = GPU.experts(x.to(DEVICE), placed(made), residual.to(DEVICE))
+    assert error(found, expected) < 3e-3
 
 
 def test_gates_that_are_stored_otherwise_are_refused():

@@ -253,6 +253,23 @@ VARIANTS = {
         },
         _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]},
     ),
+    # The one with experts has a dense part beside them, and keys as values.
+    "gemma4-experts": Variant(
+        "gemma4",
+        {
+            "layer_types": _slides(True, False, False),
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        _GEMMA4_KEYS
+        | _EXPERT_KEYS
+        | {"attention.sliding_window_pattern": [True, False, False], "attention.head_count_kv": [2, 1, 1]}
+        | {"expert_feed_forward_length": 24},
+    ),
     # Its ramp of YaRN is not rounded to whole dims.
     "gpt-oss": Variant(
         "gpt-oss",
@@ -517,7 +534,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
                 weight = _interleaved(weight, heads)
         if variant.family.one_more and name.endswith("norm.weight"):
             weight = weight + 1
-        if name.endswith("layer_scalar"):
+        if name.endswith("layer_scalar") or re.search(r"\d\.experts\.(gate_up|down)_proj$", name):
             name += ".weight"
         if experts := _of_clamped(name, weight) if variant.arch == "gpt-oss" else _of_experts(name, weight):
             found += experts
@@ -540,8 +557,13 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+_ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
+
+
 def _of_experts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Names and values of what files have of a tensor of experts; nothing of any other."""
+    if (found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(.+)", name)) and found[2] in _ROUTER:
+        return [(f"blk.{found[1]}.{_ROUTER[found[2]]}", weight)]
     if not (found := re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|shared_mlp)\.(.+)", name)):
         return []
     block, part = f"blk.{found[1]}.", found[2]

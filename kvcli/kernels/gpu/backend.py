@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.experts import ExpertLayer, SharedExpert
+from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows
 from kvcli.kernels.gpu.combine import combine
@@ -124,16 +124,23 @@ class GpuBackend:
         """As `place`, of matrices of experts."""
         return experts.place_experts(weights, self.device, paired)
 
-    def experts(self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer) -> torch.Tensor:
+    def experts(
+        self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `kernels.experts`."""
         rows = _half_rows(x)
         shape = rows.values.shape[0], layer.routing.used
         ids = torch.empty(shape, dtype=torch.int32, device=self.device)
         weights = torch.empty(shape, device=self.device)
-        logits = self.matmul(rows, layer.router)
+        logits = self.matmul(asked(self, rows, layer, residual), layer.router)
         experts.route(logits, layer.routing, layer.router_bias, layer.choice_bias, ids, weights)
         grouping = experts.Grouping.of(ids, layer.routing.experts)
+        if layer.scales is not None:
+            weights *= layer.scales[ids]
         products = experts.grouped_product(rows, layer.gate_up, grouping)
+        if layer.weighs_input:  # the products are linear
+            products *= weights.view(-1, 1)
+            weights.fill_(1.0)
         activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired)
         out = experts.mix(experts.grouped_product(activated, layer.down, grouping), weights)
         if layer.shared is not None:

@@ -39,9 +39,12 @@ _COMPUTED = re.compile(
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
     (re.compile(r"^language_model\."), ""),
-    (re.compile(r"layer_scalar$"), "layer_scalar.weight"),
+    (re.compile(r"(layer_scalar|\d\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
 )
+# Tensors that the `gguf` package has no names for, in a layer.
+_OTHER_NAMES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFConfig) -> dict[str, Presented]:
@@ -88,6 +91,9 @@ def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
     table = gguf.get_tensor_name_map(known, n_layers)
 
     def name_of(spelled: str) -> str | None:
+        layer = _LAYER.fullmatch(spelled)
+        if layer and layer[2] in _OTHER_NAMES:
+            return f"blk.{layer[1]}.{_OTHER_NAMES[layer[2]]}"
         if spelled.endswith(".sinks"):  # of attention, without a suffix
             spelled += ".weight"
         return table.get_name(spelled, try_suffixes=(".weight", ".bias"))
@@ -103,7 +109,7 @@ def _spelled(name: str) -> str:
 
 def _left_out(name: str, n_layers: int) -> bool:
     """Whether a tensor is no part of the language model, or is computed from the config."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = _LAYER.match(name)
     return bool(_ELSEWHERE.match(name) or _COMPUTED.search(name) or (layer and int(layer[1]) >= n_layers))
 
 

@@ -55,7 +55,18 @@ class TokenEmbeddings:
     norm: torch.Tensor
 
 
-Inner = Attention | FeedForward | ExpertLayer | TokenGate
+@dataclass(frozen=True)
+class DenseAndExperts:
+    """A feed-forward part and a mixture of experts over the same rows, which have no norm yet; what both give, normed,
+    is added up. `norms`: before the dense part, behind it, before the experts, behind them."""
+
+    dense: FeedForward
+    down: Matrices
+    experts: ExpertLayer
+    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+Inner = Attention | FeedForward | ExpertLayer | DenseAndExperts | TokenGate
 
 
 @dataclass(frozen=True)
@@ -158,8 +169,19 @@ class Decoder:
             return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)
         if isinstance(inner, ExpertLayer):
             return self.ops.experts(x, inner)
+        if isinstance(inner, DenseAndExperts):
+            return self._both(inner, x)
         assert tokens is not None
         return self.ops.activated(x, inner.gate, self.config.block.activation) * tokens[:, inner.layer]
+
+    def _both(self, inner: DenseAndExperts, x: torch.Tensor) -> torch.Tensor:
+        """x [T, d_model], the residual stream -> float32 [T, d_model]."""
+        ops, act, eps = self.ops, self.config.block.activation, self.config.norm_eps
+        before, behind, before_experts, behind_experts = inner.norms
+        activated: Operand = ops.gated(ops.normed(x, before, eps), inner.dense.gate_up, act, inner.dense.bias)
+        dense = ops.rms_norm(ops.matmul(activated, inner.down), behind, eps)
+        mixture = ops.experts(ops.normed(x, before_experts, eps), inner.experts, x)
+        return dense + ops.rms_norm(mixture, behind_experts, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n, d_model] -> [n, vocab_size]."""

@@ -16,10 +16,14 @@ _GATINGS = {1: SOFTMAX, 2: SIGMOID, 3: CHOSEN}  # values of expert_gating_func
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family routes tokens to experts, where files do not say; see `Routing`."""
+    """How a family routes tokens to experts, where files do not say; see `Routing`. `beside`, `weighs_input`: see
+    `Experts`. `step`: the key that says which layers have experts."""
 
     gating: str = SOFTMAX
     normed: bool = False
+    beside: bool = False
+    weighs_input: bool = False
+    step: str = ""
 
 
 def read_experts(
@@ -33,12 +37,17 @@ def read_experts(
     if not count:
         return None
     dense = keys.integer("leading_dense_block_count", 0, zero=True)
-    width, shared = (shapes.get(f"blk.{dense}.ffn_down_{x}.weight", (0,))[-1] for x in ("exps", "shexp"))
+    every = keys.integer(mixture.step, 1, limit=config.n_layers) if mixture.step else 1
+    first = -(-(dense + 1) // every) * every - 1  # with experts
+    width, shared = (shapes.get(f"blk.{first}.ffn_down_{x}.weight", (0,))[-1] for x in ("exps", "shexp"))
     return Experts(
         _routing(keys, mixture, count),
         keys.integer("expert_feed_forward_length", width or config.d_ff),
         _shared_width(keys, width, shared),
         min(dense, config.n_layers),
+        every,
+        mixture.beside,
+        mixture.weighs_input,
     )
 
 

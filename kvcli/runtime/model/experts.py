@@ -22,6 +22,8 @@ def load_experts(config: ModelConfig, layer: int, weights: Weights, ops: Backend
         found = weights.vector(tensor, count) if tensor in weights else None
         return None if found is None else found.to(ops.device)
 
+    router_norm = weights.vector(name("ffn_gate_inp.scale"), d).to(ops.device) * d**-0.5 if c.beside else None
+
     return ExpertLayer(
         c.routing,
         config.block.activation,
@@ -31,6 +33,10 @@ def load_experts(config: ModelConfig, layer: int, weights: Weights, ops: Backend
         vector(name("ffn_gate_inp.bias")),
         vector(name("exp_probs_b.bias")),
         _shared(c, name("ffn"), d, weights, ops) if c.shared_ff else None,
+        router_norm,
+        config.norm_eps,
+        vector(name("ffn_down_exps.scale")),
+        c.weighs_input,
     )
 
 

@@ -19,6 +19,7 @@ from kvcli.runtime.model.decoder import (
     Attention,
     Decoder,
     DecoderWeights,
+    DenseAndExperts,
     FeedForward,
     Inner,
     Sublayer,
@@ -126,16 +127,28 @@ class _Loader:
             name("attn_norm") if block.pre_norms else "", self._attention(i), name("attn_output"), heads,
             name("post_attention_norm"),
         )  # fmt: skip
-        with_experts = c.has_experts(i)
+        norm = name(block.ffn_norm) if block.pre_norms and not block.parallel else ""
+        inner, out = self._second_part(i)
         yield self._sublayer(
-            name(block.ffn_norm) if block.pre_norms and not block.parallel else "",
-            load_experts(c, i, self.weights, self.ops) if with_experts else self._feed_forward(i),
-            "" if with_experts else name("ffn_down"), self._width(i), name("post_ffw_norm"), beside=block.parallel,
-            leaves=1.0 if c.d_token else leaves,
+            "" if isinstance(inner, DenseAndExperts) else norm, inner, out, self._width(i), name("post_ffw_norm"),
+            beside=block.parallel, leaves=1.0 if c.d_token else leaves,
         )  # fmt: skip
         if c.d_token:
             gate = TokenGate(i, self.ops.place((self.weights.matrix(name("inp_gate.weight"), c.d_token, c.d_model),)))
             yield self._sublayer("", gate, name("proj"), c.d_token, name("post_norm"), leaves=leaves)
+
+    def _second_part(self, i: int) -> tuple[Inner, str]:
+        """What follows attention, and the name of its last matrix, "" = it has that itself."""
+        c, name = self.config, f"blk.{i}.{{}}".format
+        if not c.has_experts(i):
+            return self._feed_forward(i), name("ffn_down")
+        experts = load_experts(c, i, self.weights, self.ops)
+        if c.experts is None or not c.experts.beside:
+            return experts, ""
+        norms = (c.block.ffn_norm, "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2")
+        before, behind, second, last = (self.vector(f"{name(x)}.weight", c.d_model) for x in norms)
+        down = self.ops.place((self.weights.matrix(f"{name('ffn_down')}.weight", c.d_model, self._width(i)),))
+        return DenseAndExperts(self._feed_forward(i), down, experts, (before, behind, second, last)), ""
 
     def _leaves(self, name: str) -> float:
         """What the layer multiplies the residual stream by."""

@@ -192,7 +192,7 @@ def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
 def _dense_width(config: ModelConfig) -> int:
     """Of the widest feed-forward part that every token has."""
     experts = config.experts
-    return config.d_ff if experts is None else max(config.d_ff if experts.dense else 0, experts.shared_ff)
+    return config.d_ff if experts is None else max(config.d_ff if experts.has_dense else 0, experts.shared_ff)
 
 
 def _mixture(config: ModelConfig) -> int:
@@ -201,7 +201,8 @@ def _mixture(config: ModelConfig) -> int:
         return 0
     d, f, shared, used = config.d_model, experts.d_ff, experts.shared_ff, experts.routing.used
     products = max(_whole(d) + 2 * f, 3 * f, f + _whole(f) + d)
-    return d + experts.routing.experts + max(used * products, used * d + d, d + 3 * shared, 2 * d + shared)
+    beside = 2 * d if experts.beside else 0  # what the dense part gave, and what the router reads
+    return beside + d + experts.routing.experts + max(used * products, used * d + d, d + 3 * shared, 2 * d + shared)
 
 
 def _mixture_on_gpu(config: ModelConfig) -> int:
@@ -212,7 +213,8 @@ def _mixture_on_gpu(config: ModelConfig) -> int:
     d, f, used = config.d_model, experts.d_ff, experts.routing.used
     shared = max(2 * experts.shared_ff + experts.shared_ff // 2, experts.shared_ff // 2 + d)
     products = max(2 * f + f // 2 + 1, f // 2 + 1 + d) + _SORTED
-    return d + experts.routing.experts + max(used * products, shared)
+    beside = 2 * d if experts.beside else 0
+    return beside + d + experts.routing.experts + max(used * products, shared)
 
 
 def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:

@@ -60,7 +60,7 @@ def _folds(model: Decoder) -> bool:
 def _widths(model: Decoder) -> Iterator[int]:
     """Of feed-forward parts."""
     c = model.config
-    if c.experts is None or c.experts.dense:
+    if c.experts is None or c.experts.has_dense:
         yield c.d_ff
     if c.experts is not None:
         yield c.experts.d_ff

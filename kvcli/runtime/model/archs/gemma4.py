@@ -1,11 +1,12 @@
-"""Gemma 4, the dense models: heads of other sizes where layers slide; the last layers of some read the rows of earlier
-ones; some layers that see everything take their keys for values; the smaller ones have an embedding for each layer.
+"""Gemma 4: heads of other sizes where layers slide; the last layers of some read the rows of earlier ones; some layers
+that see everything take their keys for values; the smaller ones have an embedding for each layer; one has experts, and
+beside them a dense part.
 """
 
 from __future__ import annotations
 
 from kvcli.runtime.config import HEAD, Block
-from kvcli.runtime.model.architecture import Architecture, Windows
+from kvcli.runtime.model.architecture import Architecture, Mixture, Windows
 
 ARCHITECTURE = Architecture(
     gguf=("gemma4",),
@@ -15,4 +16,5 @@ ARCHITECTURE = Architecture(
     embed_scale=lambda d_model: d_model**0.5,
     query_dim=lambda config: 1,
     tokens_each=True,
+    experts=Mixture(normed=True, beside=True),
 )
