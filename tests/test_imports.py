@@ -52,7 +52,7 @@ runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engi
 runtime.engine.graph.pages runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts
 runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
 runtime.engine.scheduler
-runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute
+runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles
 runtime.promptcache.prefix runtime.promptcache.saved runtime.promptcache.userfile runtime.promptcache.writer

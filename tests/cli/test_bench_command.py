@@ -16,7 +16,7 @@ from engines import open_tiny
 from synthetics import small_model
 
 from kvcli.cli import render
-from kvcli.cli.commands import bench as command
+from kvcli.cli.commands.bench import speeds as command
 from kvcli.cli.invocation import Invocation
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.engine.engine import Engine
@@ -52,14 +52,14 @@ def tables(out: str) -> list[list[list[str]]]:
 
 @pytest.mark.slow
 def test_tables_and_json_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = command._object
+    make = command.as_object
 
-    def both(tables: Any, setting: Any, *rest: Any) -> dict[str, Any]:
-        command._show(tables, setting, Invocation())
+    def both(tables: Any, setting: Any, bandwidth: Any, *rest: Any) -> dict[str, Any]:
+        command.show(tables, setting, bandwidth, Invocation())
         render.write_out("\n")
-        return make(tables, setting, *rest)
+        return make(tables, setting, bandwidth, *rest)
 
-    monkeypatch.setattr(command, "_object", both)
+    monkeypatch.setattr(command, "as_object", both)
     code, out, err = bench("-p", "30,7", "-n", "5", "-d", "0,40", "-ct", "f16,int8/int4", "-r", "3", "--json")
     assert (code, err) == (0, "")
     value = json.loads(out.splitlines()[-1])

@@ -38,20 +38,26 @@ def disk_speed(folder: Path, size: int = FILE_BYTES) -> dict[str, Any]:
 
 
 def _read_speed(handle: int, size: int) -> float:
-    if not hasattr(os, "posix_fadvise"):
-        raise ProbeFailed("this system cannot put a single file out of its page cache")
     for start in range(0, size, _STEP):
         os.pwrite(handle, os.urandom(min(_STEP, size - start)), start)
     os.fsync(handle)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    if _in_memory(handle, size):
-        raise ProbeFailed("the page cache keeps the file, so its disk cannot be measured")
+    put_out(handle, size)
     buffer = bytearray(_STEP)
     began = time.perf_counter()
     for start in range(0, size, _STEP):
         if os.preadv(handle, [buffer], start) <= 0:
             raise ProbeFailed("the file that was written cannot be read")
     return size / (time.perf_counter() - began) / 1e9
+
+
+def put_out(handle: int, size: int) -> None:
+    """Have a file that was flushed read from the disk next time, not from the system's page cache. Raises ProbeFailed
+    where that cannot be had."""
+    if not hasattr(os, "posix_fadvise"):
+        raise ProbeFailed("this system cannot put a single file out of its page cache")
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    if _in_memory(handle, size):
+        raise ProbeFailed("the page cache keeps the file, so its disk cannot be measured")
 
 
 def _in_memory(handle: int, size: int) -> bool:

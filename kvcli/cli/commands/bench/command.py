@@ -1,0 +1,60 @@
+"""`kv bench`: tokens a second of prompts and of generation; what the cache of keys and values is worth, and that of
+prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import typer
+
+from kvcli.cli.commands.bench import prefixes, speeds, uncached
+from kvcli.cli.commands.bench.flags import BenchFlags
+from kvcli.cli.commands.bench.setting import Series
+from kvcli.cli.flags.comparing import TypeFlags
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.shared import ModelFlags, grouped
+from kvcli.cli.helptext import PLANNING
+from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.errors import DoesNotFit
+from kvcli.options import CacheOptions
+
+EXAMPLES = """
+kv bench
+kv bench -m model.gguf -d 0,4k,16k -ct f16,int8,int4
+kv bench --no-kv-cache -p 256 -n 64
+kv bench --prefix-reuse -p 8k -ct f16,int4
+kv bench --json > bench.json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("bench", rich_help_panel=PLANNING, epilog=EXAMPLES)(bench)
+
+
+@grouped
+def bench(
+    ctx: typer.Context,
+    model: ModelFlags,
+    what: BenchFlags,
+    types: TypeFlags,
+    evict: EvictFlags,
+    json: JsonFlag = False,
+) -> None:
+    """Measure the speed of prompts (pp) and generation (tg) by cache type and depth, as in kv run.
+
+    Rates are medians over the repetitions, with their standard deviation. The limit is what generation would reach if
+    reading weights and cache took all the time.
+    """
+    invocation: Invocation = ctx.obj
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
+        what.check()
+        load, pairs = model.options(invocation.offline), types.types("f16", invocation)
+        evicting = evict.options(types.page_size, prompt=False)
+        cache = CacheOptions(
+            page_size=types.page_size, ubatch=what.ubatch_size, tail=types.kv_tail, sinks=types.kv_sink, evict=evicting
+        )
+        series = Series(load, pairs, cache, invocation, interrupts)
+        arms = uncached if what.no_kv_cache else prefixes if what.prefix_reuse else speeds
+        failures = arms.measure(series, what, types, evicting, json)
+    raise typer.Exit(DoesNotFit.exit_code if failures else 0)

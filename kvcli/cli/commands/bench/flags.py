@@ -1,0 +1,148 @@
+"""What `kv bench` measures: lengths, depths, repetitions, and which arms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli.flags.cache import check_size_of_step
+from kvcli.cli.flags.checks import check_bandwidth, checked, in_range
+from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.helptext import MEASURE
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions
+
+if TYPE_CHECKING:
+    from kvcli.runtime.evaluate.benching import Case
+
+_NONE, _DEPTH = "; 0 = none", "; -d is not --device"  # for hints
+_option = partial(typer.Option, rich_help_panel=MEASURE)
+NO_CACHE, PREFIX_REUSE = "--no-kv-cache", "--prefix-reuse"
+
+
+def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.OptionInfo:
+    """An option whose value is what `_lengths` takes."""
+    check = checked(partial(_lengths, flag=names[-1], more=more))
+    return _option(*names, metavar="LIST", help=help, callback=check, show_default=show_default)
+
+
+def _lengths(text: str, flag: str, more: str) -> list[int]:
+    """'0,4k' -> tokens, each once. Raises UsageError."""
+    return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))
+
+
+@dataclass(frozen=True)
+class BenchFlags:
+    """Lengths, depths and repetitions. None = not given: what is measured has a default of its own."""
+
+    n_prompt: Annotated[
+        str | None,
+        _list(*("-p", "--n-prompt"), help="Prompt lengths to measure; 0 = none.", more=_NONE, show_default="512"),
+    ] = None
+    n_gen: Annotated[
+        str | None,
+        _list(*("-n", "--n-gen"), help="Numbers of tokens to generate; 0 = none.", more=_NONE, show_default="128"),
+    ] = None
+    n_depth: Annotated[
+        str | None,
+        _list(
+            *("-d", "--n-depth"),
+            help="Numbers of tokens that are in the cache already, e.g. 0,4k.",
+            more=_DEPTH,
+            show_default="0",
+        ),
+    ] = None
+    repetitions: Annotated[
+        int | None,
+        _option(
+            *("-r", "--repetitions"),
+            metavar="N",
+            help="Repetitions of each test; the median counts.",
+            callback=in_range("--repetitions", 1),
+            show_default="5",
+        ),
+    ] = None
+    no_warmup: Annotated[bool, _option("--no-warmup", help="Skip the warm-up run of each test.")] = False
+    no_kv_cache: Annotated[
+        bool,
+        _option(
+            NO_CACHE,
+            help="Generate behind prompts of -p (128) tokens with the cache, and without: every token computes all of"
+            " the context again (-n 32, -r 3).",
+        ),
+    ] = False
+    prefix_reuse: Annotated[
+        bool,
+        _option(
+            PREFIX_REUSE,
+            help="Time to the first token of prompts that begin with the same -p (2048) tokens: computed, read from"
+            " disk, and still in memory.",
+        ),
+    ] = False
+    suffix: Annotated[
+        int | None,
+        _option(
+            "--suffix",
+            metavar="N",
+            help=f"With {PREFIX_REUSE}: tokens behind the prefix, which are new in every prompt.",
+            callback=in_range("--suffix", 1),
+            show_default="64",
+        ),
+    ] = None
+    bandwidth: Annotated[
+        float | None,
+        _option(
+            "--bandwidth",
+            metavar="GB/s",
+            help="Memory bandwidth, from which the limit is computed.",
+            callback=check_bandwidth,
+        ),
+    ] = None
+    ubatch_size: Annotated[
+        int,
+        _option(
+            *("-ub", "--ubatch-size", "-b", "--batch-size"),
+            metavar="N",
+            help="Tokens per prefill step; 0 = automatic.",
+            callback=check_size_of_step,
+        ),
+    ] = CacheOptions.ubatch
+
+    def check(self) -> None:
+        """Raises UsageError for options that change nothing in what is measured."""
+        if self.no_kv_cache and self.prefix_reuse:
+            raise UsageError(f"{NO_CACHE} and {PREFIX_REUSE} cannot be used together", "run them one after the other")
+        only = NO_CACHE if self.no_kv_cache else PREFIX_REUSE if self.prefix_reuse else ""
+        unused = {"-d": self.n_depth, "--bandwidth": self.bandwidth} if only else {}
+        unused |= {"-n": self.n_gen} if self.prefix_reuse else {"--suffix": self.suffix}
+        if given := [name for name, value in unused.items() if value is not None]:
+            if not only:
+                raise UsageError(f"{given[0]} needs {PREFIX_REUSE}", "it is about prompts that begin alike")
+            raise UsageError(f"{given[0]} cannot be used with {only}", "-p is the length of the prompts there")
+
+    def cases(self) -> list[Case]:
+        """Every test of prompts and generation. Raises UsageError where there is none."""
+        from kvcli.runtime.evaluate import benching
+
+        depths = _lengths(self.n_depth or "0", "--n-depth", _DEPTH)
+        found = benching.cases(self.prompts("512"), self.generations("128"), depths)
+        if not found:
+            raise UsageError("there is nothing to measure: -p and -n are both 0")
+        return found
+
+    def prompts(self, default: str) -> list[int]:
+        """The lengths of prompts."""
+        return _lengths(self.n_prompt or default, "--n-prompt", _NONE)
+
+    def generations(self, default: str) -> list[int]:
+        """How many tokens are generated."""
+        return _lengths(self.n_gen or default, "--n-gen", _NONE)
+
+    def positive(self, lengths: list[int], flag: str) -> list[int]:
+        """Raises UsageError for a length of 0, where that is no test."""
+        if 0 in lengths:
+            raise UsageError(f"{flag} must be 1 or more here, not 0", "there is nothing to compare without tokens")
+        return lengths

@@ -1,0 +1,106 @@
+"""The arms of `kv bench`: without a cache of keys and values, and with the rows of prefixes from several places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from conftest import KvHere
+from engines import open_tiny
+from jsonchecks import check
+
+from kvcli.options import CacheOptions
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.evaluate import prefixreuse, uncached
+
+
+@pytest.mark.parametrize(("variant", "types"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "f16")])
+def test_every_row_is_computed_for_every_token(variant: str, types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_tiny(variant, "auto", CacheOptions(type_k=types, type_v=types, page_size=16))
+    rows, forward = [], Engine.forward_all
+    monkeypatch.setattr(Engine, "forward_all", lambda e, parts: rows.append(len(parts[0][1])) or forward(e, parts))
+    heard: list[str] = []
+    (both,) = uncached.run(engine, [(40, 5)], 2, False, heard.append)
+    assert both.computed == (44, 40 + 41 + 42 + 43 + 44) and sum(rows) == 2 * sum(both.computed)
+    assert both.same == 5 and heard == ["40 + 5 tokens, 210 rows without the cache"]
+    assert len(both.cached_s) == len(both.uncached_s) == 2 and both.times == both.uncached / both.cached
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize(("variant", "types"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "f16")])
+def test_prefixes_come_from_where_the_arm_says(
+    variant: str, types: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = CacheOptions(100, types, types, page_size=16)
+    engine = open_tiny(variant, "auto", cache)
+    (found,) = prefixreuse.run(engine, [70], 12, 2, True, lambda _: None)
+    computed, disk, memory = found.arms
+    whole = 70 if types == "f16" else 64  # of a sealed cache whole pages
+    assert computed.reused == (0, 0) and computed.hits == 0
+    assert set(disk.reused) <= {64, 70} and set(memory.reused) <= {64, whole}
+    assert disk.hits == memory.hits == 2 and found.stored_bytes > 0
+    assert all(len(arm.ttft_s) == 2 and min(arm.ttft_s) > 0 for arm in found.arms)
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["fingerprints"]  # its store is gone
+    engine.pool.check([])
+
+
+def test_tables_and_json(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    common = ("-m", str(tiny.make("llama").path), "--page-size", "16", "-r", "1", "--no-warmup")
+    arms = {
+        "bench --no-kv-cache": ("--no-kv-cache", "-p", "9,20", "-n", "3"),
+        "bench --prefix-reuse": ("--prefix-reuse", "-p", "40", "--suffix", "5", "-ct", "f16,int8"),
+    }
+    for kind, flags in arms.items():
+        code, out, err = kv_here("bench", *common, *flags, "--json")
+        assert (code, err) == (0, ""), err
+        value = json.loads(out)
+        check(kind, value)
+        assert len(value["results"]) == 2 and value["repetitions"] == 1
+        code, out, _ = kv_here("bench", *common, *flags)
+        rows = [line for line in out.splitlines() if line.startswith("| ")]
+        assert code == 0 and len(rows) == 2 + (2 if kind.endswith("--no-kv-cache") else 6)
+        if kind.endswith("--no-kv-cache"):
+            assert [row.split("|")[2:4] + row.split("|")[9:10] for row in rows[2:]] == [
+                [" 9 ", " 3 ", " 3 "], [" 20 ", " 3 ", " 3 "],
+            ]  # fmt: skip
+        else:
+            assert [row.split("|")[3:5] for row in rows[2:5]] == [
+                [" computed ", " 0 of 1 "], [" disk ", " 1 of 1 "], [" memory ", " 1 of 1 "],
+            ]  # fmt: skip
+
+
+def test_files_that_cannot_be_put_out_are_told(
+    kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(handle: int, size: int) -> None:
+        raise prefixreuse.ProbeFailed("no such call")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prefixreuse, "put_out", fails)
+    model = ("-m", str(tiny.make("llama").path), "--page-size", "16")
+    code, out, err = kv_here("bench", *model, "--prefix-reuse", "-p", "30", "-r", "1", "--no-warmup", "--json")
+    value = json.loads(out)
+    assert code == 0 and "no such call" in err and value["results"][0]["page_cache_dropped"] is False
+    assert len(value["warnings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--no-kv-cache", "--prefix-reuse"), "cannot be used together"),
+        (("--no-kv-cache", "-d", "4k"), "-d cannot be used with --no-kv-cache"),
+        (("--no-kv-cache", "-n", "0"), "--n-gen must be 1 or more here"),
+        (("--no-kv-cache", "--evict", "sink"), "--evict cannot be used with --no-kv-cache"),
+        (("--prefix-reuse", "-n", "4"), "-n cannot be used with --prefix-reuse"),
+        (("--prefix-reuse", "--bandwidth", "9"), "--bandwidth cannot be used with --prefix-reuse"),
+        (("--suffix", "4"), "--suffix needs --prefix-reuse"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_mean_nothing_to_an_arm(kv_here: KvHere, args: tuple[str, ...], message: str) -> None:
+    code, out, err = kv_here("bench", "-m", str(tiny.make("llama").path), *args)
+    assert (code, out) == (2, "") and message in err
