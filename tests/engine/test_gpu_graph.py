@@ -261,8 +261,8 @@ def test_tokens_go_on_where_old_ones_are_evicted(arch, types, keep, prompts, gra
 @COMPILED
 def test_launching_kernels_ahead_changes_no_bit(monkeypatch):
     found = []
-    for pdl, early in ((SERIAL, 0), (AFTER, 0), (AFTER, products.EARLY_PROGRAMS)):
-        monkeypatch.setattr(products, "EARLY_PROGRAMS", early)
+    for pdl, early in ((SERIAL, 0), (AFTER, 0), (AFTER, products.EARLY)):
+        monkeypatch.setattr(products, "EARLY", early)
         model = Model("llama", "int8", True)
         assert model.graph is not None
         model.graph.pdl = min(pdl, model.graph.pdl)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kvcli.codecs import Codec, RecordLayout
 from kvcli.kernels.gpu import shares
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
@@ -27,6 +28,7 @@ from kvcli.kernels.gpu.tiles import head_factor, launch_options, left_centre, ti
 
 WHOLE, EDGES, OPEN = (tl.constexpr(x) for x in (shares.WHOLE, shares.EDGES, shares.OPEN))
 LOG2_E = 1.4426950408889634
+SEALED_BYTES = 38 << 10  # of shared memory that a program over sealed pages may take
 FIVE = 200  # registers of a thread, for five programs of two warps on a multiprocessor
 
 
@@ -131,6 +133,13 @@ def part_count(splits: int, sealed: bool, turns: bool) -> int:
     """Partial results of a decoded query: `splits` shares of what is seen wholly, and the other parts: of pages that
     are not, and where pages are sealed of open ones; as many again where entries are turned."""
     return max(splits, 1 + turns) + (1 + sealed) * (1 + turns)
+
+
+def programs(chip: Chip, sealed: bool) -> int:
+    """Programs that decoding one query is worth, of all heads: two on each multiprocessor, and of sealed pages, which
+    take less shared memory, as many as there is room for up to four, as measured on an H100."""
+    each = min(4, max(2, chip.shared_bytes // SEALED_BYTES)) if sealed else 2
+    return each * chip.multiprocessors
 
 
 @dataclass(frozen=True)

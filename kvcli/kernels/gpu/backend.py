@@ -18,8 +18,9 @@ from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, past, wide
-from kvcli.kernels.gpu.attention import Partials, attend, block_rows
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
+from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import (
     Asked,
@@ -38,7 +39,7 @@ from kvcli.kernels.reference.experts import ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
 
-PARTS = 68  # programs of one query alone, of each head
+OTHERS = 8  # programs of one query alone, of each head, beside those that share out what it sees wholly
 
 
 class GpuBackend:
@@ -178,8 +179,9 @@ class GpuBackend:
         """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
         kv, rows = part.kv, part.hi - part.lo
         block, _ = block_rows(kv.record, layer.heads, rows)
+        alone = programs(Chip.of(self.device), kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
         apart = past.least_pages(kv.record, rows, layer, self.device)
-        asked = Asked(part.start, rows, block, layer.window, PARTS if rows == 1 else 0, apart)
+        asked = Asked(part.start, rows, block, layer.window, min(alone, MOST_PARTS), apart)
         lists = page_lists(kv, part.shift, asked, self.device)
         return device_pages(kv, lists, self.device, self._half_angles(angles))
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.expand import arrays, decode_groups
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.launching import launch
@@ -22,7 +23,7 @@ MOST = 64  # rows
 ROWS = 64  # of the matrix that a program has; this and what follows as measured on an H200
 STEP = 4  # groups of columns at a time
 STAGES = 3
-PROGRAMS = 264  # at least as many, if need be with parts of the columns: they are what keeps memory busy
+PROGRAMS = 2  # at least, on each multiprocessor, if need be with parts of the columns: they keep memory busy
 
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
@@ -66,7 +67,8 @@ def can(matrix: DeviceMatrix, rows: int) -> bool:
 def parts(matrices: Sequence[DeviceMatrix]) -> int:
     """How many parts of the columns are summed apart."""
     programs = sum(triton.cdiv(m.rows, ROWS) for m in matrices)
-    return min(8, triton.cdiv(PROGRAMS, programs), max(1, matrices[0].groups // 16))
+    wanted = PROGRAMS * Chip.of(matrices[0].codes.device).multiprocessors
+    return min(8, triton.cdiv(wanted, programs), max(1, matrices[0].groups // 16))
 
 
 def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:

@@ -8,13 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.language import ACTS, AFTER, LEADING, SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE, inverse_rms, load_squares, matvec_packed, matvec_plain
 
 TWO_PLANES_BYTES = 4 << 20
-EARLY_PROGRAMS = 128  # the fewest of a RESIDUAL product that calls the next kernel early; as measured on an H100
+EARLY = 0.95  # of the multiprocessors that a RESIDUAL product fills if it calls the next kernel early; on an H100: 126
 MAX_GROUPS = 1024  # a program holds the whole vector in registers
 
 
@@ -111,14 +112,15 @@ def matvec(
     STORE writes float32 `out` [rows] (and `squares`). RESIDUAL adds to `residual`, and `into` becomes residual *
     next_norm. GATED makes `into` the activated gates times what they gate; the matrix is paired. `planes` of the vector
     to multiply with; 0 = as the size of the matrix allows. `pdl`: see language.SERIAL and what follows it; AFTER
-    becomes LEADING but for a RESIDUAL of EARLY_PROGRAMS or more: elsewhere programs of the next kernel that stand ready
-    cost more than they gain, as measured.
+    becomes LEADING but for a RESIDUAL that fills the card (EARLY): elsewhere programs of the next kernel that stand
+    ready cost more than they gain, as measured.
     """
     t = chosen or tiles(matrix, role)
     if squares is not None and squares.numel() != triton.cdiv(matrix.rows, t.bn):
         raise ValueError(f"{squares.numel()} sums of squares for programs of {t.bn} of {matrix.rows} rows")
     grid = (triton.cdiv(matrix.rows, t.bn),)
-    if pdl == AFTER and (role != RESIDUAL or grid[0] < EARLY_PROGRAMS):
+    early = role == RESIDUAL and grid[0] >= EARLY * Chip.of(matrix.codes.device).multiprocessors
+    if pdl == AFTER and not early:
         pdl = LEADING
     spare, change = x.scales, matrix.change
     if change:  # of a vector that is not normed yet: what is normed is the sum

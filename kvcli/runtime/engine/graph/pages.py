@@ -9,7 +9,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvcli.kernels.gpu.attention import block_rows, part_count
+from kvcli.kernels.gpu.attention import block_rows, part_count, programs
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
 from kvcli.kernels.gpu.places import check_slots
@@ -21,7 +22,6 @@ from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
-PROGRAMS, SEALED_PROGRAMS = 264, 528  # of attention; as measured on an H100
 PAGES_EACH = 4  # for a share to be worth a program
 EDGES_EACH = 8  # of a block of queries, beside one for each page and class
 
@@ -76,6 +76,7 @@ class GroupTables:
     def __init__(self, group: GroupLayout, ctx_size: int, position: torch.Tensor, heads: int, rows: int = 1) -> None:
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
+        self.chip = Chip.of(device)
         self.block, _ = block_rows(group.record, heads, rows)
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         most = 2 * MOST_PARTS * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
@@ -98,8 +99,8 @@ class GroupTables:
         """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""
         group, turns = self.group, self.lists.turns
         seen = min(bucket, group.window) if group.window else bucket
-        programs = (SEALED_PROGRAMS if group.sealed else PROGRAMS) // (group.kv_heads * self.blocks)
-        splits = max(1, min(programs, seen // (PAGES_EACH * group.page_size)))
+        each = programs(self.chip, group.sealed) // (group.kv_heads * self.blocks)
+        splits = max(1, min(each, seen // (PAGES_EACH * group.page_size)))
         if self.rows == 1:
             return min(MOST_PARTS, part_count(splits, group.sealed, turns))
         others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries

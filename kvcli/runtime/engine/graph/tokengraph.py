@@ -15,9 +15,10 @@ import torch
 from kvcli.kernels import ExpertLayer, PagedKV
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
-from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, LEADING, SERIAL
+from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
@@ -95,8 +96,7 @@ class TokenGraph:
         self._partials: dict[tuple[int, int], Partials] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
         self._next: tuple[Sequence | None, int] = (None, -1)
-        ahead = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.pdl = AFTER if ahead else SERIAL
+        self.pdl = AFTER if Chip.of(self.device).ahead and not INTERPRETED else SERIAL
         self._post_squares: dict[int, torch.Tensor] = {}
 
     def _floats(self, *shape: int) -> torch.Tensor:
