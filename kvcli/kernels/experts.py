@@ -64,9 +64,7 @@ class Operations(Protocol):
     def gated(self, x: torch.Tensor, weights: Sequence[Any], act: str) -> torch.Tensor: ...
 
 
-def experts(
-    ops: Operations, x: torch.Tensor, layer: ExpertLayer, residual: torch.Tensor | None = None
-) -> torch.Tensor:
+def experts(ops: Operations, x: torch.Tensor, layer: ExpertLayer, residual: torch.Tensor | None = None) -> torch.Tensor:
     """The weighted sum of what the experts of each row give: x [T, D], normed -> float32 [T, D].
 
     The sum is in the order in which the experts were chosen, the best one first, and then the shared one. `residual`

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvcli.routing import Routing
 
-FULL, SLIDING, LATENT, RECURRENT = "full", "sliding", "latent", "recurrent"
+FULL, SLIDING, CHUNKED, LATENT, RECURRENT = "full", "sliding", "chunked", "latent", "recurrent"
+WINDOWED = (SLIDING, CHUNKED)  # layers that see a part of the rows before a query
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class LayerConfig:
     """What one layer keeps in the cache and how it looks at it.
 
     `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1, dim_k = lora rank + rope dims, dim_v 0.
-    `window` counts the tokens a sliding layer sees, the query included; 0 = all. `rope` None: positions are not seen
+    `window` counts the tokens a sliding layer sees, the query included; 0 = all. In a chunked layer a query sees those
+    of its own chunk, of `window` tokens; the first one begins at position 0. `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
     layer whose rows this one reads; it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of
     the model.
@@ -79,7 +81,7 @@ class LayerConfig:
 
 
 RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450
-HEAD, ALL = "head", "all"
+HEAD, ALL, PLAIN = "head", "all", "plain"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Block:
     | `norm` | RMS or LAYER (mean and variance), of all norms but those of heads |
     | `pre_norms`, `post_norms` | a norm before either part; one over what either part adds |
     | `parallel` | the feed-forward part has the normed input of attention, and no norm of its own |
-    | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, "" = none |
+    | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, PLAIN = over each head |
+    | | without weights, in layers with RoPE; "" = none |
     | `qk_norm_last` | that norm comes after RoPE |
     | `rope_pairs` | RoPE turns neighbouring rows of q and k in files; else, and in kv, rows half a head apart |
     | `sinks` | a logit of each head takes part in the softmax of attention, and has no value |

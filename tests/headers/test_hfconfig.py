@@ -10,12 +10,15 @@ import hfdefaults
 import pytest
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, ModelConfig
+from kvcli.runtime.config import CHUNKED, FULL, LATENT, RECURRENT, SLIDING, ModelConfig
 from kvcli.runtime.headers.anygguf import config_from_hf
 from kvcli.runtime.headers.hflayers import SAYING
 
 # From the table, for transformers takes seconds to import.
 TYPES = [name for name, row in json.loads(hfdefaults.PATH.read_text(encoding="utf-8"))["types"].items() if row]
+
+
+_KINDS = {"sliding_attention": SLIDING, "chunked_attention": CHUNKED}
 
 
 @functools.cache
@@ -57,7 +60,13 @@ def truth_of(config: Any) -> list[tuple[Any, ...]]:
             elif kind != "sliding_attention":
                 window = 0
             layers.append(
-                (SLIDING if window else FULL, window, kv_heads, dim, getattr(each, "v_head_dim", None) or dim)
+                (
+                    _KINDS.get(kind, FULL) if window else FULL,
+                    window,
+                    kv_heads,
+                    dim,
+                    getattr(each, "v_head_dim", None) or dim,
+                )
             )
     return layers
 

@@ -78,6 +78,7 @@ FAMILIES = {
     "gemma3": Family("gemma3_text", _GEMMA, one_more=True),
     "gemma4": Family("gemma4_text", _GEMMA4),
     "gpt-oss": Family("gpt_oss", _EXPERTS | _SLIDING | {"intermediate_size": 24}),
+    "llama4": Family("llama4_text", {"num_local_experts": 8, "intermediate_size": 24, "intermediate_size_mlp": 80}),
     "phi3": Family(settings=_EVEN),
     "smollm3": Family(settings=_EVEN, halves=True),
     "granite": Family(settings=_EVEN, halves=True),
@@ -147,6 +148,12 @@ _GLM_KEYS = {
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
+_LLAMA4_KEYS = {
+    "attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, True, True, False],
+    "attention.temperature_scale": 0.3, "attention.temperature_length": 16, "feed_forward_length": 80,
+    "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 24, "expert_gating_func": 2,
+    "expert_count": 8,
+}  # fmt: skip
 _GEMMA4_KEYS = {
     "attention.key_length": 24,
     "attention.value_length": 24,
@@ -277,6 +284,21 @@ VARIANTS = {
         _EXPERT_KEYS
         | _YARN_KEYS
         | {"attention.sliding_window": WINDOW, "rope.scaling.yarn_beta_fast": 8.0, "expert_feed_forward_length": 24},
+    ),
+    # Scout: norms of q and k, scaled RoPE. Maverick: neither, and experts in every other layer.
+    "llama4": Variant(
+        "llama4",
+        _tied(False, num_hidden_layers=4, rope_scaling=_LLAMA3 | {"high_freq_factor": 1.0}, num_experts_per_tok=1)
+        | {"attention_chunk_size": WINDOW, "floor_scale": 16, "attn_scale": 0.3},
+        _LLAMA4_KEYS | {"expert_used_count": 1, "interleave_moe_layer_step": 1},
+    ),
+    "llama4-interleaved": Variant(
+        "llama4",
+        _tied(True, num_hidden_layers=5, num_local_experts=128, use_qk_norm=False, interleave_moe_layer_step=2)
+        | {"attention_chunk_size": 32, "floor_scale": 16, "attn_scale": 0.3, "num_experts_per_tok": 2},
+        _LLAMA4_KEYS
+        | {"expert_count": 128, "expert_used_count": 2, "interleave_moe_layer_step": 2, "attention.sliding_window": 32}
+        | {"attention.sliding_window_pattern": [True, True, True, False, True]},
     ),
     "phi3": Variant("phi3", _tied(False, **_SLIDING), {"attention.sliding_window": WINDOW}),
     # Phi-4 mini: part of each head is turned, by other factors in a long context.
@@ -536,7 +558,11 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
             weight = weight + 1
         if name.endswith("layer_scalar") or re.search(r"\d\.experts\.(gate_up|down)_proj$", name):
             name += ".weight"
-        if experts := _of_clamped(name, weight) if variant.arch == "gpt-oss" else _of_experts(name, weight):
+        if (
+            experts := _of_clamped(name, weight)
+            if variant.arch == "gpt-oss"
+            else _of_experts(variant.arch, name, weight)
+        ):
             found += experts
             continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -545,7 +571,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     if ahead := variant.keys.get("nextn_predict_layers"):
         found += [(f"blk.{sizes.num_hidden_layers + i}.nextn.eh_proj.weight", torch.zeros(4, 8)) for i in range(ahead)]
     scaling = variant.settings.get("rope_scaling", {})
-    if scaling is _LLAMA3:
+    if scaling.get("rope_type") == "llama3":
         frequencies, dim = model.model.rotary_emb.inv_freq.double(), sizes.head_dim
         plain = _rope(sizes)["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         assert (plain / frequencies).max() > 7.9, "no frequency is scaled"
@@ -560,11 +586,13 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
 
 
-def _of_experts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _of_experts(arch: str, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Names and values of what files have of a tensor of experts; nothing of any other."""
     if (found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(.+)", name)) and found[2] in _ROUTER:
         return [(f"blk.{found[1]}.{_ROUTER[found[2]]}", weight)]
-    if not (found := re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|shared_mlp)\.(.+)", name)):
+    if not (
+        found := re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe|shared_mlp)\.(.+)", name)
+    ):
         return []
     block, part = f"blk.{found[1]}.", found[2]
     if re.fullmatch(r"(gate|router|gate\.wg)\.weight", part):
@@ -573,6 +601,8 @@ def _of_experts(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor
         return [(block + "exp_probs_b.bias", weight)]
     if part == "shared_expert_gate.weight":
         return [(block + "ffn_gate_inp_shexp.weight", weight[0])]
+    if arch == "llama4" and part.startswith("experts."):
+        weight = weight.mT
     if part in ("experts.gate_up_proj", "input_linear.weight"):
         kind = "exps" if part.startswith("experts") else "shexp"
         halves = zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True)

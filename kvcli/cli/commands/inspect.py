@@ -11,6 +11,7 @@ from kvcli.cli import render
 from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.locate import locate_model
+from kvcli.runtime.config import CHUNKED
 from kvcli.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 
 def _group_text(group: LayerGroup) -> str:
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
-    window = f" (window {group.window:,})" if group.window else ""
+    window = f" ({'chunks of' if group.kind == CHUNKED else 'window'} {group.window:,})" if group.window else ""
     heads = counted(group.kv_heads, "KV head")
     return f"{group.layers} {group.kind}{window} · {heads} · {dims}"
 

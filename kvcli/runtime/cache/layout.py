@@ -18,7 +18,7 @@ from kvcli.codecs import Codec, RecordLayout, at_least_16, canonical, codec
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.config import FULL, RECURRENT, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.config import CHUNKED, FULL, RECURRENT, SLIDING, WINDOWED, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
@@ -31,7 +31,8 @@ CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layers that share one page list: same kind, heads, dims and window. `layers` are model layer numbers."""
+    """Layers that share one page list: same kind, heads, dims and window. `layers` are model layer numbers. `window`:
+    see `LayerConfig`."""
 
     kind: str
     layers: tuple[int, ...]
@@ -72,6 +73,11 @@ class GroupLayout:
         means = self.dim_k * CENTRE_BYTES if self.codec_k.centred else 0
         each = means + self.codec_k.static_bytes + (self.codec_v.static_bytes if self.dim_v else 0)
         return len(self.layers) * self.kv_heads * each
+
+    @property
+    def reach(self) -> int:
+        """The sliding window that kernels apply, 0 = none; chunks are told apart by the page list."""
+        return self.window if self.kind == SLIDING else 0
 
     @property
     def pages_per_chunk(self) -> int:
@@ -137,7 +143,7 @@ class GroupLayout:
         if self.retention:
             kept = self.kept_pages - min(self.kept_pages, self.sinks if self.sealed else 0)
             return min(whole, kept + self.pages_behind + of_chunk)
-        return whole if self.kind != SLIDING else min(whole, self.pages_behind + of_chunk)
+        return whole if self.kind not in WINDOWED else min(whole, self.pages_behind + of_chunk)
 
     @property
     def pages_behind(self) -> int:
@@ -146,7 +152,7 @@ class GroupLayout:
 
     def shared_pages(self, tokens: int) -> tuple[int, int]:
         """Pages that sequences with the same first `tokens` hold in common: of the group, and sinks in 16 bits."""
-        if self.kind == SLIDING:
+        if self.kind in WINDOWED:
             return 0, 0
         whole = tokens // self.page_size
         if self.retention:  # each sequence has a window of its own
@@ -162,15 +168,23 @@ class GroupLayout:
     @property
     def windowed(self) -> bool:
         """Whether a sequence lets go of pages as it grows."""
-        return self.kind == SLIDING or self.retention is not None
+        return self.kind in WINDOWED or self.retention is not None
 
     def first_page(self, position: int) -> int:
         """The oldest page that a query at `position`, or any later one, can see, kept pages aside."""
         if self.retention:
             return self.retention.start(position) // self.page_size
-        if self.kind != SLIDING:
-            return 0
-        return max(0, position - self.window + 1) // self.page_size
+        return self.first_row(position) // self.page_size
+
+    def first_row(self, position: int) -> int:
+        """The oldest row that a query at `position` sees in a layer with a window or chunks; 0 in others."""
+        if self.kind == CHUNKED:
+            return position // self.window * self.window
+        return max(0, position - self.window + 1) if self.kind == SLIDING else 0
+
+    def chunk_start(self, position: int) -> int:
+        """Where the chunk of a query at `position` begins; 0 in layers without chunks."""
+        return self.first_row(position) if self.kind == CHUNKED else 0
 
     def held_pages(self, tokens: int) -> list[int]:
         """Numbers of the pages that a sequence of `tokens` holds between steps: kept ones, and those of the window."""
@@ -182,8 +196,8 @@ class GroupLayout:
         first, end, window = number * self.page_size, min((number + 1) * self.page_size, tokens), 0
         if self.retention:
             window = self.retention.start(tokens)
-        elif self.kind == SLIDING:
-            window = max(0, tokens - self.window + 1)
+        else:
+            window = self.first_row(tokens)
         kept = min(self.retention.keep, window, end) - first if self.retention else 0
         return max(0, kept) + max(0, end - max(first, window))
 
@@ -191,7 +205,7 @@ class GroupLayout:
         """Rows that the last of `tokens` sees."""
         if self.retention:
             return tokens - self.retention.gap(max(0, tokens - 1))
-        return min(tokens, self.window) if self.window else tokens
+        return tokens - self.first_row(max(0, tokens - 1))
 
 
 @dataclass(frozen=True)
@@ -258,13 +272,13 @@ class KVLayout:
         return cls.build(config, *types, cache.page_size, sinks=cache.sinks, tail=cache.tail)
 
     def evicting(self, retention: Retention | None) -> KVLayout:
-        """This layout with rows evicted, but in sliding groups, which have their own windows. UsageError if all are."""
-        if retention and all(g.kind == SLIDING for g in self.groups):
+        """This layout with rows evicted, but in groups with windows or chunks of their own. UsageError if all have."""
+        if retention and all(g.kind in WINDOWED for g in self.groups):
             raise UsageError(
                 "there is nothing to evict: every layer of this model has a sliding window of its own",
                 "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
             )
-        groups = (g if g.kind == SLIDING else replace(g, retention=retention) for g in self.groups)
+        groups = (g if g.kind in WINDOWED else replace(g, retention=retention) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
     def by_layer(self, by_layer: bool) -> KVLayout:
@@ -347,13 +361,13 @@ class KVLayout:
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:
-    kind = layer.kind if layer.window or layer.kind != SLIDING else FULL
+    kind = layer.kind if layer.window or layer.kind not in WINDOWED else FULL
     return kind, layer.kv_heads, layer.dim_k, layer.dim_v, layer.window
 
 
 def _types(k: Codec, v: Codec, kind: str, window: int) -> tuple[Codec, Codec]:
     """The types of a group: as chosen, but at least 16 bits where a sliding window is small."""
-    return (at_least_16(k), at_least_16(v)) if kind == SLIDING and window <= SMALL_WINDOW else (k, v)
+    return (at_least_16(k), at_least_16(v)) if kind in WINDOWED and window <= SMALL_WINDOW else (k, v)
 
 
 def _listed(values: Iterable[object]) -> str:

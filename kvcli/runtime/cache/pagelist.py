@@ -15,6 +15,7 @@ from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
 from kvcli.runtime.cache.shown import Shown
+from kvcli.runtime.config import CHUNKED
 
 Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 
@@ -177,7 +178,7 @@ class PageList:
         layout = self.layout
         into, evicts = _pages(start, end, layout.page_size), layout.retention
         changes = tuple(form.changes for form in self.forms)
-        key = into, changes, evicts, evicts.start(start) if evicts else 0
+        key = into, changes, evicts, evicts.start(start) if evicts else layout.chunk_start(start)
         if self._made is None or self._made[0] != key or self._made[1] is not self.bases:
             self._made = key, self.bases, Layers(len(layout.layers), self._layers(start, np.array(into, np.int64)))
         return self._made[2]
@@ -187,6 +188,8 @@ class PageList:
         layout, bases = self.layout, self.bases
         pages = np.array(sorted(set().union(*(form.pages for form in self.forms))), np.int64)
         shown = layout.retention.shown(pages) if layout.retention else Shown.whole(pages, layout.page_size)
+        if layout.kind == CHUNKED:
+            shown = shown.chunked(layout.window, layout.page_size)
         opened, closed = layout.open_class(), _read_closed(layout, shown.page)
         plain, stride = self._listed(self.closed, shown.limited(closed, NEVER), start, into), layout.layer_stride
         if self.open is None or opened is None:

@@ -51,6 +51,18 @@ class Shown:
         order = np.argsort(np.concatenate(columns[0]), kind="stable")
         return cls(*(np.concatenate(column)[order] for column in columns))
 
+    def chunked(self, chunk: int, page_size: int) -> Shown:
+        """These rows, but each to queries of its own chunk of `chunk` positions alone: a page that has rows of several
+        chunks is shown in as many entries."""
+        first, last = ((self.page * page_size + slot) // chunk for slot in (self.lo, self.hi - 1))
+        times = last - first + 1
+        some = np.repeat(np.arange(len(self.page)), times)
+        number = first[some] + np.arange(len(some)) - np.repeat(np.cumsum(times) - times, times)
+        begin = number * chunk - self.page[some] * page_size  # the chunk's first slot
+        lo, hi = np.maximum(self.lo[some], begin), np.minimum(self.hi[some], begin + chunk)
+        until = np.minimum(self.until[some], (number + 1) * chunk)
+        return Shown(self.page[some], lo, hi, self.since[some], until, self.turned[some])
+
     def limited(self, since: np.ndarray | int, until: np.ndarray | int) -> Shown:
         """These rows, but only to queries in [since, until), int64 [n]; what nobody sees is left out."""
         begin, end = np.maximum(self.since, since), np.minimum(self.until, until)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcli.errors import ModelError
 from kvcli.routing import Routing
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Experts, LayerConfig, ModelConfig
+from kvcli.runtime.config import CHUNKED, FULL, LATENT, RECURRENT, SLIDING, Experts, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfkeys import metadata_of
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
@@ -168,7 +168,8 @@ class _Reader:
         if window:
             dim_k = self.count("attention.key_length_swa", "", dim_k)
             dim_v = self.count("attention.value_length_swa", "", dim_v)
-        return LayerConfig(SLIDING if window else FULL, kv_heads, dim_k, dim_v, window)
+        slides = CHUNKED if families.of_gguf(self.arch).windows.chunked else SLIDING
+        return LayerConfig(slides if window else FULL, kv_heads, dim_k, dim_v, window)
 
     def _latent(self) -> LayerConfig | None:
         """The rows of latent attention (MLA): K and V compressed, and the key part that carries RoPE."""

@@ -39,6 +39,18 @@ def check_arithmetic(config: HFConfig) -> None:
         value = config.get(key)
         if value is not None and value not in values:
             raise ModelError(f"kv's {arch} cannot obey {key} = {str(value)[:40]} of config.json", OTHER_MODEL)
+    _check_experts(config, arch)
     every = families.of_gguf(arch).no_rope_every
     if every and no_rope_layers(config) != [int((i + 1) % every != 0) for i in range(config.n_layers)]:
         raise ModelError(f"config.json: in kv's {arch} every {every}th layer has no RoPE, and no others", OTHER_MODEL)
+
+
+def _check_experts(config: HFConfig, arch: str) -> None:
+    """Of Llama 4: which layers have experts, and whether queries and keys have norms."""
+    but, experts = families.of_gguf(arch).qk_norm_but, config.count("num_experts", default=0)
+    if but and config.get("use_qk_norm") is not None and bool(config.get("use_qk_norm")) != (experts != but):
+        raise ModelError(f"config.json: kv's {arch} has norms of q and k, but with {but} experts", OTHER_MODEL)
+    if (layers := config.values("moe_layers")) is not None:
+        every = config.count("interleave_moe_layer_step", default=1)
+        if not every or layers != list(range(every - 1, config.n_layers, every)):
+            raise ModelError("config.json: moe_layers are not those of interleave_moe_layer_step", OTHER_MODEL)

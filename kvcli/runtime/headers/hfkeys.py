@@ -30,7 +30,7 @@ _RENAMED = {
     "logit_scale": "logit_scale",
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # expert_gating_func
-_SIGMOID = ("glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "bailing_moe_v2")  # where no key says it
+_SIGMOID = ("llama4_text", "glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "bailing_moe_v2")  # where no key says it
 
 
 def config_of(data: Mapping[str, Any]) -> HFConfig:
@@ -103,6 +103,8 @@ def _layers(config: HFConfig) -> dict[str, Any]:
     if not set(kinds).isdisjoint("SC"):
         keys["attention.sliding_window"] = window
         keys["attention.sliding_window_pattern"] = [kind in "SC" for kind in kinds]
+    elif families.of_gguf(families.gguf_name(config.model_type)).windows.chunked:
+        keys["attention.sliding_window"] = 0
     if shared := config.count("num_kv_shared_layers", default=0):
         keys["attention.shared_kv_layers"] = shared
     return keys
@@ -282,6 +284,8 @@ def _experts(config: HFConfig) -> dict[str, Any]:
         keys["expert_shared_count"] = shared
     if config.get("shared_expert_intermediate_size"):
         keys["expert_shared_feed_forward_length"] = config.count("shared_expert_intermediate_size")
+    elif config.model_type == "llama4_text":
+        keys["expert_shared_feed_forward_length"] = width
     elif shared and width:
         keys["expert_shared_feed_forward_length"] = shared * width
     if config.get("interleave_moe_layer_step"):
@@ -312,6 +316,10 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
         keys["use_parallel_residual"] = bool(config.get("use_parallel_residual"))
     if scalar := config.number("query_pre_attn_scalar"):
         keys["attention.scale"] = scalar**-0.5
+    if config.model_type == "llama4_text":
+        tempered = config.get("attn_temperature_tuning", True)
+        keys["attention.temperature_scale"] = config.number("attn_scale", 0.1) if tempered else 0
+        keys["attention.temperature_length"] = config.count("floor_scale", default=8192)
     if config.get("no_rope_layers") or config.get("no_rope_layer_interval"):
         no_rope_layers(config)
     return keys

@@ -164,11 +164,11 @@ def _llama3(config: HFConfig, table: Mapping[str, Any]) -> np.ndarray:
     import numpy as np
 
     factor, low, high = (_number(table, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high <= low:
-        raise ModelError("rope_scaling in config.json: high_freq_factor must be more than low_freq_factor")
+    if high < low:
+        raise ModelError("rope_scaling in config.json: high_freq_factor must not be less than low_freq_factor")
     dim = rotary_dim(config)
     base = _number(table, "rope_theta", config.number("rope_theta") or _BASE)
     waves = 2 * math.pi * base ** (np.arange(0, dim, 2) / dim)
     turns = _original(config, table) / waves  # within the original context
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns > high) * 1.0
     return 1 / ((1 - kept) / factor + kept)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.errors import UsageError
 from kvcli.routing import Routing
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, Block, Experts, LayerConfig, ModelConfig
+from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, WINDOWED, Block, Experts, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
 
 _MAX_LAYERS = 4096
@@ -134,8 +134,8 @@ def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
     """The layers with --swa-window and --swa-layers applied; which layers slide makes no difference."""
     if given.swa_layers is None and given.swa_window is None:
         return layers
-    rows = [i for i, layer in enumerate(layers) if layer.kind in (FULL, SLIDING)]
-    sliding = [i for i in rows if layers[i].kind == SLIDING]
+    rows = [i for i, layer in enumerate(layers) if layer.kind in (FULL, *WINDOWED)]
+    sliding = [i for i in rows if layers[i].kind in WINDOWED]
     if given.swa_layers is not None:
         if given.swa_layers > len(rows):
             raise UsageError(
@@ -149,8 +149,8 @@ def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
         raise UsageError("--swa-layers needs --swa-window")
     result = list(layers)
     for i in rows:
-        slides = i in chosen
-        result[i] = replace(layers[i], kind=SLIDING if slides else FULL, window=window if slides else 0)
+        slides, kind = i in chosen, layers[i].kind if layers[i].kind in WINDOWED else SLIDING
+        result[i] = replace(layers[i], kind=kind if slides else FULL, window=window if slides else 0)
     return result
 
 

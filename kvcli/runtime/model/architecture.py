@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import FULL, LAYER, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig, Temperature
+from kvcli.runtime.config import CHUNKED, FULL, LAYER, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig, Temperature
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
 from kvcli.runtime.model.expertkeys import Mixture, read_experts
 from kvcli.runtime.model.ropekeys import read_rope
@@ -27,7 +27,7 @@ class Windows:
     `every`: one layer in so many sees everything, which makes a window necessary unless it is `optional`; 0 = no layer
     does if there is a window. `size`: of the window, 0 = only the file knows. `rope_base`: of the layers that slide,
     None = as in the others. `scaled`: their RoPE is scaled as in the others. `full_rope`: beside them those that see
-    everything have RoPE.
+    everything have RoPE. `chunked`: instead of windows there are chunks (see `LayerConfig`).
     """
 
     every: int = 0
@@ -36,6 +36,7 @@ class Windows:
     rope_base: float | None = None
     scaled: bool = True
     full_rope: bool = True
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Architecture:
     embeddings are multiplied by, of d_model; None = what the file says. `query_dim`: scores are divided by its square
     root where the file has no scale; None = the head dim. `logit_scale`: what logits are multiplied by, of the key of
     that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
-    whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position.
-    `whole_ramp`: see `read_rope`. `tokens_each`: see `ModelConfig.d_token`. `qk_norm_optional`: files may lack the
-    norms of q and k. `experts`: files may have them. `of_images`: keys that say nothing about text.
+    whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position;
+    `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
+    `tokens_each`: see `ModelConfig.d_token`. `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`:
+    models with so many experts have none. `experts`: files may have them. `of_images`: keys that say nothing about text.
     """
 
     gguf: tuple[str, ...]
@@ -61,9 +63,11 @@ class Architecture:
     no_rope_every: int = 0
     rope_switch: str = ""
     tempered: bool = False
+    temperature: Temperature | None = None
     whole_ramp: bool = True
     tokens_each: bool = False
     qk_norm_optional: bool = False
+    qk_norm_but: int = 0
     experts: Mixture | None = None
     of_images: tuple[str, ...] = ()
 
@@ -107,6 +111,8 @@ class Architecture:
             scale = float(keys.number("embedding_scale", 0.0, zero=True)) or 1.0
         if self.experts:
             config = replace(config, experts=read_experts(keys, shapes, self.experts, config))
+        if config.experts and config.experts.routing.experts == self.qk_norm_but:
+            config = replace(config, block=replace(config.block, qk_norm=""))
         query_dim = self.query_dim(config) if self.query_dim else config.layers[0].dim_k
         attn_scale = float(keys.number("attention.scale", 0.0, zero=True)) or query_dim**-0.5
         logit_scale = self.logit_scale(float(keys.number("logit_scale"))) if self.logit_scale else 1.0
@@ -124,17 +130,17 @@ class Architecture:
         swa, needed = self.windows, self.windows.every and not self.windows.optional
         window = keys.integer("attention.sliding_window", swa.size or (None if needed else 0), zero=not needed)
         full = LayerConfig(FULL, 0, *wide, rope=rope if swa.full_rope or not window else None)
-        local = LayerConfig(SLIDING, 0, *narrow, window=window, rope=local_rope)
+        local = LayerConfig(CHUNKED if swa.chunked else SLIDING, 0, *narrow, window=window, rope=local_rope)
         kinds = [local if slides and window else full for slides in _slides(keys, n, swa.every)]
         heads = _kv_heads(keys, n, n_heads)
         widths = keys.each("feed_forward_length", n, limit=4 * _WIDEST)
         widths, bare = widths if len(set(widths)) > 1 else [0] * n, self.no_rope_every
+        ropes = [None if bare and not (i + 1) % bare else kind.rope for i, kind in enumerate(kinds)]
         layers = [
             replace(
-                kind, kv_heads=heads[i], d_ff=widths[i], temperature=self._temperature(keys),
-                rope=None if bare and not (i + 1) % bare else kind.rope,
+                kinds[i], kv_heads=heads[i], d_ff=widths[i], rope=rope, temperature=self._temperature(keys, rope)
             )
-            for i, kind in enumerate(kinds)
+            for i, rope in enumerate(ropes)
         ]  # fmt: skip
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
         return tuple(share_last(layers, first))[: n - _ahead(keys)]
@@ -151,7 +157,12 @@ class Architecture:
             return None, None
         return rope, local
 
-    def _temperature(self, keys: Keys) -> Temperature | None:
+    def _temperature(self, keys: Keys, rope: RopeConfig | None) -> Temperature | None:
+        """Of a layer with that RoPE."""
+        if (usual := self.temperature) is not None:
+            scale = float(keys.number("attention.temperature_scale", usual.scale, zero=True))
+            length = keys.integer("attention.temperature_length", usual.length)
+            return Temperature(scale, length, usual.offset) if scale and rope is None else None
         scale = float(keys.number("attention.temperature_scale", 0.0, zero=True)) if self.tempered else 0.0
         length = keys.integer("rope.scaling.original_context_length", 0, zero=True)
         if scale and not length:

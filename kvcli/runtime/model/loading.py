@@ -14,7 +14,7 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
-from kvcli.runtime.config import ALL, LAYER, LayerConfig, ModelConfig
+from kvcli.runtime.config import ALL, LAYER, PLAIN, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.model.decoder import (
     Attention,
     Decoder,
@@ -203,7 +203,7 @@ class _Loader:
         sinks = self.vector(f"blk.{i}.attn_sinks.weight", c.n_heads) if c.block.sinks else None
         scale, amplitude = _amplitudes(shape, c.block.qk_norm_last)
         how = AttentionLayer(
-            c.n_heads, c.attn_scale * scale, rope, shape.window, c.attn_softcap,
+            c.n_heads, c.attn_scale * scale, rope, shape.window if shape.kind == SLIDING else 0, c.attn_softcap,
             torch.cat(biases) if biases else None, q_norm, k_norm, c.norm_eps, c.block.qk_norm_last, amplitude,
             shape.temperature, v_norm, stores and len(parts) == 2, stores, sinks,
             partial(seal_step, self.ops, rope, stores=stores),
@@ -233,6 +233,8 @@ class _Loader:
         block = self.config.block
         if not block.qk_norm:
             return None
+        if block.qk_norm == PLAIN:
+            return torch.ones(shape.dim_k, device=self.ops.device) if shape.rope else None
         n = heads if block.qk_norm == ALL else 1
         weight = self.vector(f"{name}.weight", n * shape.dim_k)
         return half_split(weight, n, shape.rope.dim) if block.rope_pairs and shape.rope else weight

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import SLIDING
+from kvcli.runtime.config import WINDOWED
 from kvcli.runtime.promptcache import chatfiles, userfile
 from kvcli.runtime.promptcache.caches import Ledger, Written
 from kvcli.runtime.promptcache.chatfiles import OWNER, Plan, State, relied_on
@@ -125,7 +125,7 @@ class PromptLedger(Ledger):
         store, layout = self.keeper.store, self._layout
         if store is None or not plan.pages:
             return set()
-        whole = [number for arena, number in plan.pages if layout.arenas[arena].kind != SLIDING]
+        whole = [number for arena, number in plan.pages if layout.arenas[arena].kind not in WINDOWED]
         first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
         parent = store.chain(seq.tokens)[first]
         about = {OWNER: self.keeper.owner} if plan.own else {}

@@ -8,7 +8,7 @@ from kvcli.api.planning import Outcome, Query
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
 from kvcli.runtime.cache.layout import GroupLayout
-from kvcli.runtime.config import SLIDING
+from kvcli.runtime.config import CHUNKED, WINDOWED
 
 
 def explain(report: Report) -> str:
@@ -55,7 +55,7 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
 
 def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
     query, size = report.query, g.page_size
-    title += f", window {g.window:,}" if g.window else ""
+    title += f", {'chunks of' if g.kind == CHUNKED else 'window'} {g.window:,}" if g.window else ""
     types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
     yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
     record, each = g.record, g.record.token_bytes
@@ -87,7 +87,7 @@ def _pages(query: Query, g: GroupLayout, tokens: int, step: int) -> str:
             g.retention.window,
         )
         text = f"min({text}, {kept} kept + ceil(({window:,} - 1) / {size}) + ceil({step:,} / {size}))"
-    if g.kind == SLIDING:
+    if g.kind in WINDOWED:
         text = f"min({text}, ceil(({g.window:,} - 1) / {size}) + ceil({step:,} / {size}))"
     if query.sequences > 1:
         common, _ = g.shared_pages(min(query.shared, tokens))

@@ -114,7 +114,7 @@ class GroupTables:
         if self._bound == (layers, bucket) and position in self._positions:
             return False
         kv, size, before = layers[0], self.group.page_size, self.lists
-        asked, positions = Asked(position, self.rows, self.block, self.group.window), range(0)
+        asked, positions = Asked(position, self.rows, self.block, self.group.reach), range(0)
         blocks = asked.blocks
         if self.rows == 1:
             change = next_change([each.entries for each in kv.classes], position)

@@ -48,6 +48,8 @@ def unsupported(model: Decoder) -> str:
             return f"{name} is {size}, which is no multiple of {GROUP}"
         if size > GROUP * MAX_GROUPS:
             return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
+    if c.experts is not None and c.experts.weighs_input:
+        return "weights of experts multiply what these read"
     return ""
 
 
