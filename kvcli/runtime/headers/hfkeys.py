@@ -306,7 +306,7 @@ def _experts(config: HFConfig) -> dict[str, Any]:
 
 
 def _numbers(config: HFConfig) -> dict[str, Any]:
-    keys = {key: value for name, key in _RENAMED.items() if (value := config.number(name)) is not None}
+    keys: dict[str, Any] = {key: value for name, key in _RENAMED.items() if (value := config.number(name)) is not None}
     rms, layer = _RENAMED["rms_norm_eps"], _RENAMED["layer_norm_eps"]
     if rms in keys and families.of_gguf(families.gguf_name(config.model_type)).block.norm == LAYER:
         keys[layer] = keys.pop(rms)  # both have been called norm_eps
@@ -318,7 +318,7 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
         keys["attention.scale"] = scalar**-0.5
     if config.model_type == "llama4_text":
         tempered = config.get("attn_temperature_tuning", True)
-        keys["attention.temperature_scale"] = config.number("attn_scale", 0.1) if tempered else 0
+        keys["attention.temperature_scale"] = (config.number("attn_scale") or 0.1) if tempered else 0.0
         keys["attention.temperature_length"] = config.count("floor_scale", default=8192)
     if config.get("no_rope_layers") or config.get("no_rope_layer_interval"):
         no_rope_layers(config)

@@ -50,7 +50,7 @@ class Architecture:
     whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position;
     `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
     `tokens_each`: see `ModelConfig.d_token`. `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`:
-    models with so many experts have none. `experts`: files may have them. `of_images`: keys that say nothing about text.
+    models with so many experts have none. `experts`: files may have them. `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
