@@ -67,6 +67,17 @@ def test_a_mixture_takes_what_is_planned(d: int, f: int):
     assert footprint.gpu_workspace_bytes(config, t) > footprint.gpu_workspace_bytes(dense, t)
 
 
+def test_experts_that_lie_apart_are_counted_as_those_in_one_tensor():
+    found = []
+    for name in ("mixtral-apart", "mixtral"):
+        file = GGUFFile.open(tiny.make(name).path)
+        config = from_gguf(file.metadata, {name: x.shape for name, x in file.tensors.items()})
+        found.append(
+            footprint.weights_of_tensors({n: x for n, x in file.tensors.items() if n != "output.weight"}, config, CPU)
+        )
+    assert found[0].packed == found[1].packed and found[0].read == found[1].read
+
+
 def test_a_token_reads_the_experts_that_it_has_and_no_layer_that_is_not_run():
     file = GGUFFile.open(tiny.make("glm4moe-ahead").path)
     config = from_gguf(file.metadata, {name: x.shape for name, x in file.tensors.items()})

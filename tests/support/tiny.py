@@ -37,13 +37,15 @@ class Family:
 @dataclass(frozen=True)
 class Variant:
     """`settings` go to the transformers config, `keys` into the file (after the architecture's name). The embedding has
-    `padding` rows more than there are tokens. `kind`: as in Family, of this one."""
+    `padding` rows more than there are tokens. `kind`: as in Family, of this one. `apart`: each expert of the file is a
+    tensor of its own."""
 
     arch: str
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, Any] = field(default_factory=dict)
     padding: int = 0
     kind: str = ""
+    apart: bool = False
 
     @property
     def family(self) -> Family:
@@ -166,7 +168,11 @@ _GEMMA4_KEYS = {
 }
 _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
-FILES_ALONE = (*BORROWED, "glm4moe-ahead")  # of which transformers writes no folder that is like the file
+FILES_ALONE = (
+    *BORROWED,
+    "glm4moe-ahead",
+    "mixtral-apart",
+)  # of which transformers writes no folder that is like the file
 _ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
 
 VARIANTS = {
@@ -334,6 +340,7 @@ VARIANTS = {
     "seed_oss": Variant("seed_oss", _tied(False)),
     "arcee": Variant("arcee", _tied(False)),
     "mixtral": Variant("llama", _tied(False, **_EXPERTS), _EXPERT_KEYS, kind="mixtral"),
+    "mixtral-apart": Variant("llama", _tied(True, **_EXPERTS), _EXPERT_KEYS, kind="mixtral", apart=True),
     "qwen2moe": Variant(
         "qwen2moe",
         _tied(True, norm_topk_prob=False),
@@ -506,7 +513,10 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
         _add(writer, key, value)
     for key, value in tokenizer.items():
         _add(writer, key, value)
-    for name, weight in _tensors(variant, model):
+    tensors = _tensors(variant, model)
+    if variant.apart:
+        tensors = [(name.replace("_exps.", f".{i}."), each) for name, x in tensors for i, each in _experts_of(name, x)]
+    for name, weight in tensors:
         values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
         if quantized and weight.dim() > 1 and not any(x in name for x in ("attn_v", "gate_inp")):
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -517,6 +527,10 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _experts_of(name: str, weight: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    return list(enumerate(weight)) if "_exps." in name else [(0, weight)]
 
 
 def _sizes(model: Any) -> Any:

@@ -55,7 +55,7 @@ def place_experts(weights: ExpertMatrices, device: torch.device, paired: bool) -
         raise ModelError(f"gates of experts and what they gate are stored as {' and '.join(kinds)}", "use `device=cpu`")
     paired = paired and parts[0].rows % GROUP == 0
     if paired or len(parts) == 1:
-        stacked = tuple(QuantTensor(w.type, w.blocks.flatten(0, 1), w.cols) for w in parts)
+        stacked = tuple(QuantTensor(w.type, w.stacked, w.cols) for w in parts)
     else:
         stacked = tuple(w.of(e) for e in range(weights.experts) for w in parts)
     if bias is not None and paired:

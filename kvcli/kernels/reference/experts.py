@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,24 +17,36 @@ LEAST_SUM = 1e-20  # that weights are divided by
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """A matrix of each expert as its file stores it: `blocks` uint8 [experts, rows, row bytes] of GGML type `type`."""
+    """A matrix of each expert as its file stores it: `blocks` uint8 [experts, rows, row bytes] of GGML type `type`, or
+    [rows, row bytes] of each expert where they lie apart."""
 
     type: str
-    blocks: torch.Tensor
+    blocks: torch.Tensor | tuple[torch.Tensor, ...]
     cols: int
 
     @property
     def experts(self) -> int:
-        return self.blocks.shape[0]
+        return len(self.blocks)
 
     @property
     def rows(self) -> int:
         """Of one expert."""
-        return self.blocks.shape[1]
+        return self.blocks[0].shape[0]
 
     @property
     def nbytes(self) -> int:
-        return self.blocks.numel()
+        return self.experts * self.blocks[0].numel()
+
+    @property
+    def stacked(self) -> torch.Tensor:
+        """All experts one behind the other, [experts * rows, row bytes]: a copy where they lie apart."""
+        return torch.cat(self.blocks) if isinstance(self.blocks, tuple) else self.blocks.flatten(0, 1)
+
+    def part(self, start: int, end: int) -> ExpertTensor:
+        """Rows [start, end) of each expert."""
+        if isinstance(self.blocks, tuple):
+            return replace(self, blocks=tuple(x[start:end] for x in self.blocks))
+        return replace(self, blocks=self.blocks[:, start:end])
 
     def of(self, expert: int) -> QuantTensor:
         return QuantTensor(self.type, self.blocks[expert], self.cols)

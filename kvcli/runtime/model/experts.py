@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcli.kernels import Backend, ExpertLayer, ExpertMatrices, ExpertTensor, SharedExpert
+from kvcli.kernels import Backend, ExpertLayer, ExpertMatrices, SharedExpert
 from kvcli.runtime.config import Experts, ModelConfig
 from kvcli.runtime.model.weights import Weights
 
@@ -46,8 +46,7 @@ def _gates(c: Experts, name: str, d: int, weights: Weights) -> ExpertMatrices:
     if f"{name}_gate_up_exps.weight" in weights:
         both = _matrices(weights, f"{name}_gate_up_exps", count, 2 * f, d)
         whole = both.parts[0]
-        halves = (ExpertTensor(whole.type, blocks, d) for blocks in (whole.blocks[:, :f], whole.blocks[:, f:]))
-        return ExpertMatrices(tuple(halves), both.bias)
+        return ExpertMatrices((whole.part(0, f), whole.part(f, 2 * f)), both.bias)
     pair = [_matrices(weights, f"{name}_{x}_exps", count, f, d) for x in ("gate", "up")]
     biases = [x.bias for x in pair if x.bias is not None]
     return ExpertMatrices(pair[0].parts + pair[1].parts, torch.cat(biases, 1) if len(biases) == 2 else None)

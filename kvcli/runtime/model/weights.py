@@ -42,7 +42,19 @@ class Weights:
         return QuantTensor(info.type, _bytes(self.file, name).view(info.shape[0], -1), cols, changes).part(0, rows)
 
     def experts(self, name: str, experts: int, rows: int, cols: int) -> ExpertTensor:
-        """The matrices [rows, cols] of that name, one of each expert. Raises ModelError likewise."""
+        """The matrices [rows, cols] of that name, one of each expert. Raises ModelError likewise.
+
+        Files of the first months of Mixtral have a tensor for each expert: blk.0.ffn_up.7.weight.
+        """
+        apart = [name.replace("_exps.", f".{i}.") for i in range(experts)]
+        if name not in self and apart[0] in self:
+            types = {self._info(each, (rows, cols)).type for each in apart}
+            if len(types) > 1:
+                raise ModelError(
+                    f"the experts of {name} are stored as {' and '.join(sorted(types))}", "convert it again"
+                )
+            blocks = tuple(_bytes(self.file, each).view(rows, -1) for each in apart)
+            return ExpertTensor(types.pop(), blocks, cols)
         info = self._info(name, (experts, rows, cols))
         return ExpertTensor(info.type, _bytes(self.file, name).view(experts, rows, -1), cols)
 

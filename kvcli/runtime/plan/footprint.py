@@ -7,6 +7,7 @@ and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,6 +22,7 @@ EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "a
 
 _HEADS = frozenset(("output.weight", "lm_head.weight"))
 _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
+_OF_EXPERTS = re.compile(r"_exps\.|\.experts\.|\.ffn_(gate|up|down)\.\d+\.")
 _ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, and nothing else does
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
@@ -123,7 +125,7 @@ def _bytes_read(name: str, size: int, tensors: Mapping[str, Tensor], config: Mod
         return size // max(1, config.vocab_size)
     if name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors):
         return 0
-    if config.experts and ("_exps." in name or ".experts." in name):
+    if config.experts and _OF_EXPERTS.search(name):
         return size * config.experts.routing.used // config.experts.routing.experts
     return size
 
