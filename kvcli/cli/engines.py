@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.cli import locate, render
+from kvcli.cli import locate, render, startup
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
@@ -36,9 +36,10 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation, to_run=True)
     interrupts.stage = LEAVE
-    from kvcli.runtime.engine.loaded import LoadedModel
+    with startup.uncollected():
+        from kvcli.runtime.engine.loaded import LoadedModel
 
-    loaded = LoadedModel(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
+        loaded = LoadedModel(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
     _tell(loaded.notices, loaded.doubts, invocation)
     return loaded
 

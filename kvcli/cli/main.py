@@ -140,9 +140,11 @@ def _call(args: list[str], invocation: Invocation, interrupts: Interrupts | None
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
+    from kvcli.cli import startup
     from kvcli.cli.interrupt import UNWIND
 
-    command = _command(args)
+    with startup.uncollected():
+        command = _command(args)
     try:
         if interrupts:
             interrupts.stage = UNWIND
@@ -196,14 +198,16 @@ def _shared_names() -> set[str]:
 
 
 def _prepare_process() -> None:
-    """Missing standard streams, and the environment that libraries read when they are imported."""
+    """Missing standard streams, and what libraries find when they are imported."""
     from kvcli import environment
+    from kvcli.cli import startup
 
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     environment.prepare()
+    startup.defer_parts_of_torch()
 
 
 def _flushed(code: int) -> int:

@@ -1,0 +1,134 @@
+"""What makes the start of `kv` short: parts of torch that are imported when they are used, and no search for garbage
+while modules are imported. A program that imports `kvcli` has neither."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+# Parts of torch that `import torch` imports for its users and that nothing of ours uses: a third of its time, for
+# export, quantization, training and shapes without data. Each is a leaf: torch itself needs no name of it until then.
+DEFERRED = frozenset(
+    {
+        "torch._meta_registrations",
+        "torch.distributions",
+        "torch.masked",
+        "torch.nested",
+        "torch.nn.intrinsic",
+        "torch.nn.qat",
+        "torch.nn.quantizable",
+        "torch.nn.quantized",
+        "torch.optim",
+        "torch.profiler",
+        "torch.quantization",
+        "torch.testing",
+        "torch.utils.data",
+        "pynvml",
+    }
+)
+SINCE, BEFORE = (2, 11), (2, 15)  # versions of torch that this was tried with; others are imported whole
+
+
+class Deferring:
+    """Finds the modules of DEFERRED where Python does, and runs them later than it would.
+
+    They are the real ones from the start, with `__file__`, `__path__` and `__spec__`. What they contain comes when a
+    name of one is asked for, or when anything else of torch is imported behind `import torch`: then all of them are
+    run, in the order in which torch wanted them, so that what follows finds torch as it would have been.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[ModuleType, Any] = {}  # and what runs them
+        self._running_all = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As every finder in `sys.meta_path`."""
+        if name in DEFERRED and _known_torch():
+            spec = PathFinder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Later(spec.loader, self)  # type: ignore[assignment]
+            return spec
+        if self.waiting and not self._running_all and name.startswith("torch.") and _is_imported():
+            self._run_all()
+        return None
+
+    def add(self, module: ModuleType, loader: Any) -> None:
+        """Let a module wait until it is asked for a name."""
+
+        def first_asked(name: str) -> Any:
+            if self._running_all or not _is_imported():
+                self._run(module)
+            else:
+                self._run_all()
+            return getattr(module, name)
+
+        module.__dict__["__getattr__"] = first_asked
+        self.waiting[module] = loader
+
+    def _run_all(self) -> None:
+        self._running_all = True
+        for module in list(self.waiting):
+            if module in self.waiting:  # else one before it wanted it
+                self._run(module)
+        self._running_all = False
+
+    def _run(self, module: ModuleType) -> None:
+        del module.__dict__["__getattr__"]  # from here on it is a module like others
+        self.waiting.pop(module).exec_module(module)
+
+
+class _Later:
+    """A loader that hands its module to `deferring`, in place of `loader`, which would run it."""
+
+    def __init__(self, loader: Any, deferring: Deferring) -> None:
+        self._loader, self._deferring = loader, deferring
+
+    def __getattr__(self, name: str) -> Any:  # what else loaders are asked for: their source, their files
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._deferring.add(module, self._loader)
+
+
+def defer_parts_of_torch() -> Deferring:
+    """From now on `import torch` leaves out what is in DEFERRED until it is used."""
+    deferring = Deferring()
+    sys.meta_path.insert(0, deferring)
+    return deferring
+
+
+def _known_torch() -> bool:
+    """Whether the torch that is being imported is one that this was tried with."""
+    version = getattr(sys.modules.get("torch.version"), "__version__", "")  # that module comes before all others
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and SINCE <= (int(found[1]), int(found[2])) < BEFORE
+
+
+def _is_imported() -> bool:
+    """Whether `import torch` is done."""
+    return not getattr(sys.modules["torch"].__spec__, "_initializing", False)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no garbage is sought: what imports and a model make stays. Nor is any sought among it later."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

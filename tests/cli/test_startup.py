@@ -1,0 +1,111 @@
+"""What makes the start and the end of `kv` short changes nothing else."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import tiny
+from conftest import PACKAGE_ROOT
+
+from kvcli.cli import startup
+
+BEGIN = f"import json, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\nfrom kvcli.cli import startup\n"
+
+
+def _json_of(code: str) -> Any:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_this_torch_was_tried() -> None:
+    import torch
+
+    assert torch.__version__
+    assert startup._known_torch(), "try the tests of this file with it, then raise BEFORE"
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.99.0", "3.0", "nightly"])
+def test_other_versions_are_imported_whole(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "__version__", version)
+    assert not startup._known_torch()
+
+
+LOOK = "import torch\nnames = sorted(dir(torch))\n"
+DEFER = "deferring = startup.defer_parts_of_torch()\n"
+WAITING = "sorted(module.__name__ for module in deferring.waiting)"
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    """Of a torch that is imported whole."""
+    return _json_of(BEGIN + LOOK + "print(json.dumps(names))")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "torch.distributions.Normal(0.0, 1.0)",
+        "torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5).step()",  # imports torch._dynamo
+        "len(torch.utils.data.DataLoader([1, 2, 3], batch_size=2))",
+        "torch._meta_registrations.meta_mm",
+        "__import__('torch._dynamo')",
+        "torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])",
+    ],
+)
+def test_parts_that_are_deferred_work_when_they_are_used(use: str, names: list[str]) -> None:
+    code = f"{BEGIN}{DEFER}{LOOK}before = {WAITING}\n{use}\n"
+    found, before, after, left = _json_of(f"{code}print(json.dumps([names, before, sorted(dir(torch)), {WAITING}]))")
+    assert set(names) >= set(found) >= {name for name in names if not name.startswith("_")}
+    assert set(after) >= set(names) and left == []
+    assert {"torch._meta_registrations", "torch.optim", "torch.distributions", "torch.utils.data"} <= set(before)
+
+
+def test_a_run_needs_no_deferred_part(kv_env: dict[str, str]) -> None:
+    code = (
+        f"{BEGIN}import atexit; defer = startup.defer_parts_of_torch\n"
+        "def noted(): global deferring; deferring = defer()\n"
+        "startup.defer_parts_of_torch = noted\n"
+        f"atexit.register(lambda: print(json.dumps({WAITING}), file=sys.stderr))\n"
+        f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '3', '--raw']\n"
+        "from kvcli.cli.main import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=kv_env)
+    assert result.returncode == 0 and "torch.optim" in json.loads(result.stderr.splitlines()[-1]), result.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_sought_behind_it_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with startup.uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.unfreeze()
+        (gc.enable if before else gc.disable)()
+
+
+def test_the_end_waits_for_threads_and_keeps_the_code_and_what_was_written(kv_env: dict[str, str]) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.argv = ['kv', 'nonsense']\n"
+        "import atexit, threading, time\n"
+        "from kvcli import __main__ as kv\n"
+        "from kvcli.cli import main as cli\n"
+        "def run():\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "    atexit.register(print, 'atexit')\n"
+        "    sys.exit(7)\n"
+        "cli.main = run\n"
+        "kv.main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=kv_env)
+    assert (result.returncode, result.stdout.split(), result.stderr) == (7, ["thread", "atexit"], "")
