@@ -207,7 +207,7 @@ def _prepare_process() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     environment.prepare()
-    startup.defer_parts_of_torch()
+    startup.take_process()
 
 
 def _flushed(code: int) -> int:

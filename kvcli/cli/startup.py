@@ -34,6 +34,8 @@ DEFERRED = frozenset(
 )
 SINCE, BEFORE = (2, 11), (2, 15)  # versions of torch that this was tried with; others are imported whole
 
+_alone = False
+
 
 class Deferring:
     """Finds the modules of DEFERRED where Python does, and runs them later than it would.
@@ -101,8 +103,11 @@ class _Later:
         self._deferring.add(module, self._loader)
 
 
-def defer_parts_of_torch() -> Deferring:
-    """From now on `import torch` leaves out what is in DEFERRED until it is used."""
+def take_process() -> Deferring:
+    """Begin a process that is this program's alone: from now on `import torch` leaves out what is in DEFERRED until it
+    is used, and `uncollected` means what it says."""
+    global _alone
+    _alone = True
     deferring = Deferring()
     sys.meta_path.insert(0, deferring)
     return deferring
@@ -122,8 +127,9 @@ def _is_imported() -> bool:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, no garbage is sought: what imports and a model make stays. Nor is any sought among it later."""
-    if not gc.isenabled():
+    """Inside, no garbage is sought: what imports and a model make stays. Nor is any sought among it later. Nothing of
+    this in a process that is not ours alone."""
+    if not _alone:
         yield
         return
     gc.disable()

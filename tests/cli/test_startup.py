@@ -39,7 +39,7 @@ def test_other_versions_are_imported_whole(version: str, monkeypatch: pytest.Mon
 
 
 LOOK = "import torch\nnames = sorted(dir(torch))\n"
-DEFER = "deferring = startup.defer_parts_of_torch()\n"
+DEFER = "deferring = startup.take_process()\n"
 WAITING = "sorted(module.__name__ for module in deferring.waiting)"
 
 
@@ -70,9 +70,9 @@ def test_parts_that_are_deferred_work_when_they_are_used(use: str, names: list[s
 
 def test_a_run_needs_no_deferred_part(kv_env: dict[str, str]) -> None:
     code = (
-        f"{BEGIN}import atexit; defer = startup.defer_parts_of_torch\n"
-        "def noted(): global deferring; deferring = defer()\n"
-        "startup.defer_parts_of_torch = noted\n"
+        f"{BEGIN}import atexit; take = startup.take_process\n"
+        "def noted(): global deferring; deferring = take()\n"
+        "startup.take_process = noted\n"
         f"atexit.register(lambda: print(json.dumps({WAITING}), file=sys.stderr))\n"
         f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '3', '--raw']\n"
         "from kvcli.cli.main import main; main()"
@@ -81,17 +81,13 @@ def test_a_run_needs_no_deferred_part(kv_env: dict[str, str]) -> None:
     assert result.returncode == 0 and "torch.optim" in json.loads(result.stderr.splitlines()[-1]), result.stderr
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_sought_behind_it_as_before(enabled: bool) -> None:
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with startup.uncollected():
-            assert not gc.isenabled()
-        assert gc.isenabled() == enabled
-    finally:
-        gc.unfreeze()
-        (gc.enable if before else gc.disable)()
+@pytest.mark.parametrize("alone", [True, False])
+def test_garbage_is_sought_behind_it(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_alone", alone)
+    with startup.uncollected():
+        assert gc.isenabled() == (not alone)
+    assert gc.isenabled()
+    gc.unfreeze()
 
 
 def test_the_end_waits_for_threads_and_keeps_the_code_and_what_was_written(kv_env: dict[str, str]) -> None:
