@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli.cli import commandline, helptext, remarks, render, settings
+from kvcli.cli import commandline, helptext, plainvalues, remarks, render, settings
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.settings import Setting
 from kvcli.errors import UsageError
@@ -76,6 +76,7 @@ def _prepared(ctx: Any, args: list[str]) -> Iterator[list[str]]:
         yield args
         return
     invocation: Invocation = ctx.obj
+    plainvalues.read_plainly(ctx.command.get_params(ctx))
     reader = commandline.Reader(ctx.command.get_params(ctx), ctx.command_path)
     read = reader.read(args, ctx.allow_interspersed_args)
     invocation.called |= reader.called

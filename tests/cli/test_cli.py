@@ -270,8 +270,8 @@ import atexit, os, signal, sys
 sys.path.insert(0, {str(PACKAGE_ROOT)!r})
 from kvcli.__main__ import main
 from kvcli.cli import main as cli
-atexit.register(lambda: (print("shutting down", flush=True), os.kill(os.getpid(), signal.SIGINT)))
 def call(args, invocation, interrupts):
+    atexit.register(lambda: (print("shutting down", flush=True), os.kill(os.getpid(), signal.SIGINT)))
     interrupts.stage = "unwind"
     sys.stdout.write("done ")
     if args == ["interrupted"]:
