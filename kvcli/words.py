@@ -31,6 +31,11 @@ def human_time(seconds: float) -> str:
     return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
 
 
+def human_seconds(seconds: float) -> str:
+    """'0.42 s', '12.3 s', '5 min', '3 h': with digits where they say something."""
+    return human_time(seconds) if seconds >= 120 else f"{seconds:.{1 if seconds >= 10 else 2}f} s"
+
+
 def counted(number: int, noun: str) -> str:
     """1 token, 2 tokens."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
-from kvcli.runtime.promptcache.store import SUFFIX, entries, folders
+from kvcli.runtime.promptcache.starting import starts
+from kvcli.runtime.promptcache.store import SUFFIX, entries, folders, is_pinned
+from kvcli.runtime.promptcache.worth import FileWorth, Worth, key_of
 
 ID_LENGTH = 10
 _OF_MODEL = ("weights", "tokenizer", "template", "model_config", "positions", "byte_order")
@@ -57,13 +59,16 @@ def label(path: Path, root: Path) -> str:
 
 @dataclass(frozen=True)
 class Described:
-    """What a file says of itself. `used_at`: seconds since the epoch; `problem`: why it says nothing."""
+    """What a file says of itself. `used_at`: seconds since the epoch; `problem`: why it says nothing. `worth`: what is
+    recorded of it."""
 
     path: Path
     size: int
     used_at: float
     contents: Contents | None = None
     problem: str = ""
+    pinned: bool = False
+    worth: FileWorth = field(default_factory=FileWorth)
 
     @property
     def about(self) -> dict[str, str]:
@@ -130,8 +135,28 @@ class Described:
         words = self.about.get("begins", "-")
         return f"{self.source}: {words}" if self.source else words
 
-    def as_json(self, ttl_s: float) -> dict[str, Any]:
-        """Everything but what belongs to the model, see `model_json`."""
+    @cached_property
+    def starts(self) -> list[tuple[int, int]] | None:
+        """Behind which tokens later prompts can go on, see `starting.starts`; None where that is not known."""
+        try:
+            return None if self.contents is None else starts(self.contents)
+        except ValueError:
+            return None
+
+    @property
+    def starting(self) -> str:
+        """The same in words: 'anywhere', 'at 448-1,024, 2,560-3,109', 'nowhere'."""
+        found, c = self.starts, self.contents
+        if found is None or c is None:
+            return "-"
+        size = self.options.page_size if self.options else 0
+        if found and found[0][0] <= c.start + size and found[-1] == (found[0][0], c.end):
+            return "anywhere"
+        spans = [f"{first:,}-{last:,}" if first < last else f"{last:,}" for first, last in found]
+        return f"at {', '.join(spans)}" if spans else "nowhere"
+
+    def as_json(self, ttl_s: float, goes_on_from: Path | None = None) -> dict[str, Any]:
+        """Everything but what belongs to the model, see `model_json`. `goes_on_from`: another file of the store."""
         about, c, o = self.about, self.contents, self.options
         type_k, type_v = types_of(self.identity) if c else (None, None)
         lossless, _, losses = about.get("lossless", "").partition(": ")
@@ -161,7 +186,14 @@ class Described:
             "kv_version": about.get("kv_version"),
             "created_at": about.get("created"),
             "used_at": _utc(self.used_at),
-            "expires_at": _utc(self.used_at + ttl_s),
+            "expires_at": None if self.pinned else _utc(self.used_at + ttl_s),
+            "pinned": self.pinned,
+            "goes_on_from": None if goes_on_from is None else id_of(goes_on_from),
+            "starts": None if self.starts is None else [list(each) for each in self.starts],
+            "hits": self.worth.uses.hits,
+            "hit_tokens": self.worth.uses.tokens,
+            "saved_s": round(self.worth.uses.saved_s, 3),
+            "compute_s": None if self.worth.cost_s is None else round(self.worth.cost_s, 3),
             "problem": self.problem or None,
         }
 
@@ -190,17 +222,20 @@ def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def describe(path: Path) -> Described:
-    """What is told of a file, whole or not. Raises UsageError if it is not there."""
+def describe(path: Path, record: Worth | None = None) -> Described:
+    """What is told of a file, whole or not, and of what is recorded of it. Raises UsageError if it is not there."""
     try:
         status = path.lstat()
     except OSError as error:
         raise UsageError(f"cannot look at {path}: {error.strerror or error}") from None
+    known = record.files.get(key_of(path), FileWorth()) if record else FileWorth()
+    contents, problem = None, ""
     try:
         with PromptCacheFile(path) as file:
-            return Described(path, status.st_size, status.st_mtime, file.contents)
+            contents = file.contents
     except CacheFileError as error:
-        return Described(path, status.st_size, status.st_mtime, problem=error.message)
+        problem = error.message
+    return Described(path, status.st_size, status.st_mtime, contents, problem, is_pinned(path), known)
 
 
 def check_pages(path: Path) -> int:

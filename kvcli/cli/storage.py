@@ -12,7 +12,8 @@ from kvcli.cli import cachefiles
 from kvcli.errors import OutputError
 from kvcli.runtime.hub import hubcache, inventory, store
 from kvcli.runtime.plan import overheads
-from kvcli.runtime.promptcache import sessions
+from kvcli.runtime.promptcache import sessions, worth
+from kvcli.runtime.promptcache.store import remove
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,13 @@ def _remove_models(entries: Iterable[inventory.Entry]) -> None:
 def _prompts(root: Path) -> Kind:
     """Only files of the store: the folder may be any that the user names."""
     files = tuple(cachefiles.stored(root))
-    return Kind("prompts", "rows of long prompts", root, files, lambda: _unlink(files))
 
+    def clear() -> None:
+        for path in files:
+            remove(path)
+        worth.clear(root)
 
-def _unlink(files: Iterable[Path]) -> None:
-    for path in files:
-        path.unlink(missing_ok=True)
+    return Kind("prompts", "rows of long prompts", root, files, clear)
 
 
 def _sessions() -> Kind:

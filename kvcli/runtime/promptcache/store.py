@@ -20,18 +20,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
 from kvcli import paths
 from kvcli.errors import CacheFileError
 from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.file import Checkpoint, Contents, PromptCacheFile, nothing, remove_parts, write
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.words import human_bytes
 
-SUFFIX = ".safetensors"
+SUFFIX, PIN = ".safetensors", ".pin"  # an empty file X.pin beside X pins it
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
 NEAR_MISSES = 32  # files opened for part of a block, or to tell how far they agree
 _HEX = 32  # digits of a hash in a file's name
@@ -108,11 +109,11 @@ class PromptStore:
         fitting = [(places[entry.parent], entry) for entry in entries(self.folder) if entry.parent in places]
         uses = [0.0] * (len(hashes) + 1)  # by the block that a file begins with: the last one
         for at, entry in fitting:
-            uses[at] = max(uses[at], entry.used_at)
+            uses[at] = max(uses[at], float("inf") if entry.pinned else entry.used_at)
         from_here_on = list(accumulate(reversed(uses), max))[::-1]
         for at, entry in fitting:
             begins_alike = at + 1 < len(hashes) and entry.first == hashes[at + 1][:_HEX]
-            if time.time() - max(entry.used_at, from_here_on[at + 1]) <= self.limits.ttl_s:
+            if entry.pinned or time.time() - max(entry.used_at, from_here_on[at + 1]) <= self.limits.ttl_s:
                 (sure if begins_alike else near).append(entry)
             elif begins_alike:
                 found.expired = max(found.expired, _shared(entry, tokens))
@@ -170,7 +171,8 @@ class PromptStore:
         for old in replaced:
             if old != path:
                 with suppress(OSError):  # it is of no use, and does no harm
-                    old.unlink()
+                    if not is_pinned(old):
+                        old.unlink()
                 checkpoint("removed")
         prune(self.root, self.limits)
         return path
@@ -201,6 +203,16 @@ def _chained(parent: str, tokens: list[int], page_size: int) -> list[str]:
     return hashes
 
 
+def chain_of(contents: Contents) -> list[tuple[int, str]]:
+    """The tokens, and the hash of them, behind which other files may go on from this one."""
+    try:
+        size = int(contents.identity["page_size"])
+    except (KeyError, ValueError):
+        return []
+    hashes = _chained(contents.parent, contents.tokens, size)
+    return [(contents.start + size * number, each) for number, each in enumerate(hashes) if number]
+
+
 def _shared(entry: Entry, tokens: list[int]) -> int:
     """How many tokens of a prompt a segment agrees with, those before it included; 0 for a damaged one."""
     try:
@@ -213,13 +225,14 @@ def _shared(entry: Entry, tokens: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of a store, judged by its name. `used_at`: time of its last use."""
+    """One file of a store, judged by its name. `used_at`: time of its last use. `pinned`: it stays."""
 
     path: Path
     parent: str
     first: str
     size: int
     used_at: float
+    pinned: bool = False
 
 
 def entries(folder: Path) -> Iterator[Entry]:
@@ -228,6 +241,7 @@ def entries(folder: Path) -> Iterator[Entry]:
         listing = list(os.scandir(folder))
     except OSError:  # mostly: not there
         return
+    pins = {item.name for item in listing if item.name.endswith(PIN)}
     for item in listing:
         parts = item.name.removesuffix(SUFFIX).split("-")
         try:
@@ -236,7 +250,8 @@ def entries(folder: Path) -> Iterator[Entry]:
             status = item.stat(follow_symlinks=False)
         except FileNotFoundError:  # removed meanwhile
             continue
-        yield Entry(Path(item.path), parts[0], parts[1], status.st_size, status.st_mtime)
+        pinned = f"{item.name}{PIN}" in pins
+        yield Entry(Path(item.path), parts[0], parts[1], status.st_size, status.st_mtime, pinned)
 
 
 def folders(root: Path) -> list[Path]:
@@ -256,39 +271,65 @@ def discard(path: Path, error: CacheFileError) -> str:
     return f"{error.message}; it was removed"
 
 
+def pin(path: Path, wanted: bool) -> bool:
+    """Pin a file of the store, or no longer; whether that changed anything. Raises OSError."""
+    beside = path.with_name(f"{path.name}{PIN}")
+    before = beside.exists()
+    if wanted:
+        beside.touch(0o600)
+    else:
+        beside.unlink(missing_ok=True)
+    return before != wanted
+
+
+def is_pinned(path: Path) -> bool:
+    """Whether a file of the store stays whatever happens."""
+    return path.with_name(f"{path.name}{PIN}").exists()
+
+
+def remove(path: Path) -> None:
+    """Remove a file of the store, with its pin. Raises OSError."""
+    path.unlink(missing_ok=True)
+    pin(path, False)
+
+
 def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
-    """Remove what was not used for `ttl_s`, then what was used longest ago until the rest is within `max_bytes`; but
-    nothing that what stays goes on from.
+    """Remove what was not used for `ttl_s`; then, until the rest is within `max_bytes`, what is worth least (see
+    `worth.ranking`). Nothing that is pinned, and nothing that what stays goes on from.
 
     Also what killed processes left. Returns the segments removed (or, `dry_run`, that would be). Raises OSError.
     """
     now = time.time()
     kept: list[Entry] = []
-    gone: list[Entry] = []
     for folder in folders(root):
         kept += entries(folder)
         if not dry_run:
             remove_parts(folder, now)
+    unused = takewhile(lambda entry: now - entry.used_at > limits.ttl_s, _ends_first(kept, lambda entry: entry.used_at))
+    gone = {entry.path: entry for entry in unused}
+    kept = [entry for entry in kept if entry.path not in gone]
     excess = sum(entry.size for entry in kept) - limits.max_bytes
-    for entry in _ends_first(kept):
-        if excess <= 0 and now - entry.used_at <= limits.ttl_s:
-            break
-        excess -= entry.size
-        gone.append(entry)
+    if excess > 0:
+        value = worth.ranking(worth.read(root), ((entry.path, entry.size) for entry in kept), now)
+        for entry in _ends_first(kept, lambda entry: value(entry.path, entry.size, entry.used_at)):
+            gone[entry.path] = entry
+            excess -= entry.size
+            if excess <= 0:
+                break
     if not dry_run:
-        for entry in gone:
-            entry.path.unlink(missing_ok=True)
-    return gone
+        for path in gone:
+            remove(path)
+    return list(gone.values())
 
 
-def _ends_first(kept: Iterable[Entry]) -> Iterator[Entry]:
-    """Segments in the order in which they may go: the one used longest ago first, but none before all that go on from
-    it."""
+def _ends_first(kept: Iterable[Entry], value: Callable[[Entry], float]) -> Iterator[Entry]:
+    """Segments in the order in which they may go: the one of the least value first, but none before all that go on from
+    it, and none that is pinned."""
     left: dict[Path, dict[str, set[Entry]]] = defaultdict(lambda: defaultdict(set))  # by folder and parent
     for entry in kept:
         left[entry.path.parent][entry.parent].add(entry)
     waiting: dict[Entry, list[Entry]] = defaultdict(list)  # those that may not go before one that goes on from them
-    heap = [(entry.used_at, entry.path, entry) for entry in kept]
+    heap = [(value(entry), entry.path, entry) for entry in kept if not entry.pinned]
     heapify(heap)
     while heap:
         *_, entry = heappop(heap)
@@ -302,7 +343,7 @@ def _ends_first(kept: Iterable[Entry]) -> Iterator[Entry]:
         if not siblings[entry.parent]:
             del siblings[entry.parent]
         for other in waiting.pop(entry, ()):
-            heappush(heap, (other.used_at, other.path, other))
+            heappush(heap, (value(other), other.path, other))
 
 
 def _behind(entry: Entry, others: Mapping[str, set[Entry]]) -> Entry | None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvcli.cli import cachefiles, render
+from kvcli.cli import cachefiles, cachetree, render
 from kvcli.cli.cachefiles import Described
-from kvcli.cli.commands.cache.arguments import Name, stored_files
+from kvcli.cli.commands.cache.arguments import Name, described
 from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_folder, time_option
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, UsageError
+from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.words import human_bytes, human_time
+from kvcli.words import counted, human_bytes, human_seconds, human_time
 
-HEADERS = ("id", "model", "tokens", "cache", "size", "used", "expires", "prompt")
+HEADERS = ("id", "model", "tokens", "cache", "size", "used", "expires", "starts", "prompt")
 _HASHES = ("weights", "tokenizer", "template")
 
 
@@ -31,33 +33,46 @@ def ls(
     cache_ttl: Annotated[
         str, time_option("--cache-ttl", "As given to kv run: entries unused for longer are expired.")
     ] = CACHE_TTL,
+    tree: Annotated[bool, typer.Option("--tree", help="Show which goes on from which.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """List the stored prompts, the last used first; "1,024-2,048" continues another one."""
+    """List the stored prompts, the last used first; "1,024-2,048" continues another one.
+
+    "starts" says where later prompts can go on with other text: anywhere, or, where windows slide, behind some tokens.
+    """
     ttl_s = parse_time(cache_ttl, "--cache-ttl")
-    found = [cachefiles.describe(file) for file in stored_files(cache_dir, ctx.obj)]
+    found = described(cache_dir, ctx.obj)
     if json:
+        above = cachetree.parents(found)
         render.print_json(
             "cache ls",
             {
                 "cache_dir": str(store_folder(cache_dir)),
                 "size_bytes": sum(each.size for each in found),
                 "models": {each.model_id: each.model_json() for each in found if each.model_id},
-                "entries": [each.as_json(ttl_s) for each in found],
+                "entries": [_entry(each, ttl_s, above) for each in found],
             },
         )
     elif found:
-        rows = [_row(each, ttl_s) for each in found]
+        listed = list(cachetree.rows(cachetree.trees(found))) if tree else [("", each) for each in found]
+        rows = [_row(lines, each, ttl_s) for lines, each in listed]
         one_model = len({each.model_id for each in found}) == 1
-        spare = [HEADERS.index(name) for name in ("expires", *(("model", "used") if one_model else ("used", "model")))]
+        spare = ["expires", *(["model", "starts", "used"] if one_model else ["starts", "used", "model"])]
         right = {HEADERS.index(name) for name in ("tokens", "size", "used", "expires")}
-        render.print_table(HEADERS, rows, ctx.obj, right, spare)
+        render.print_table(HEADERS, rows, ctx.obj, right, [HEADERS.index(name) for name in spare])
 
 
-def _row(file: Described, ttl_s: float) -> list[str]:
+def _entry(file: Described, ttl_s: float, above: dict[Path, Described]) -> dict[str, Any]:
+    return file.as_json(ttl_s, above[file.path].path if file.path in above else None)
+
+
+def _row(lines: str, file: Described, ttl_s: float) -> list[str]:
+    """`lines`: those of a tree that lead to the file."""
     left_s = max(0.0, file.used_at + ttl_s - time.time())
-    cells = [cachefiles.id_of(file.path), file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
-    return [*cells, f"{human_time(time.time() - file.used_at)} ago", f"in {human_time(left_s)}", file.prompt]
+    name = lines + cachefiles.id_of(file.path)
+    cells = [name, file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
+    expires = "pinned" if file.pinned else f"in {human_time(left_s)}"
+    return [*cells, f"{human_time(time.time() - file.used_at)} ago", expires, file.starting, file.prompt]
 
 
 def show(
@@ -73,19 +88,21 @@ def show(
     """Show what a prompt cache holds, with the first words of its text."""
     if tokens + (text is not None) + json > 1:
         raise UsageError("--tokens, --text and --json cannot be used together", "give one of them")
-    file = cachefiles.locate(name, store_folder(cache_dir))
+    root = store_folder(cache_dir)
+    file = cachefiles.locate(name, root)
     with PromptCacheFile(file) as opened:
         ids, identity = opened.contents.tokens, opened.contents.identity
-    found = cachefiles.describe(file)
+    found = cachefiles.describe(file, worth.read(root))
     if tokens:
         render.write_out(" ".join(map(str, ids)) + "\n")
     elif text is not None:
         render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
     elif json:
-        of_model = found.model_json()
-        render.print_json("cache show", {**of_model, **found.as_json(parse_time(CACHE_TTL, "--cache-ttl"))})
+        of_model, ttl_s = found.model_json(), parse_time(CACHE_TTL, "--cache-ttl")
+        above = cachetree.parents([cachefiles.describe(each) for each in cachefiles.stored(root)])
+        render.print_json("cache show", {**of_model, **_entry(found, ttl_s, above)})
     else:
-        lines = _lines(found, cachefiles.label(file, store_folder(cache_dir)))
+        lines = _lines(found, cachefiles.label(file, root))
         render.write_out("".join(f"{line}\n" for line in lines))
 
 
@@ -95,12 +112,23 @@ def _lines(file: Described, label: str) -> list[str]:
     rows: dict[str, Any] = {"id": label} if label != str(file.path) else {}
     rows |= {"path": file.path, "begins": about.get("begins", "-")}
     rows |= {"from": file.source} if file.source else {}
-    rows |= {"tokens": file.tokens, "size": human_bytes(file.size), "cache": file.settings}
+    rows |= {"tokens": file.tokens, "starts": file.starting, "size": human_bytes(file.size), "cache": file.settings}
+    rows |= _worth(file)
     rows |= {name: value for name, value in about.items() if name not in ("begins", "source", "chat", "owner")}
     rows |= {name: identity.get(name, "-") for name in _HASHES}
     width = max(map(len, rows))
     lines = {name: f"{name.replace('_', ' '):<{width}}  {render.one_line(str(value))}" for name, value in rows.items()}
     return [line if name == "path" else render.fitting(line) for name, line in lines.items()]
+
+
+def _worth(file: Described) -> dict[str, str]:
+    """What it was of use for, as far as that is recorded."""
+    uses, cost = file.worth.uses, file.worth.cost_s
+    found = {"pinned": "yes"} if file.pinned else {}
+    if uses.hits:
+        told = f"{counted(uses.hits, 'hit')}, {uses.tokens:,} tokens not computed again"
+        found["worth"] = f"{told}, {human_seconds(uses.saved_s)} saved"
+    return found | ({} if cost is None else {"to compute": human_seconds(cost)})
 
 
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:

@@ -23,6 +23,7 @@ from kvcli.cli.flags.promptcache import (
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import OutputError, UsageError
 from kvcli.runtime.host.memory import parse_size
+from kvcli.runtime.promptcache import store
 from kvcli.words import counted, human_bytes
 
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
@@ -57,9 +58,10 @@ def prune(
     cache_dir: CacheDir = None,
     json: JsonFlag = False,
 ) -> None:
-    """Remove what was used longest ago, and what interrupted processes left."""
-    from kvcli.runtime.promptcache import store
+    """Remove what was unused for long and, where the rest is too large, what is worth least; never what is pinned.
 
+    Also what interrupted processes left.
+    """
     root = store_folder(cache_dir)
     limits = store.Limits(parse_size(max_size, "--max-size"), parse_time(older_than, "--older-than"))
     gone = [entry.path for entry in store.prune(root, limits, dry_run=True)]
@@ -74,7 +76,8 @@ def prune(
 def _remove(files: list[Path], root: Path, yes: bool, dry_run: bool, json: bool, invocation: Invocation) -> None:
     found = [cachefiles.describe(file) for file in files]
     size = sum(file.size for file in found)
-    what = f"{counted(len(found), 'file')}, {human_bytes(size)}"
+    pinned = sum(file.pinned for file in found)
+    what = f"{counted(len(found), 'file')}, {human_bytes(size)}" + (f", {pinned:,} pinned" if pinned else "")
     if found and dry_run:
         render.announce(f"would remove {what}", invocation)
     else:
@@ -94,6 +97,6 @@ def _remove(files: list[Path], root: Path, yes: bool, dry_run: bool, json: bool,
 def _unlink(file: Path) -> None:
     """Raises OutputError."""
     try:
-        file.unlink(missing_ok=True)
+        store.remove(file)
     except OSError as error:
         raise OutputError(f"cannot remove {file}: {error.strerror or error}") from None

@@ -17,7 +17,7 @@ from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.invocation import JsonFlag
 from kvcli.cli.streams import OutputFile
 from kvcli.errors import KVError, OutputError, UsageError
-from kvcli.runtime.promptcache import sessions
+from kvcli.runtime.promptcache import sessions, store
 from kvcli.runtime.promptcache.chatfiles import OWNER
 from kvcli.words import human_bytes
 
@@ -138,7 +138,7 @@ def _remove_rows(names: list[str], root: Path) -> int:
     for file in map(cachefiles.describe, cachefiles.stored(root)):
         if (file.about or {}).get(OWNER) in names:
             try:
-                file.path.unlink(missing_ok=True)
+                store.remove(file.path)
             except OSError as error:
                 raise OutputError(f"cannot remove {file.path}: {error.strerror or error}") from None
             freed += file.size

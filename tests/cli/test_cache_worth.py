@@ -1,0 +1,102 @@
+"""`kv cache stats`, `pin`, `unpin` and the tree of `ls`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import KvHere
+from engines import PROMPT
+from jsonchecks import check
+from reusecases import ask, engine_of, files_in, store_in
+
+from kvcli.cli import cachefiles, cachetree
+from kvcli.runtime.promptcache import worth
+from kvcli.runtime.promptcache.worth import FileWorth, ModelWorth, Uses, Worth, key_of
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A document, two questions about it, one of which goes on, and another prompt."""
+    monkeypatch.setenv("KV_CACHE_DIR", str(tmp_path / "prompts"))
+    document = PROMPT[:96]
+    for prompt in (document, [*document, *[5] * 20], [*document, *[6] * 20], [*document, *[5] * 40], PROMPT[50:90]):
+        ask(engine_of("llama"), prompt, store_in(tmp_path))
+    return tmp_path / "prompts"
+
+
+def test_a_tree_says_what_goes_on_from_what(root: Path, kv_here: KvHere) -> None:
+    code, out, _ = kv_here("cache", "ls", "--json")
+    value = json.loads(out)
+    check("cache ls", value)
+    by_start: dict[int, list[dict]] = {}
+    for entry in value["entries"]:
+        by_start.setdefault(entry["first_token"], []).append(entry)
+        assert entry["starts"][-1][-1] == entry["first_token"] + entry["tokens"]
+    roots = {entry["id"] for entry in by_start[0]}
+    (document,) = {entry["goes_on_from"] for entry in by_start[96]}
+    assert code == 0 and document in roots and by_start[112][0]["goes_on_from"] in {e["id"] for e in by_start[96]}
+    assert {entry["goes_on_from"] for entry in by_start[0]} == {None}
+    lines = kv_here("cache", "ls", "--tree")[1].splitlines()[1:]
+    marks = [line.rstrip()[:6] for line in lines if line.startswith(("|", "`", " "))]
+    assert len(lines) == 5 and sorted(mark[:3] for mark in marks if mark[3:4].isalnum()) == ["`- ", "|- "]
+    assert sum(mark.startswith("| `- ") for mark in marks) == 1
+    files = [cachefiles.describe(path) for path in cachefiles.stored(root)]
+    assert sum(1 for _ in cachetree.rows(cachetree.trees(files))) == 5
+    assert "anywhere" in lines[0]
+
+
+def test_pins_are_shown_and_taken_back(root: Path, kv_here: KvHere, tmp_path: Path) -> None:
+    name = cachefiles.id_of(files_in(tmp_path)[0])
+    for command, pinned, words in (
+        ("pin", True, "is pinned"), ("pin", True, "already"), ("unpin", False, "no longer pinned"),
+        ("unpin", False, "was not before"),
+    ):  # fmt: skip
+        code, _, err = kv_here("cache", command, name)
+        assert code == 0 and words in err
+        (entry,) = (e for e in json.loads(kv_here("cache", "ls", "--json")[1])["entries"] if e["id"] == name)
+        assert entry["pinned"] is pinned and (entry["expires_at"] is None) is pinned
+    value = json.loads(kv_here("cache", "pin", name, "--json")[1])
+    check("cache pin", value)
+    assert value["entries"][0]["changed"] is True
+    assert "pinned" in kv_here("cache", "ls")[1] and "pinned" in kv_here("cache", "show", name)[1]
+    assert "1 pinned" in kv_here("cache", "rm", "--all", "--dry-run")[2]
+    assert kv_here("cache", "rm", name, "-y")[0] == 0
+    assert not list(root.rglob("*.pin"))
+    assert kv_here("cache", "pin", "none")[0] == 2
+
+
+def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path) -> None:
+    def fill(record: Worth) -> None:
+        record.models = {
+            "k": ModelWorth("A model", "f16 on cpu", 7, 9000, 50, Uses(3, 4000, 61.5)),
+            "j": ModelWorth("Another", "int4 on cpu", 1, 100),
+        }
+        record.files = {
+            key_of(files_in(tmp_path)[0]): FileWorth(Uses(2, 3000, 50.0), 30.0),
+            "elsewhere": FileWorth(Uses(1, 1000, 11.5)),
+        }
+
+    assert worth.change(root, fill)
+    code, out, err = kv_here("cache", "stats", "--json")
+    value = json.loads(out)
+    check("cache stats", value)
+    assert (code, err) == (0, "") and [m["saved_s"] for m in value["models"]] == [61.5, 0]
+    assert [e["hits"] for e in value["entries"]] == [2] and value["gone"] == {
+        "hits": 1,
+        "hit_tokens": 1000,
+        "saved_s": 11.5,
+    }
+    out = kv_here("cache", "stats", "--reset")[1]
+    head, table = out.splitlines()[0], [line.split() for line in out.splitlines()[2:5]]
+    assert "8 look-ups, 3 hits on disk, 4,000 tokens not computed again, 61.5 s saved" in head
+    assert table[1][-5:] == ["9,000", "4,000", "50", "61.5", "s"]
+    assert "files that are gone: 1 hit, 11.5 s saved" in out
+    code, out, err = kv_here("cache", "stats")
+    assert (code, out) == (0, "") and "no prompt was looked for" in err
+
+
+def test_statistics_of_nothing(kv_here: KvHere, tmp_path: Path) -> None:
+    code, out, err = kv_here("cache", "stats", "--cache-dir", str(tmp_path / "none"), "--reset")
+    assert (code, out) == (0, "") and "there is no such folder" in err and not (tmp_path / "none").exists()
