@@ -27,6 +27,7 @@ import torch
 from kvcli.codecs import CODECS, RecordLayout
 from kvcli.kernels import Angles, AttentionLayer, Entries, Into, PagedKV
 from kvcli.kernels.gpu.attention import Partials, Tiling, attend, block_rows, part_count, tiling
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS, combine
 from kvcli.kernels.gpu.language import AFTER
 from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, page_lists
@@ -75,7 +76,7 @@ def on_device(
     kv: PagedKV, angles: Angles | None, start: int, rows: int = 1, heads: int = 0, splits: int = 1
 ) -> DevicePages:
     """Pages in device memory as the kernels want them, for a step of these rows."""
-    block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows)
+    block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows, Chip.of(torch.device("cuda")))
     parts = part_count(splits, kv.open is not None, False) if rows == 1 else 0
     lists = page_lists(kv, None, Asked(start, rows, block, parts=parts), "cuda")
     return device_pages(kv, lists, "cuda", None if angles is None else half_angles(angles, "cuda"))

@@ -49,6 +49,7 @@ from sealedcases import Cache, layout  # noqa: E402
 from kvcli.kernels import Angles, AttentionLayer, Entries, Into, PagedKV  # noqa: E402
 from kvcli.kernels.attend import amplify  # noqa: E402
 from kvcli.kernels.gpu.attention import block_rows, part_count  # noqa: E402
+from kvcli.kernels.gpu.chip import Chip  # noqa: E402
 from kvcli.kernels.gpu.pages import Asked, DevicePages, device_pages, half_angles, page_lists  # noqa: E402
 from kvcli.kernels.gpu.products import Activations  # noqa: E402
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare  # noqa: E402
@@ -97,7 +98,7 @@ class GpuCache(Cache):
         self, kv: PagedKV, start: int, rows: int, heads: int, window: int, splits: int, shift: np.ndarray | None
     ) -> DevicePages:
         """Pages on the device as kernels want them, with `self.angles`."""
-        block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows)
+        block, _ = block_rows(kv.record, heads or kv.record.kv_heads, rows, Chip.of(torch.device(DEVICE)))
         turns = any(each.entries.turned.any() for each in kv.classes)
         parts = part_count(splits, kv.open is not None, turns) if rows == 1 else 0
         lists = page_lists(kv, shift, Asked(start, rows, block, window, parts), DEVICE)

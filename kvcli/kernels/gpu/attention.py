@@ -178,14 +178,14 @@ def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if any(c.mantissa == 7 for c in both) else 2, 2)
 
 
-def block_rows(record: RecordLayout, heads: int, rows: int) -> tuple[int, int]:
+def block_rows(record: RecordLayout, heads: int, rows: int, chip: Chip) -> tuple[int, int]:
     """How many positions make a block of a step of `rows`, and how many queries a program has, of all heads.
 
     With 64 the products go by warp groups, whose numbers are wrong (Triton 3.6) where keys come in two parts and values
-    in four.
+    in four; and where they go by tensor memory (sm_100), some do not compile (Triton 3.9).
     """
     group, pad = heads // record.kv_heads, max(padded(record.dim_k), padded(record.dim_v))
-    few = pad > 128 or tile_parts(record.codec_k) != tile_parts(record.codec_v)
+    few = pad > 128 or tile_parts(record.codec_k) != tile_parts(record.codec_v) or chip.capability[0] == 10
     m = max(16 if rows == 1 else 32 if few else 64, triton.next_power_of_2(group))
     return 1 if rows == 1 else min(record.page_size, 1 << ((m // group).bit_length() - 1)), m
 
@@ -210,7 +210,7 @@ def attend(
     if out is None:
         out = Partials.empty(rows, heads, pages, lists.work.shape[1])
     pad_k, pad_v = padded(r.dim_k), padded(r.dim_v)
-    block, m = block_rows(r, heads, rows)
+    block, m = block_rows(r, heads, rows, Chip.of(queries.q.device))
     if tiles is None:
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), rows == 1)
     rope = 0 if pages.angles is None else pages.angles.shape[1]

@@ -178,8 +178,9 @@ class GpuBackend:
     def _pages(self, part: Stretch, layer: AttentionLayer, angles: Angles | None) -> DevicePages:
         """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
         kv, rows = part.kv, part.hi - part.lo
-        block, _ = block_rows(kv.record, layer.heads, rows)
-        alone = programs(Chip.of(self.device), kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
+        chip = Chip.of(self.device)
+        block, _ = block_rows(kv.record, layer.heads, rows, chip)
+        alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
         apart = past.least_pages(kv.record, rows, layer, self.device)
         asked = Asked(part.start, rows, block, layer.window, min(alone, MOST_PARTS), apart)
         lists = page_lists(kv, part.shift, asked, self.device)

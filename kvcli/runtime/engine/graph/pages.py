@@ -77,7 +77,7 @@ class GroupTables:
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
         self.chip = Chip.of(device)
-        self.block, _ = block_rows(group.record, heads, rows)
+        self.block, _ = block_rows(group.record, heads, rows, self.chip)
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         most = 2 * MOST_PARTS * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
         sizes = [n + n % 2 for n in (rows, self.pages, self.pages, *most)]  # each begins at a multiple of 16 bytes
