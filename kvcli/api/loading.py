@@ -97,10 +97,13 @@ def load(
             LOG.info("%s", note)
     environment.prepare()
     path = find_runnable(options.model, offline, progress, LOG.info)
+    from kvcli.runtime.engine.opened import Opened
+
+    opened = Opened(path, options)  # before torch is imported, whose libraries are loaded meanwhile
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
 
-    engine = Engine(LoadedModel(path, options, cache, LOG.warning))
+    engine = Engine(LoadedModel(opened, options, cache, LOG.warning))
     for text in engine.notices:
         LOG.log(logging.WARNING if text in engine.doubts else logging.INFO, "%s", text)
     return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))

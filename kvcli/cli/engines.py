@@ -37,9 +37,14 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     path = locate.locate_model(load.model, invocation, to_run=True)
     interrupts.stage = LEAVE
     with startup.uncollected():
+        from kvcli.runtime.engine.opened import Opened
+
+        opened = Opened(path, load)  # before torch is imported, whose libraries are loaded meanwhile
         from kvcli.runtime.engine.loaded import LoadedModel
 
-        loaded = LoadedModel(path, load, cache, partial(render.warn, invocation=invocation))  # maps: no time for a bar
+        loaded = LoadedModel(
+            opened, load, cache, partial(render.warn, invocation=invocation)
+        )  # maps: no time for a bar
     _tell(loaded.notices, loaded.doubts, invocation)
     return loaded
 

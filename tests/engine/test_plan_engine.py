@@ -20,6 +20,7 @@ from kvcli.runtime.engine import loaded as loaded_module
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.loaded import LoadedModel
+from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.host.processmemory import mapped_bytes, peak_bytes
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
@@ -161,7 +162,8 @@ def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch:
     open_small(small, None, ctx_size=512, evict=EvictOptions("sink"))
     assert made == [Rolling(4, 384, 64)]
     options = CacheOptions(512, evict=EvictOptions("sink", keep=-1))
-    loaded = LoadedModel(small, LoadOptions("small", 1), options)
+    load = LoadOptions("small", 1)
+    loaded = LoadedModel(Opened(small, load), load, options)
     engine = Engine(loaded, loaded.terms.keeping(70))
     assert made[1:] == [Rolling(70, 320, 64)] and engine.notices == [engine.retention.notice()]
 

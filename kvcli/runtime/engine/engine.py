@@ -21,6 +21,7 @@ from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
 from kvcli.runtime.engine.loaded import LoadedModel
+from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.terms import Terms
@@ -66,7 +67,7 @@ class Engine:
     @classmethod
     def open(cls, path: Path, load: LoadOptions, cache: CacheOptions) -> Engine:
         """Load a model and run it with these options. Raises as `LoadedModel` does."""
-        return cls(LoadedModel(path, load, cache))
+        return cls(LoadedModel(Opened(path, load), load, cache))
 
     def reopened(self, ctx_size: int, evict: EvictOptions) -> Engine:
         """An engine with another context, or another policy, over the same weights and the same memory of pages. This

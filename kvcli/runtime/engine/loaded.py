@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -14,21 +13,18 @@ from kvcli.errors import ModelError, UsageError
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.engine import guard, sampling
+from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats import adapter
-from kvcli.runtime.headers.opening import open_model
-from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
-from kvcli.runtime.host.memory import CPU, CUDA, gpus, process_bytes
-from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.host.memory import CPU, CUDA, process_bytes
 from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
-from kvcli.runtime.plan.footprint import weights_of_tensors
+from kvcli.runtime.plan.footprint import tokenizer_bytes, weights_of_tensors
 from kvcli.runtime.plan.plan import engine_budget
 from kvcli.runtime.promptcache import fingerprint
-from kvcli.runtime.text.modeltext import ModelText
 
 
 class LoadedModel:
@@ -40,20 +36,20 @@ class LoadedModel:
 
     @torch.inference_mode()
     def __init__(
-        self, path: Path, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
+        self, opened: Opened, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Check everything that can be refused, then map the weights. `cache`: what engines are to be opened with.
+        """Check everything else that can be refused, then map the weights. `cache`: what engines are to be opened with.
 
         Raises ModelError, UsageError, and DoesNotFit before any weight is read.
         """
-        began = time.perf_counter()
-        self.bytes_before, self.cards_before = process_bytes(), gpus()  # of the process, and of GPUs
-        self.file = file = open_model(path, load.quantize)
-        self.path, self.title = path, title_of(path, file.size, file.metadata)
-        self.notices: list[str] = list(file.notices)
+        self.file = file = opened.file
+        self.path, self.title, self.config = opened.path, opened.title, opened.config
+        self.text, self.tokenizer = opened.text, opened.text.tokenizer
+        # Of the process, without the tokenizer, which is there already and planned like the rest; and of GPUs.
+        self.bytes_before, self.cards_before = process_bytes() - tokenizer_bytes(self.config), opened.cards
+        self.notices, opened.tell = opened.notices, self.notice
         self.doubts: list[str] = []
         self._tell = tell
-        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         self.adapters = adapter.open_all(load.lora, file)
         self.device = self._choose(load)
         self.exact = load.exact and self.device.kind == CUDA
@@ -68,18 +64,11 @@ class LoadedModel:
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
-        how = load.force, load.chat_anyway, load.chat, self.notice
-        self.text = ModelText.of(file.metadata, path.name, *how)
-        self.tokenizer = self.text.tokenizer
-        if self.tokenizer.vocab_size > self.config.vocab_size:
-            raise ModelError(
-                f"the vocabulary has {self.tokenizer.vocab_size} tokens, the embedding {self.config.vocab_size} rows"
-            )
         self.sampling_defaults = sampling.model_defaults(file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
         self._read_weights(load, cache)
         file.check()
-        self.load_s = time.perf_counter() - began
+        self.load_s = time.perf_counter() - opened.began
 
     def _choose(self, load: LoadOptions) -> Device:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""

@@ -28,6 +28,12 @@ _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".jo
 _REFUSED = {"bert": " (WordPiece, of encoders)", "rwkv": " (a trie, of RWKV)", "plamo2": " (of PLaMo 2)"}
 
 
+def import_library(metadata: Mapping[str, Any]) -> None:
+    """Import the library that this model's tokenizer takes, if it takes one."""
+    if metadata.get("tokenizer.ggml.model") in ("gpt2", "t5"):
+        import tokenizers  # noqa: F401
+
+
 class _Model(Protocol):
     def encode(self, text: str) -> list[int]: ...
 

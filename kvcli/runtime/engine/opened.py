@@ -1,0 +1,41 @@
+"""`Opened`: what is read of a model before its weights: header, sizes, tokenizer and chat template. No torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from kvcli.errors import ModelError
+from kvcli.options import LoadOptions
+from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.headers.titles import title_of
+from kvcli.runtime.host import ahead
+from kvcli.runtime.host.memory import gpus
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.text.modeltext import ModelText
+from kvcli.runtime.text.tokenizer import import_library
+
+
+class Opened:
+    """One model's files, open and checked, as far as that needs no torch; its libraries are loaded meanwhile.
+
+    `tell` is called for what is noticed while text is made; whoever goes on with the model puts its own in place.
+    `cards`: the memory of GPUs as it was before.
+    """
+
+    def __init__(self, path: Path, load: LoadOptions) -> None:
+        """Raises ModelError, and UsageError for a GGUF file that is to be quantized."""
+        self.began = time.perf_counter()
+        self.cards = gpus()
+        self.file = file = open_model(path, load.quantize)
+        import_library(file.metadata)
+        ahead.load_torch()
+        self.path, self.title = path, title_of(path, file.size, file.metadata)
+        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.notices: list[str] = list(file.notices)
+        self.tell = self.notices.append
+        how = load.force, load.chat_anyway, load.chat, lambda text: self.tell(text)
+        self.text = ModelText.of(file.metadata, path.name, *how)
+        if self.text.tokenizer.vocab_size > self.config.vocab_size:
+            rows = f"the embedding {self.config.vocab_size} rows"
+            raise ModelError(f"the vocabulary has {self.text.tokenizer.vocab_size} tokens, {rows}")
