@@ -16,7 +16,7 @@ _LIBRARIES = (("torch_global_deps", os.RTLD_NOW | os.RTLD_GLOBAL), ("torch", os.
 
 
 def load_torch() -> None:
-    """Begin to load torch's libraries, which takes a third of its import and, where it is built for CUDA, up to a second.
+    """Begin to load torch's libraries, which is a third of its import and, where it is built for CUDA, up to a second.
 
     Meanwhile Python runs on, but any library that it loads waits for these.
     """
