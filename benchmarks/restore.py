@@ -21,6 +21,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.pagefiles import host_bytes, load_pages
 from kvcli.runtime.promptcache.prefixpages import needed
 
@@ -96,7 +97,7 @@ def measure(types: str, tokens: int, device: str, folder: Path) -> dict[str, obj
             drop(path)
         began = time.perf_counter()
         with PromptCacheFile(path, IDENTITY) as file:
-            loaded = load_pages(pool, dict.fromkeys(keys, file))
+            loaded = load_pages(pool, Found.in_file(file, tokens, pool.layout.page_size).pieces(keys))
         synchronize(pool.device)
         rates.append(size / (time.perf_counter() - began) / 1e9)
         for (arena, _), page in loaded.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,8 +26,9 @@ def parents(files: Sequence[Described]) -> dict[Path, Described]:
     behind: dict[tuple[Path, str], list[tuple[int, Described]]] = defaultdict(list)  # where a file could go on
     for file in files:
         if file.contents is not None:
-            for tokens, digest in chain_of(file.contents):
-                behind[file.path.parent, digest].append((tokens, file))
+            with suppress(ValueError, IndexError):  # of a name or an identity that makes no sense
+                for tokens, digest in chain_of(file.contents, file.path.name.split("-")[1]):
+                    behind[file.path.parent, digest].append((tokens, file))
     found = {}
     for file in files:
         if (c := file.contents) is not None and c.start:

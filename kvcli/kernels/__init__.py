@@ -17,9 +17,10 @@
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
 `place(matrices, paired)` and `place_experts(matrices, paired)` take matrices to where the backend computes, and
-`device` is where that is; `arithmetic` says what decides the last bits, in words that change with them. `attend` is all
-that a layer does with its cache (see attend.py), `experts` a whole mixture of experts (experts.py); on a CPU they are
-written in more operations, on a GPU kernels do several of their steps at once.
+`device` is where that is; `arithmetic` says what decides the last bits, in words that change with them;
+`sums_by_page`: whether the size of pages does, too. `attend` is all that a layer does with its cache (see attend.py),
+`experts` a whole mixture of experts (experts.py); on a CPU they are written in more operations, on a GPU kernels do
+several of their steps at once.
 
 | on a CPU | shapes |
 |---|---|

@@ -31,6 +31,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.promptcache import pagefiles
 from kvcli.runtime.promptcache.file import ALIGN, Contents, PromptCacheFile, is_prompt_cache, write
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
@@ -98,7 +99,8 @@ def test_a_loaded_sequence_is_the_saved_one(layers, k, v, tail, sinks, seed, cut
             valid = dict.fromkeys(file.contents.pages, seq.length)
             assert longest(layout, seq.length, valid) == seq.length
             for length in (seq.length, longest(layout, int(share * seq.length), valid)):
-                pages = pagefiles.load_pages(other, dict.fromkeys(needed(layout, length), file))
+                found = Found.in_file(file, length, layout.page_size)
+                pages = pagefiles.load_pages(other, found.pieces(needed(layout, length)))
                 loaded = Sequence(other)
                 loaded.adopt(
                     seq.tokens[:length], pages, pagefiles.bases_of(file.contents.basis, layout, length, other.device)
@@ -141,14 +143,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     make(tmp_path / "x", list(range(40)))
     for changed, told in (
         ({"weights": "other"}, "the weights of another model or adapter"),
-        ({"tokenizer": "x", "page_size": "32"}, "another tokenizer"),
-        ({"page_size": "32"}, "page size 16, this run has 32"),
         ({"cache_type_k": "int4"}, "cache type f16/?, this run has int4/?"),
-        (
-            {"cache_type_k": "int4", "page_size": "32"},
-            "f16/? (this run: int4/?) and page size 16 (this run: 32)",
-        ),
-        ({"more": "x"}, "other settings"),
+        ({"sums": "x"}, "other settings"),
     ):
         with pytest.raises(CacheFileError, match=re.escape(told)) as caught:
             PromptCacheFile(tmp_path / "x", {**IDENTITY, **changed})
@@ -240,7 +236,7 @@ def test_pages_of_another_size_are_not_taken_for_ours(tmp_path: Path) -> None:
     pool = PagePool(layout)
     make(tmp_path / "x", list(range(40)))
     with PromptCacheFile(tmp_path / "x") as file, pytest.raises(CacheFileError, match="another size"):
-        pagefiles.load_pages(pool, {(0, 0): file})
+        pagefiles.load_pages(pool, Found.in_file(file, 16, 16).pieces([(0, 0)]))
     pool.check([])
 
 

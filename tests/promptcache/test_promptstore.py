@@ -16,12 +16,17 @@ from promptkills import LIMITS, segment, store_at
 import kvcli
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcache.file import PART, PromptCacheFile
+from kvcli.runtime.promptcache.found import Found, files_of
 from kvcli.runtime.promptcache.store import Limits, PromptStore, entries, prune
 
 
 def _add(store: PromptStore, tokens: list[int], start: int = 0) -> Path:
     part = segment(store, tokens, start)
     return store.add(part, blocks(part))
+
+
+def _file(found: Found, number: int) -> Path:
+    return found.pieces([(1, number)])[1, number][0].file.path
 
 
 def _valid(store: PromptStore, tokens: list[int]) -> dict[tuple[int, int], int]:
@@ -52,7 +57,7 @@ def test_a_longer_prompt_adds_only_its_pages_and_branches_stay_apart(tmp_path: P
     assert _valid(store, longer) == {(a, n): 100 if n < 6 else 200 for a in (0, 1) for n in range(13)}
     found = store.find(branch)
     assert {n: found.valid[1, n] for n in range(8)} == {**dict.fromkeys(range(5), 90), 5: 120, 6: 120, 7: 120}
-    assert found.files[1, 5].path == third
+    assert _file(found, 5) == third
     found.close()
 
 
@@ -97,7 +102,7 @@ def test_a_file_under_the_name_of_another_is_not_taken(tmp_path: Path) -> None:
     (store.path_of(segment(store, tokens, 96))).write_bytes(store.add(wrong, blocks(wrong)).read_bytes())
     assert _valid(store, tokens)[1, 6] == 100
     found = store.find(tokens)
-    assert found.files[1, 6].contents.start == 0
+    assert found.pieces([(1, 6)])[1, 6][0].file.contents.start == 0
     found.close()
 
 
@@ -118,7 +123,7 @@ def test_limits(tmp_path: Path) -> None:
     assert [e.path for e in prune(store.root, Limits(2 * one, 3600), dry_run=True)] == [paths[3], paths[0]]
     assert all(p.exists() for p in paths)
     found = store.find([0] * 40)
-    store.touch(found.files.values())
+    store.touch(files_of(found.pieces(found.valid)))
     found.close()
     prune(store.root, Limits(2 * one, 3600))
     assert [p.exists() for p in paths] == [True, False, True, False]
@@ -163,7 +168,7 @@ def test_a_beginning_stays_as_long_as_an_end_is_used(tmp_path: Path) -> None:
     head, tail = _aged(store, tokens[:40], 0, 50), _aged(store, tokens, 32, 20)
     assert _pruned(store, 1 << 30, ttl_s=40) == []
     found = store_at(tmp_path, Limits(1 << 30, 40)).find(tokens)
-    assert found.expired == 0 and {found.files[1, n].path for n in range(7)} == {head, tail}
+    assert found.expired == 0 and {_file(found, n) for n in range(7)} == {head, tail}
     found.close()
     assert max(_valid(store_at(tmp_path, Limits(1 << 30, 10)), tokens).values(), default=0) == 0
     assert _pruned(store, 1 << 30, ttl_s=10) == [tail, head]

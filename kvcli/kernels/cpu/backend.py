@@ -206,6 +206,7 @@ class NativeBackend:
             raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
         self.arithmetic = f"cpu native {self.isa}"
+        self.sums_by_page = True
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
     def _table(

@@ -49,6 +49,7 @@ class GpuBackend:
     """
 
     name: Literal["cuda"] = "cuda"
+    sums_by_page = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

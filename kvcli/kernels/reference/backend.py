@@ -27,6 +27,7 @@ class ReferenceBackend:
 
     name: Literal["reference"] = "reference"
     arithmetic = "cpu reference exact products"
+    sums_by_page = True
     device = torch.device("cpu")
     place = staticmethod(place)
     place_experts = staticmethod(place_experts)

@@ -119,9 +119,10 @@ class Sequence:
         them. They are not where a policy of its own, or one that is not reproducible, decides what they saw."""
         return self._own is None and (self.retention is None or self.retention.reproducible)
 
-    def losses(self) -> tuple[str, ...]:
-        """Why the rows are not those of a 16-bit cache that keeps everything: () = they are."""
-        found = [f"evicted: {self.evicted:,} tokens, kept {self.retention}"] if self.evicted else []
+    def losses(self, evicted: bool = True) -> tuple[str, ...]:
+        """Why the rows are not those of a 16-bit cache that keeps everything: () = they are. `evicted`: rows count that
+        were computed when others had been evicted."""
+        found = [f"evicted: {self.evicted:,} tokens, kept {self.retention}"] if evicted and self.evicted else []
         sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
         return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 

@@ -12,8 +12,9 @@ from kvcli.errors import UsageError
 from kvcli.kernels import PagedKV
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.pagefiles import bases_of, load_pages
-from kvcli.runtime.promptcache.prefixpages import longest, needed
+from kvcli.runtime.promptcache.found import Found
+from kvcli.runtime.promptcache.pagefiles import take_rows
+from kvcli.runtime.promptcache.prefixpages import longest
 from kvcli.words import counted
 
 if TYPE_CHECKING:
@@ -39,16 +40,13 @@ def compare(engine: Engine, file: PromptCacheFile, pages: int) -> Difference:
     """Prefill the file's tokens, from token 0 on, from nothing and compare. Raises UsageError for a file that cannot be
     gone on from, CacheFileError for a damaged one."""
     contents = file.contents
-    layout, pool, n = engine.layout, engine.pool, len(contents.tokens)
+    layout, n = engine.layout, len(contents.tokens)
     length = longest(layout, n - 1, dict.fromkeys(contents.pages, n))
     if not length:
         told = "it has one token" if n == 1 else "other files have some of the pages that its last token sees"
         raise UsageError(told, "there is nothing to compare with")
-    loaded = load_pages(pool, dict.fromkeys(needed(layout, length), file))
     kept, fresh = engine.new_sequence(), engine.new_sequence()
-    kept.adopt(contents.tokens[:length], loaded, bases_of(contents.basis, layout, length, pool.device))
-    for (arena, _), page in loaded.items():
-        pool.release(arena, page)
+    take_rows(kept, Found.in_file(file, n, layout.page_size), contents.tokens[:length])
     hidden = [_feed(engine, seq, contents.tokens) for seq in (kept, fresh)]
     size, worst = layout.page_size, 0.0
     numbers = random.Random(0).sample(range(-(-length // size)), min(pages, -(-length // size)))

@@ -19,10 +19,11 @@ from pathlib import Path
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.found import Kept, files_of
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS, longest, needed
-from kvcli.runtime.promptcache.store import Kept, PromptStore
+from kvcli.runtime.promptcache.shelves import Shelves
+from kvcli.runtime.promptcache.store import OWNER
 
-OWNER = "owner"  # in what a file tells of its making: the chat whose next files replace it
 SHORT_ROWS = 512  # a file of fewer is joined with what comes after it
 LONG_ROWS = PromptCacheOptions.min_tokens  # so many new rows are worth keeping for others
 
@@ -47,21 +48,22 @@ class State:
         return self.layout.arenas[key[0]].windowed
 
     @cached_property
-    def providers(self) -> dict[PageKey, Kept]:
-        """The file that has most of each page. Pages of windows in files of another chat may go any time."""
-        found: dict[PageKey, Kept] = {}
+    def providers(self) -> dict[PageKey, tuple[Kept, int]]:
+        """The file that has most of each page, and up to how many tokens. Pages of windows in files of another chat may
+        go any time."""
+        found: dict[PageKey, tuple[Kept, int]] = {}
         for file in self.kept:
             foreign = file.contents.about.get(OWNER, self.owner) != self.owner
-            for key in file.contents.pages:
-                better = key not in found or file.agrees > found[key].agrees
+            for key, reach in file.covers(self.layout.page_size).items():
+                better = key not in found or reach > found[key][1]
                 if better and not (foreign and self.windowed(key)):
-                    found[key] = file
+                    found[key] = file, reach
         return found
 
     @cached_property
     def new(self) -> set[PageKey]:
         """The pages that the store does not have."""
-        return {k for k in self.held if k not in self.providers or self.providers[k].agrees < self.end(k)}
+        return {k for k in self.held if k not in self.providers or self.providers[k][1] < self.end(k)}
 
     @cached_property
     def lasting(self) -> set[PageKey]:
@@ -114,16 +116,16 @@ def _live(state: State, path: Path, contents: Contents) -> set[PageKey] | None:
     file = next((file for file in state.kept if file.path == path), None)
     if (file is None or file.agrees < contents.end) and not all(map(state.windowed, contents.pages)):
         return None
-    best = (key for key in contents.pages if file is not None and state.providers.get(key) is file)
-    return {key for key in best if key in state.lasting and key not in state.new}
+    best = {key for key, (provider, _) in state.providers.items() if provider is file}
+    return {key for key in contents.pages if key in best and key in state.lasting and key not in state.new}
 
 
-def relied_on(store: PromptStore, layout: KVLayout, states: Iterable[list[int]]) -> set[Path]:
+def relied_on(store: Shelves, layout: KVLayout, states: Iterable[list[int]]) -> set[Path]:
     """The files that other states of the chat, given by their tokens, would be read from."""
     paths: set[Path] = set()
     for tokens in states:
         found = store.find(tokens)
         length = longest(layout, len(tokens), found.valid)
-        paths.update(found.files[key].path for key in needed(layout, length))
+        paths.update(file.path for file in files_of(found.pieces(needed(layout, length))))
         found.close()
     return paths

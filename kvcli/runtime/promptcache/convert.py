@@ -21,8 +21,9 @@ from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS, layout_fields
-from kvcli.runtime.promptcache.pagefiles import bases_of, load_pages
-from kvcli.runtime.promptcache.prefixpages import longest, needed
+from kvcli.runtime.promptcache.found import Found
+from kvcli.runtime.promptcache.pagefiles import take_rows
+from kvcli.runtime.promptcache.prefixpages import longest
 from kvcli.runtime.promptcache.settings import pair, types_of
 
 STEP = 256  # rows that are converted at a time
@@ -70,17 +71,16 @@ def convert(
     Raises CacheFileError where the file cannot be converted or is damaged.
     """
     source = source_layout(config, target, file)
-    length = longest(source, agrees, dict.fromkeys(file.contents.pages, agrees))
+    found = Found.in_file(file, agrees, source.page_size)
+    length = longest(source, agrees, found.valid)
     for a, b in zip(source.groups, target.groups, strict=True):
         if b.sealed and a.first_page(length):
             raise CacheFileError(
                 f"{file.path}: the first rows of its sliding windows are gone, which fix the scales of this cache type"
             )
-    pool = PagePool(source)
-    pages = load_pages(pool, dict.fromkeys(needed(source, length), file))
-    theirs, ours = Sequence(pool), Sequence(PagePool(target))
+    theirs, ours = Sequence(PagePool(source)), Sequence(PagePool(target))
     tokens = file.contents.tokens[:length]
-    theirs.adopt(tokens, pages, bases_of({}, source, length, pool.device))
+    take_rows(theirs, found, tokens)
     views = theirs.views()
     own = [(i, slot) for i, slot in enumerate(source.slots) if slot and config.layers[i].shares_kv_with is None]
     for start in range(0, length, STEP):

@@ -54,6 +54,7 @@ def view(engine: Opened) -> EngineView:
         computed_on=computed_on(loaded),
         model=loaded.title,
         text_of=loaded.tokenizer.decode,
+        sums=sums(loaded, engine.layout),
         convert=lambda file, agrees: _convert(loaded, engine.layout, file, agrees),
     )
 
@@ -61,6 +62,14 @@ def view(engine: Opened) -> EngineView:
 def computed_on(loaded: Loaded) -> str:
     """What decides the last bits of a row: the kernels, and how exact they are asked to be."""
     return f"{loaded.decoder.ops.arithmetic}{' exact' if loaded.exact else ''}"
+
+
+def sums(loaded: Loaded, layout: KVLayout) -> str:
+    """What decides the last bits of a row besides: where kernels add up page by page, how the cache is cut into pages,
+    and on a GPU what the policy keeps, too, as its lists are others then."""
+    ops, kept = loaded.decoder.ops, layout.retention
+    found = [f"pages of {layout.page_size}"] if ops.sums_by_page else []
+    return ", ".join([*found, *([f"evicting {kept.identity}"] if kept and ops.device.type != "cpu" else [])])
 
 
 def _convert(loaded: Loaded, layout: KVLayout, file: PromptCacheFile, agrees: int) -> Sequence:

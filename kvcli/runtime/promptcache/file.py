@@ -1,7 +1,7 @@
 """`PromptCacheFile`: rows of a prompt on disk, as a safetensors file. No torch.
 
-The header's `__metadata__` has FORMAT and a version, what the rows depend on (`identity`, compared field by field), and
-what is only told (`about`). Tensors: "arena0", "arena1", ...: whole pages, uint8 [pages, page bytes], each aligned to
+The header's `__metadata__` has FORMAT and a version, how the rows were made (`identity`; see sameness.py), and what is
+only told (`about`). Tensors: "arena0", "arena1", ...: whole pages, uint8 [pages, page bytes], each aligned to
 4 KiB, which page stands where in the metadata's `pages`; "tokens" int32; "basis...": means and scales; "crc32" uint32,
 one for each page; "digest": SHA-256 of all but the pages. Numbers are little-endian; pages are as the machine had them,
 which is part of the identity.
@@ -34,6 +34,7 @@ from kvcli.errors import CacheFileError, ModelError
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.formats.ggufvalues import NeedMoreBytes
 from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
+from kvcli.runtime.promptcache.sameness import alike
 from kvcli.runtime.promptcache.settings import differences, sentence
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class PromptCacheFile:
     """An open file, of which all but the pages was read and checked. Close it, or use it in a `with`."""
 
     def __init__(self, path: Path, expected: Mapping[str, str] | None = None) -> None:
-        """`expected`: the identity that the file must have.
+        """`expected`: the identity whose rows the file must have, as far as nothing was evicted (sameness.py).
 
         Raises CacheFileError, which names what is other than in this run, or what is wrong with the file.
         """
@@ -109,7 +110,7 @@ class PromptCacheFile:
             self.contents = self._contents(header)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise damaged(self.path, f"its header makes no sense ({type(error).__name__})") from None
-        if expected is not None and self.contents.identity != expected:
+        if expected is not None and not alike(self.contents.identity, expected):
             raise foreign(self.path, sentence(differences(self.contents.identity, expected)))
         self._check_digest(header, raw)
 

@@ -14,7 +14,8 @@ from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents
-from kvcli.runtime.promptcache.store import Limits, PromptStore
+from kvcli.runtime.promptcache.shelves import Shelves
+from kvcli.runtime.promptcache.store import Limits
 from kvcli.runtime.promptcache.writer import CacheWriter
 from kvcli.words import human_bytes, human_time
 
@@ -32,6 +33,7 @@ class EngineView:
     model: str
     text_of: Callable[[list[int]], str]
     convert: userfile.Convert
+    sums: str = ""  # what else decides the last bits of a row: how the cache is cut into pages; "" = nothing
 
 
 class Keeper:
@@ -44,16 +46,16 @@ class Keeper:
         self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
         self.owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
         self.exact = True  # all rows are those that this machine computes
-        self._store: PromptStore | None = None
+        self._store: Shelves | None = None
 
     @property
-    def store(self) -> PromptStore | None:
+    def store(self) -> Shelves | None:
         """The store; None where there is to be none."""
         if self._store is None and self.options.store is not None:
             identity = {**self.engine.identity(), "computed_on": self.engine.computed_on}
+            identity |= {"sums": self.engine.sums} if self.engine.sums else {}
             limits = Limits(self.options.max_bytes, self.options.ttl_s)
-            page_size = self.engine.pool.layout.page_size
-            self._store = PromptStore(self.options.store, identity, page_size, limits, self.tell.warn)
+            self._store = Shelves(self.options.store, identity, limits, self.tell.warn)
         return self._store
 
     def wait(self) -> None:
@@ -65,7 +67,7 @@ class Keeper:
         """Whether a prompt of `n_tokens` gets into the store."""
         return self.options.store is not None and n_tokens >= self.options.stored_from and self.exact
 
-    def announce(self, store: PromptStore) -> None:
+    def announce(self, store: Shelves) -> None:
         """Say what the store is, where this is its first file."""
         if not store.root.exists():
             room, time = human_bytes(self.options.max_bytes), human_time(self.options.ttl_s)

@@ -15,14 +15,15 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import WINDOWED
 from kvcli.runtime.promptcache import chatfiles, userfile
 from kvcli.runtime.promptcache.caches import Ledger, Written
-from kvcli.runtime.promptcache.chatfiles import OWNER, Plan, State, relied_on
+from kvcli.runtime.promptcache.chatfiles import Plan, State, relied_on
 from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import needed
-from kvcli.runtime.promptcache.store import Kept
+from kvcli.runtime.promptcache.store import OWNER, PromptStore
 from kvcli.runtime.promptcache.writer import Job
 
 PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
@@ -54,11 +55,14 @@ class PromptLedger(Ledger):
         self._began = self._last_part = time.monotonic()
 
     def found(self, kept: list[Kept]) -> None:
-        """What the store has of the prompt, beside what is on its way there."""
+        """What the store has of the prompt, beside what is on its way there. What lies in an old folder is stored
+        again."""
+        store, size = self.keeper.store, self._layout.page_size
+        kept = [file for file in kept if store is not None and store.writes(file.path.parent)]
         paths = {file.path for file in kept}
         self.kept = [*kept, *(file for job, file, _ in self._stored if not job.problem and file.path not in paths)]
         if owner := self.keeper.owner:
-            mine = (file for file in kept if file.contents.about.get(OWNER) == owner)
+            mine = (file for file in kept if file.contents.about.get(OWNER) == owner and file.page_size == size)
             self.keeper.owned.update((file.path, file.contents) for file in mine)
 
     def follow(self, seq: Sequence) -> None:
@@ -121,24 +125,35 @@ class PromptLedger(Ledger):
         self._parts.clear()
 
     def _write(self, seq: Sequence, state: State, plan: Plan, seconds: float) -> set[Path]:
-        """Write a file of the store, if there is anything to write."""
-        store, layout = self.keeper.store, self._layout
-        if store is None or not plan.pages:
-            return set()
-        whole = [number for arena, number in plan.pages if layout.arenas[arena].kind not in WINDOWED]
-        first = min(whole, default=seq.length // layout.page_size)  # sliding pages may come from before
-        parent = store.chain(seq.tokens)[first]
+        """Write files of the store, one for each of its folders that gets anything."""
+        shelves, paths = self.keeper.store, set[Path]()
+        if shelves is None or not plan.pages:
+            return paths
+        self.keeper.announce(shelves)
+        targets = shelves.of(plan.pages, seq.length)
+        for store, pages, until in targets:
+            last = store is targets[-1][0]
+            replaced = tuple(path for path in plan.replaced if path not in paths) if last else ()
+            part = replace(plan, pages=pages, replaced=replaced)
+            paths.add(self._segment(seq, state, store, part, until, seconds))
+        return paths
+
+    def _segment(self, seq: Sequence, state: State, store: PromptStore, plan: Plan, until: int, seconds: float) -> Path:
+        """Write one of them, with tokens as far as `until`."""
+        size, arenas = self._layout.page_size, self._layout.arenas
+        whole = [number for arena, number in plan.pages if arenas[arena].kind not in WINDOWED]
+        first = min(whole, default=seq.length // size)  # sliding pages may come from before
+        parent = store.chain(seq.tokens)[first * size // store.block]
         about = {OWNER: self.keeper.owner} if plan.own else {}
-        contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * layout.page_size, parent)
-        self.keeper.announce(store)
+        contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * size, parent, until)
         held_pages = HeldPages(seq, self.trail.copies, plan.pages)
         write = partial(store.add, replaced=plan.replaced)
         job = self.keeper.writer.start(contents, held_pages, write, f"the cache of this prompt in {store.root}")
-        file = Kept(store.path_of(contents), contents, seq.length)
+        file = Kept(store.path_of(contents), contents, until, size)
         stored = (each for each in self._stored if each[1].path not in plan.replaced)
         self._stored = [*stored, (job, file, state.rows(plan.pages))]
         self._replace(file, plan)
-        return {file.path}
+        return file.path
 
     def _replace(self, file: Kept, plan: Plan) -> None:
         """The store has this file now, or will soon, and no longer those that it replaces."""
@@ -155,7 +170,10 @@ class PromptLedger(Ledger):
         if not file.wants(seq.tokens):
             return
         keys = sorted({**self.trail.copies, **seq.numbered()})
-        contents = self._contents(seq, keys, seconds, self.keeper.engine.identity(), {})
+        identity = self.keeper.engine.identity()
+        if not seq.evicted:
+            identity["eviction"] = "none"
+        contents = self._contents(seq, keys, seconds, identity, {})
         held_pages = HeldPages(seq, self.trail.copies, keys)
         self._named = self.keeper.writer.start(contents, held_pages, file.write, str(file.path)), seq.length
 
@@ -176,13 +194,15 @@ class PromptLedger(Ledger):
         more: dict[str, str],
         start: int = 0,
         parent: str = "",
+        end: int | None = None,
     ) -> Contents:
-        """What a file says that has these pages, and the tokens from `start` on."""
+        """What a file says that has these pages, and the tokens from `start` to `end`."""
         engine, options, arenas = self.keeper.engine, self.keeper.options, self._layout.arenas
-        about = userfile.about(engine.model, engine.computed_on, seq.losses(), seconds, self.keeper.exact) | more
+        losses = seq.losses(evicted=identity["eviction"] != "none")
+        about = userfile.about(engine.model, engine.computed_on, losses, seconds, self.keeper.exact) | more
         about["begins"] = " ".join(engine.text_of(seq.tokens[max(start, options.lead) :][:WORDS]).split())
         about |= {"source": options.source} if options.source else {}
         about |= {"chat": options.chat} if options.chat is not None else {}
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
         basis = basis_arrays(seq.bases)
-        return Contents(identity, seq.tokens[start:], list(keys), sizes, basis, about, start, parent)
+        return Contents(identity, seq.tokens[start:end], list(keys), sizes, basis, about, start, parent)

@@ -20,19 +20,20 @@ import torch
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.layout import PageKey
-from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse
 from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
-from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
+from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, read_page, release, take_rows
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
+from kvcli.runtime.promptcache.sameness import same_rows
 from kvcli.runtime.promptcache.settings import pair, types_of
-from kvcli.runtime.promptcache.store import Found, discard
+from kvcli.runtime.promptcache.store import discard
 from kvcli.runtime.promptcache.userfile import UserFile
 
 
@@ -122,12 +123,13 @@ class PromptCaches:
                 if named.converts:
                     length = self._convert(file, seq, wanted, reuse.tokens)
                 else:
-                    found = Found()
-                    found.add(file, common_length(file.contents.tokens, wanted))
+                    agrees = common_length(file.contents.tokens, wanted)
+                    agrees = min(agrees, same_rows(file.contents.identity, self.engine.identity()))
+                    found = Found.in_file(file, agrees, self.engine.pool.layout.page_size)
                     length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
-                    if file.contents.about.get("computed_on") != self.engine.computed_on and length > reuse.tokens:
+                    if length > reuse.tokens and (other := self._made_otherwise(file)):
                         self.keeper.exact = False
-                        self.tell.notice(f"{file.path} was computed on {file.contents.about.get('computed_on')}")
+                        self.tell.notice(f"{file.path} was computed {other}; answers may differ in the last bits")
         except FileNotFoundError:
             return reuse
         except DoesNotFit:
@@ -145,6 +147,14 @@ class PromptCaches:
         if common_length(held, wanted) < min(len(held), len(wanted)):
             why += "; it is left as it is"
         return self._missed(reuse, why)
+
+    def _made_otherwise(self, file: PromptCacheFile) -> str:
+        """Why rows of a file may have other last bits than those that this engine computes; "" = they have the same."""
+        on, size = file.contents.about.get("computed_on"), file.contents.identity.get("page_size")
+        if on != self.engine.computed_on:
+            return f"on {on}"
+        own = str(self.engine.pool.layout.page_size)
+        return f"in pages of {size}, not {own}" if self.engine.sums and size != own else ""
 
     def _missed(self, reuse: Reuse, why: str) -> Reuse:
         """The reuse that there is, with the reason why it is no more, which is told."""
@@ -166,11 +176,11 @@ class PromptCaches:
                 pages[key] = pool.take(key[0])
                 pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
         except DoesNotFit:
-            _release(pool, pages)
+            release(pool, pages)
             raise
         arrays = basis_arrays(converted.bases)
         seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
-        _release(pool, pages)
+        release(pool, pages)
         self.keeper.exact = False
         types = pair(types_of(file.contents.identity))
         self.tell.announce(
@@ -211,18 +221,14 @@ class PromptCaches:
         length = longest(pool.layout, len(wanted), found.valid)
         if length < have + size:
             return have
-        files = {key: found.files[key] for key in needed(pool.layout, length)}
-        basis = next((f.contents.basis for f in files.values() if f.contents.basis), {})
-        bases = bases_of(basis, pool.layout, length, pool.device)
         whole = (key for key, valid in found.valid.items() if valid >= (key[1] + 1) * size)
-        left = {key: found.files[key].copy(key) for key in whole if trail is not None and trail.wants(key, length)}
-        pages = load_pages(pool, files)
-        seq.adopt(wanted[:length], pages, bases)
-        _release(pool, pages)
+        wanted_too = [key for key in whole if trail is not None and trail.wants(key, length)]
+        left = {key: read_page(p, pool.layout.arenas[key[0]]) for key, p in found.pieces(wanted_too).items()}
+        files = take_rows(seq, found, wanted[:length])
         if trail is not None:
             trail.copies.update(left)
         elif self.keeper.store is not None:
-            self.keeper.store.touch(files.values())
+            self.keeper.store.touch(files)
         return length
 
     def park(self, seq: Sequence) -> None:
@@ -254,8 +260,3 @@ class PromptCaches:
             self.keeper.writer.give_up()
             self.tree.clear()
             self.engine.pool.lend(lambda arena, last_resort: None, 0)
-
-
-def _release(pool: PagePool, pages: dict[PageKey, int]) -> None:
-    for (arena, _), page in pages.items():
-        pool.release(arena, page)

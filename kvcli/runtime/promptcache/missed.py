@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.settings import differences, sentence
-from kvcli.runtime.promptcache.store import NEAR_MISSES, Found, PromptStore, entries, folders
+from kvcli.runtime.promptcache.shelves import Shelves
+from kvcli.runtime.promptcache.store import NEAR_MISSES, entries, folders
 
 NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
 
@@ -21,13 +23,13 @@ def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of
     return f"{name} shares the first {shared:,} tokens with this prompt; then it has {parted}"
 
 
-def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callable[[list[int]], str]) -> str:
+def reason(store: Shelves, found: Found, prompt: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Why the store had nothing, or less than it might have; "" if it could not have."""
     if other := kept_otherwise(store, found, prompt):
         return other
     if found.closest >= store.page_size:
         return f"a stored prompt shares {found.closest:,} tokens with this one, but not every page of them is there"
-    if next(entries(store.folder), None) is None:
+    if store.empty:
         return ""
     if found.closest and (found.closest_next is None or found.closest >= len(prompt)):
         return f"a stored prompt shares {found.closest:,} tokens with this one; less than a page is not read"
@@ -37,7 +39,7 @@ def reason(store: PromptStore, found: Found, prompt: list[int], text_of: Callabl
     return f"no stored prompt begins like this one: the closest differs at token {found.closest:,}{parted}"
 
 
-def kept_otherwise(store: PromptStore, found: Found, prompt: list[int]) -> str:
+def kept_otherwise(store: Shelves, found: Found, prompt: list[int]) -> str:
     """Why rows that are stored are not used, though the tokens are the same: other settings, or their age; "" = none
     are."""
     shared = max(found.closest, store.page_size - 1)
@@ -51,12 +53,12 @@ def kept_otherwise(store: PromptStore, found: Found, prompt: list[int]) -> str:
     return ""
 
 
-def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> str:
+def _under_other_settings(store: Shelves, prompt: list[int], least: int) -> str:
     """Of the files that share more than `least` tokens with a prompt and were stored by this model under other
     settings: what keeps the closest from being used. That has the fewest other settings, then the most tokens."""
     close: list[tuple[tuple[int, int, int], int, str]] = []  # how far off, tokens shared, what differs
     begun = (entry for folder in folders(store.root) for entry in entries(folder) if entry.parent == folder.name)
-    others = (entry for entry in begun if entry.path.parent != store.folder)
+    others = (entry for entry in begun if not store.has(entry.path.parent))
     for entry in sorted(others, key=lambda e: -e.used_at)[:NEAR_MISSES]:
         try:
             with PromptCacheFile(entry.path) as file:
@@ -64,11 +66,13 @@ def _under_other_settings(store: PromptStore, prompt: list[int], least: int) -> 
         except CacheFileError:
             continue
         shared = common_length(contents.tokens, prompt)
-        found, here = contents.identity, store.identity
+        found = contents.identity
+        here = {name: value for name, value in store.identity.items() if name != "sums" or name in found}
         if shared > least and found.get("weights") == here["weights"]:
-            differing, fields = differences(found, here), sum(found.get(name) != here[name] for name in here)
-            close.append(((len(differing), fields, -shared), shared, sentence(differing)))
+            differing, fields = differences(found, here, shared), sum(found.get(name) != here[name] for name in here)
+            told = f"with {sentence(differing)}" if differing else "by an earlier version of kv, and is left alone"
+            close.append(((len(differing), fields, -shared), shared, told))
     if not close:
         return ""
     _, shared, told = min(close)
-    return f"a stored prompt shares {shared:,} tokens with this one, but was stored with {told}"
+    return f"a stored prompt shares {shared:,} tokens with this one, but was stored {told}"

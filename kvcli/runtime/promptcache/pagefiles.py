@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from kvcli.errors import CacheFileError
 from kvcli.kernels import Basis
-from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.promptcache.file import PromptCacheFile, damaged
+from kvcli.runtime.promptcache.found import Found, Piece, files_of
+from kvcli.runtime.promptcache.prefixpages import needed
 
 READERS = 4  # threads that read and check pages
 _FIELDS = ("centre", "scale_k", "scale_v")
@@ -25,34 +29,87 @@ def host_bytes(page: torch.Tensor) -> memoryview:
     return memoryview(page.cpu().flatten().numpy().data)
 
 
-def load_pages(pool: PagePool, wanted: Mapping[PageKey, PromptCacheFile]) -> dict[PageKey, int]:
+def take_rows(seq: Sequence, found: Found, tokens: list[int]) -> list[PromptCacheFile]:
+    """Make `seq` have the rows of `tokens` that files have; the files that were read. Raises CacheFileError and
+    DoesNotFit, with nothing changed."""
+    pool, length = seq.pool, len(tokens)
+    pieces = found.pieces(needed(pool.layout, length))
+    files = files_of(pieces)
+    basis = next((file.contents.basis for file in files if file.contents.basis), {})
+    bases = bases_of(basis, pool.layout, length, pool.device)
+    pages = load_pages(pool, pieces)
+    seq.adopt(tokens, pages, bases)
+    release(pool, pages)
+    return files
+
+
+def release(pool: PagePool, pages: Mapping[PageKey, int]) -> None:
+    """Let go of these pages."""
+    for (arena, _), page in pages.items():
+        pool.release(arena, page)
+
+
+def load_pages(pool: PagePool, wanted: Mapping[PageKey, list[Piece]]) -> dict[PageKey, int]:
     """New pages with the contents that files have for them; the caller releases them.
 
     All are checked before any is returned. Raises CacheFileError or DoesNotFit, with nothing taken.
     """
     taken: dict[PageKey, int] = {}
     try:
-        for key, file in wanted.items():
-            if file.contents.page_bytes[key[0]] != pool.layout.arenas[key[0]].page_bytes:
-                raise damaged(file.path, "its pages have another size")
+        for key in wanted:
             taken[key] = pool.take(key[0])
         with ThreadPoolExecutor(min(READERS, len(usable_cpus()))) as threads:
-            list(threads.map(lambda key: _load(wanted[key], key, pool.page(key[0], taken[key])), taken))
+            list(threads.map(lambda key: _load(wanted[key], pool, key, taken[key]), taken))
     except BaseException:
-        for key, page in taken.items():
-            pool.release(key[0], page)
+        release(pool, taken)
         raise
     return taken
 
 
-def _load(file: PromptCacheFile, key: PageKey, page: torch.Tensor) -> None:
+def _load(pieces: list[Piece], pool: PagePool, key: PageKey, taken: int) -> None:
+    page, arena = pool.page(key[0], taken), pool.layout.arenas[key[0]]
     if page.device.type == "cpu" and page.is_contiguous():
-        file.read(key, host_bytes(page))
+        _read(pieces, arena, host_bytes(page))
         return
     with torch.inference_mode():  # of this thread
         staging = torch.empty(page.shape, dtype=torch.uint8, pin_memory=page.device.type == "cuda")
-        file.read(key, host_bytes(staging))
+        _read(pieces, arena, host_bytes(staging))
         page.copy_(staging)
+
+
+def read_page(pieces: list[Piece], arena: GroupLayout) -> memoryview:
+    """A page of an arena in memory of its own. Raises CacheFileError."""
+    memory = memoryview(bytearray(arena.page_bytes))
+    _read(pieces, arena, memory)
+    return memory
+
+
+def _read(pieces: list[Piece], arena: GroupLayout, into: memoryview) -> None:
+    """The rows of one page, from pages of files that may have another size. Raises CacheFileError."""
+    size = arena.page_size
+    for piece in pieces:
+        theirs = arena if piece.size == size else replace(arena, page_size=piece.size)
+        if piece.file.contents.page_bytes[piece.key[0]] != theirs.page_bytes:
+            raise damaged(piece.file.path, "its pages have another size")
+        if piece.size == size:
+            piece.file.read(piece.key, into)
+        else:
+            cut(piece.file.copy(piece.key), theirs, piece.lo, piece.hi, into, arena, piece.at)
+
+
+def cut(
+    source: memoryview, theirs: GroupLayout, lo: int, hi: int, into: memoryview, ours: GroupLayout, at: int
+) -> None:
+    """Copy rows [lo, hi) of a page to those from `at` on of a page of another size, of one type of 16 bits or more."""
+    for layout in (theirs, ours):
+        assert not layout.record.k_scales and not layout.record.v_scales, "their scales would have to move, too"
+    records = len(ours.layers) * ours.kv_heads
+    a, b = (np.frombuffer(memory, np.uint8).reshape(records, -1) for memory in (source, into))
+    for begins, ends, row in (
+        (0, 0, ours.record.k_row_bytes),
+        (theirs.record.v_offset, ours.record.v_offset, ours.record.v_row_bytes),
+    ):
+        b[:, ends + at * row : ends + (at + hi - lo) * row] = a[:, begins + lo * row : begins + hi * row]
 
 
 def basis_arrays(bases: Bases) -> dict[str, np.ndarray]:

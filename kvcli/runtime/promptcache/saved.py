@@ -9,11 +9,13 @@ from kvcli.errors import CacheFileError, OutputError, UsageError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.held import HeldPages
 from kvcli.runtime.promptcache.keeper import EngineView
 from kvcli.runtime.promptcache.ledger import WORDS
-from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, load_pages
-from kvcli.runtime.promptcache.prefixpages import longest, needed
+from kvcli.runtime.promptcache.pagefiles import basis_arrays, take_rows
+from kvcli.runtime.promptcache.prefixpages import longest
+from kvcli.runtime.promptcache.sameness import same_rows
 
 
 def save(engine: EngineView, seq: Sequence, path: Path) -> None:
@@ -25,7 +27,10 @@ def save(engine: EngineView, seq: Sequence, path: Path) -> None:
     sizes = {arena: layout.arenas[arena].page_bytes for arena, _ in keys}
     about = userfile.about(engine.model, engine.computed_on, seq.losses(), 0.0, True)
     about["begins"] = " ".join(engine.text_of(seq.tokens[:WORDS]).split())
-    contents = Contents(engine.identity(), list(seq.tokens), keys, sizes, basis_arrays(seq.bases), about)
+    identity = engine.identity()
+    if not seq.evicted:
+        identity["eviction"] = "none"
+    contents = Contents(identity, list(seq.tokens), keys, sizes, basis_arrays(seq.bases), about)
     try:
         with closing(HeldPages(seq, {}, keys)) as held:
             write(path, contents, (held.buffer(key) for key in keys))
@@ -46,11 +51,8 @@ def load(engine: EngineView, path: Path) -> Sequence:
         made_by = contents.about.get("computed_on", engine.computed_on)
         if made_by != engine.computed_on:
             raise CacheFileError(f"{path} was computed by {made_by}, not {engine.computed_on}", "save it here again")
-        length = longest(pool.layout, len(contents.tokens), dict.fromkeys(contents.pages, len(contents.tokens)))
-        bases = bases_of(contents.basis, pool.layout, length, pool.device)
-        pages = load_pages(pool, dict.fromkeys(needed(pool.layout, length), file))
+        agrees = min(len(contents.tokens), same_rows(contents.identity, engine.identity()))
+        found = Found.in_file(file, agrees, pool.layout.page_size)
         seq = Sequence(pool)
-        seq.adopt(contents.tokens[:length], pages, bases)
-        for (arena, _), page in pages.items():
-            pool.release(arena, page)
+        take_rows(seq, found, contents.tokens[: longest(pool.layout, agrees, found.valid)])
     return seq

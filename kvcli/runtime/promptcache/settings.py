@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
-from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.options import CacheOptions
+from kvcli.runtime.promptcache.sameness import alike, evict_options, is_sealed, unevicted
 
 # Fields that no option sets, and what to call a file in which they are other than here.
 _OTHER = {
     "weights": "the weights of another model or adapter",
-    "tokenizer": "another tokenizer",
-    "template": "another chat template",
     "model_config": "another model configuration",
     "positions": "other positions",
     "byte_order": "another byte order",
@@ -54,37 +53,32 @@ def cache_options(identity: Mapping[str, str]) -> CacheOptions:
         sealed = codec(k).sealed or codec(v).sealed
         sinks, tail = (int(chosen(identity[name].split())) for name in ("sinks", "tail"))
         return CacheOptions(
-            evict=_eviction(identity["eviction"]), type_k=k, type_v=v, page_size=int(identity["page_size"]),
+            evict=evict_options(identity["eviction"]), type_k=k, type_v=v, page_size=int(identity["page_size"]),
             tail=tail if sealed else CacheOptions.tail, sinks=sinks if sealed else CacheOptions.sinks,
         )  # fmt: skip
     except (KeyError, IndexError, UsageError) as error:
         raise ValueError(str(error)) from None
 
 
-def _eviction(text: str) -> EvictOptions:
-    """The options behind that field of an identity. Raises ValueError."""
-    if text == "none":
-        return FORGET_NOTHING
-    *name, _, keep, _, window = text.split()
-    return EvictOptions(name[0] if name else "sink", int(window), int(keep))
-
-
 def _values(identity: Mapping[str, str]) -> dict[str, str]:
-    """The settings by name, as far as the identity has them."""
+    """The settings by name, as far as the identity has them and rows depend on them."""
     types = types_of(identity)
-    found = {"cache type": pair(types), "page size": identity.get("page_size", "?")}
+    found = {"cache type": pair(types)}
+    if is_sealed(identity) or "pages" in identity.get("sums", ""):
+        found["page size"] = identity.get("page_size", "?")
     if any(CODECS[name].sealed for name in types if name in CODECS):
         names = {"`sinks`": "sinks", "`tail`": "tail"}
         found |= {flag: chosen(identity[name].split() or ["?"]) for flag, name in names.items() if name in identity}
     with suppress(KeyError, ValueError):
-        found["eviction"] = _eviction(identity["eviction"]).named
+        found["eviction"] = evict_options(identity["eviction"]).named
     if "computed_on" in identity:
         found["device"] = identity["computed_on"]
     return found
 
 
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[Difference]:
-    """What is other in `found` than in `expected`: in a file than in this run. [] = nothing.
+def differences(found: Mapping[str, str], expected: Mapping[str, str], tokens: int = 0) -> list[Difference]:
+    """What is other in `found` than in `expected`: in a file than in this run. [] = nothing that decides the first
+    `tokens` rows.
 
     Of several things that belong to the model only the first is named: others follow from it.
     """
@@ -92,8 +86,10 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[D
     if model:
         return [Difference(_OTHER[model[0]])]
     there, here = _values(found), _values(expected)
+    if "evicting" not in expected.get("sums", "") and min(unevicted(found), unevicted(expected)) >= tokens:
+        there.pop("eviction", None)
     listed = [Difference(name, there[name], value) for name, value in here.items() if there.get(name, value) != value]
-    return listed or ([Difference("other settings")] if dict(found) != dict(expected) else [])
+    return listed or ([] if alike(found, expected) else [Difference("other settings")])
 
 
 def sentence(differing: list[Difference]) -> str:

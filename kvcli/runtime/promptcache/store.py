@@ -1,8 +1,9 @@
 """`PromptStore`: a folder of prompt-cache files that are found by the tokens of a prompt. No torch.
 
-A file is a segment: rows of some pages of a prompt, under a name that says where it fits: the hash of all blocks (pages
-of tokens) before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what
-the rows depend on (fingerprint.py). So a longer prompt adds only its new pages, prompts share what they have in common,
+A file is a segment: rows of some pages of a prompt, under a name that says where it fits: the hash of all blocks of
+tokens before it, and that of its first block. Hashes are SHA-256, chained from block to block, and begin with what the
+rows depend on (sameness.py), which is the folder's name. Blocks are as long as the smallest page, so that files with
+pages of any size fit together. So a longer prompt adds only its new pages, prompts share what they have in common,
 and nothing is ever changed: files are added, touched when they are used, and removed when they are old or too many, or
 when a chat has gone on from them (chatfiles.py). The end of a prompt is of no use without its beginning, so that one
 goes last.
@@ -17,8 +18,8 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -26,15 +27,20 @@ from typing import Any
 
 from kvcli import paths
 from kvcli.errors import CacheFileError
-from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.layout import PAGE_SIZES
 from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.file import Checkpoint, Contents, PromptCacheFile, nothing, remove_parts, write
+from kvcli.runtime.promptcache.found import Found, Kept
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.sameness import ALL, Identity, row_fields
 from kvcli.words import human_bytes
 
 SUFFIX, PIN = ".safetensors", ".pin"  # an empty file X.pin beside X pins it
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# What kv keeps of prompts; see kv cache. It may be deleted.\n"
 NEAR_MISSES = 32  # files opened for part of a block, or to tell how far they agree
+OWNER = "owner"  # in what a file tells of its making: the chat whose next files replace it
+BLOCK = min(PAGE_SIZES)  # tokens that are hashed together: pages of any size begin where one does
+STORE_VERSION = "2"  # of what hashes are made of
 _HEX = 32  # digits of a hash in a file's name
 
 
@@ -46,67 +52,45 @@ class Limits:
     ttl_s: float
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A file of the store, and how many tokens of a prompt it agrees with."""
+class PromptStore:
+    """The segments whose rows are alike: those of one folder ROOT/KEY. `identity`: how rows are made here; `page_size`:
+    of the pages that are wanted. `warn` is told which damaged files were removed.
 
-    path: Path
-    contents: Contents
-    agrees: int
-
-
-@dataclass
-class Found:
-    """What files have of a prompt. `valid`: up to how many tokens each page agrees with it, and in which file.
-
-    `kept`: all of them. `closest`: the most tokens that any file has in common with it. `expired`: the most tokens that
-    any other has, which was not used for too long. Files stay open until `close`.
+    `seed` and `block`: what the hashes begin with, and the tokens of a block, in the folder of an earlier version.
     """
 
-    kept: list[Kept] = field(default_factory=list)
-    valid: dict[PageKey, int] = field(default_factory=dict)
-    files: dict[PageKey, PromptCacheFile] = field(default_factory=dict)
-    closest: int = 0
-    closest_next: int | None = None  # the token that the closest one has there
-    expired: int = 0
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def add(self, file: PromptCacheFile, agrees: int) -> None:
-        self.kept.append(Kept(file.path, file.contents, agrees))
-        for key in file.contents.pages:
-            if agrees > self.valid.get(key, -1):
-                self.valid[key], self.files[key] = agrees, file
-
-    def close(self) -> None:
-        self.stack.close()
-
-
-class PromptStore:
-    """The segments of one model under one set of cache options, in the folder ROOT/KEY. `warn` is told which damaged
-    files were removed."""
-
     def __init__(
-        self, root: Path, identity: Mapping[str, str], page_size: int, limits: Limits, warn: Callable[[str], None]
+        self,
+        root: Path,
+        identity: Identity,
+        page_size: int,
+        limits: Limits,
+        warn: Callable[[str], None],
+        seed: str = "",
+        block: int = BLOCK,
     ) -> None:
         self.root, self.identity, self.page_size, self.limits = root, dict(identity), page_size, limits
-        self.warn = warn
-        self.seed = hashlib.sha256(json.dumps(self.identity).encode()).hexdigest()
+        self.warn, self.block = warn, block
+        self.seed = seed or seed_of(identity)
         self.folder = root / self.seed[:_HEX]
 
     def chain(self, tokens: list[int]) -> list[str]:
         """Hashes at the start and behind every whole block of `tokens`."""
-        whole = len(tokens) // self.page_size
-        return _chained(self.seed, tokens[: whole * self.page_size], self.page_size)[: whole + 1]
+        whole = len(tokens) // self.block
+        return _chained(self.seed, tokens[: whole * self.block], self.block)[: whole + 1]
 
-    def find(self, tokens: list[int]) -> Found:
-        """What there is of a prompt. Damaged files are removed, and `warn` says so. The use of a file counts for what
-        it goes on from, as in `prune`."""
+    def find(self, tokens: list[int], up_to: int = ALL) -> Found:
+        """What there is of the first `up_to` rows of a prompt. Damaged files are removed, and `warn` says so. The use
+        of a file counts for what it goes on from, as in `prune`."""
+        found = Found(self.page_size)
+        listed = list(entries(self.folder))
+        if not listed:
+            return found
         hashes = self.chain(tokens)
         places = {h[:_HEX]: i for i, h in enumerate(hashes)}
         sure: list[Entry] = []
         near: list[Entry] = []
-        found = Found()
-        fitting = [(places[entry.parent], entry) for entry in entries(self.folder) if entry.parent in places]
+        fitting = [(places[entry.parent], entry) for entry in listed if entry.parent in places]
         uses = [0.0] * (len(hashes) + 1)  # by the block that a file begins with: the last one
         for at, entry in fitting:
             uses[at] = max(uses[at], float("inf") if entry.pinned else entry.used_at)
@@ -118,10 +102,10 @@ class PromptStore:
             elif begins_alike:
                 found.expired = max(found.expired, _shared(entry, tokens))
         for entry in sure + sorted(near, key=lambda e: -e.used_at)[:NEAR_MISSES]:
-            self._open(entry, tokens, hashes, found)
+            self._open(entry, tokens, hashes, found, up_to)
         return found
 
-    def _open(self, entry: Entry, tokens: list[int], hashes: list[str], found: Found) -> None:
+    def _open(self, entry: Entry, tokens: list[int], hashes: list[str], found: Found, up_to: int) -> None:
         try:
             file = found.stack.enter_context(PromptCacheFile(entry.path, self.identity))
         except CacheFileError as error:
@@ -129,11 +113,11 @@ class PromptStore:
                 self.warn(discard(entry.path, error))
             return
         contents = file.contents
-        block = contents.start // self.page_size
-        if contents.start % self.page_size or block >= len(hashes) or contents.parent != hashes[block]:
+        block = contents.start // self.block
+        if contents.start % self.block or block >= len(hashes) or contents.parent != hashes[block]:
             return
         agrees = contents.start + common_length(contents.tokens, tokens[contents.start : contents.end])
-        found.add(file, agrees)
+        found.add(file, min(agrees, up_to))
         if agrees > found.closest:
             found.closest = agrees
             found.closest_next = contents.tokens[agrees - contents.start] if agrees < contents.end else None
@@ -187,29 +171,47 @@ class PromptStore:
     def path_of(self, contents: Contents) -> Path:
         """Where a segment lies: PARENT-FIRST-CONTENT, the hashes of what comes before it, of its first block, and of
         all that it holds."""
-        digests = _chained(contents.parent, contents.tokens, self.page_size)
-        last = hashlib.sha256((digests[-1] + json.dumps(contents.pages)).encode()).hexdigest()
+        digests = _chained(contents.parent, contents.tokens, self.block)
+        held = json.dumps([contents.identity.get("page_size"), contents.about.get(OWNER), contents.pages])
+        last = hashlib.sha256((digests[-1] + held).encode()).hexdigest()
         return self.folder / ("-".join(h[:_HEX] for h in (contents.parent, digests[1], last)) + SUFFIX)
 
 
-def _chained(parent: str, tokens: list[int], page_size: int) -> list[str]:
+def seed_of(identity: Identity) -> str:
+    """What hashes begin with: the hash of all that the rows depend on, with the policy where there is one."""
+    fields = {"store": STORE_VERSION, **row_fields(identity)}
+    if (policy := identity.get("eviction", "none")) != "none":
+        fields["eviction"] = policy
+    return _hash(fields)
+
+
+def seed_of_version_1(identity: Identity) -> str:
+    """The same in a store of version 1, where every field counted, and blocks were pages."""
+    return _hash(dict(identity))
+
+
+def _hash(fields: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def _chained(parent: str, tokens: list[int], block_size: int) -> list[str]:
     """The hash `parent` of what comes before `tokens`, and those behind each of their blocks, of which the last one may
     be short, and the only one empty."""
     hashes = [parent]
-    for at in range(0, max(1, len(tokens)), page_size):
-        block = tokens[at : at + page_size]
+    for at in range(0, max(1, len(tokens)), block_size):
+        block = tokens[at : at + block_size]
         data = bytes.fromhex(hashes[-1]) + struct.pack(f"<{len(block)}i", *block)
         hashes.append(hashlib.sha256(data).hexdigest())
     return hashes
 
 
-def chain_of(contents: Contents) -> list[tuple[int, str]]:
-    """The tokens, and the hash of them, behind which other files may go on from this one."""
-    try:
-        size = int(contents.identity["page_size"])
-    except (KeyError, ValueError):
-        return []
-    hashes = _chained(contents.parent, contents.tokens, size)
+def chain_of(contents: Contents, first: str) -> list[tuple[int, str]]:
+    """The tokens, and the hash of them, behind which other files may go on from this one, in whose name `first` is the
+    hash of its first block. Raises ValueError for nonsense."""
+    size, hashes = BLOCK, _chained(contents.parent, contents.tokens, BLOCK)
+    if hashes[1][:_HEX] != first:  # of version 1, where blocks were pages
+        size = max(1, int(contents.identity.get("page_size", "")))
+        hashes = _chained(contents.parent, contents.tokens, size)
     return [(contents.start + size * number, each) for number, each in enumerate(hashes) if number]
 
 
@@ -355,7 +357,7 @@ def _behind(entry: Entry, others: Mapping[str, set[Entry]]) -> Entry | None:
     try:
         with PromptCacheFile(entry.path) as file:
             contents = file.contents
-        hashes = _chained(contents.parent, contents.tokens, int(contents.identity["page_size"]))
-    except (CacheFileError, KeyError, ValueError):  # damaged: nothing can go on from it
+        hashes = chain_of(contents, entry.first)
+    except (CacheFileError, ValueError):  # damaged: nothing can go on from it
         return None
-    return next((other for h in hashes[1:] for other in others.get(h[:_HEX], ())), None)
+    return next((other for _, h in hashes for other in others.get(h[:_HEX], ())), None)

@@ -15,6 +15,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, is_prompt_cache, remove_parts, write
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.sameness import same_rows
 
 Convert = Callable[[PromptCacheFile, int], Sequence]
 
@@ -51,23 +52,24 @@ class UserFile:
                 self._keep = self._keep or error.passing
                 raise
             file = self._open_other(identity)
-        self.tokens = file.contents.tokens
-        return file
-
-    def _open_other(self, identity: Mapping[str, str]) -> PromptCacheFile:
-        """A file that is not as this run would write it: it may be of another cache type, or the store's."""
-        with PromptCacheFile(self.path) as other:  # damaged, or another's
-            contents = other.contents
-        self._keep = True
-        found = contents.identity
-        alike = {name: found.get(name, "") for name in LAYOUT_FIELDS}
-        self.converts = any(identity[name] != value for name, value in alike.items())
-        own = {name: value for name, value in found.items() if name == "computed_on"}  # is compared in the store only
-        file = PromptCacheFile(self.path, {**identity, **alike, **own})
+        contents = file.contents
+        self.tokens = contents.tokens
+        if "computed_on" in contents.identity or same_rows(contents.identity, identity) < len(contents.tokens):
+            self._keep = True  # the store's, or with rows that this run does not have
         if contents.start:
             file.close()
             what = f"holds only tokens {contents.start:,} to {contents.end:,} of a longer prompt"
             raise CacheFileError(f"{self.path} {what}", "the store puts its parts together by itself")
+        return file
+
+    def _open_other(self, identity: Mapping[str, str]) -> PromptCacheFile:
+        """A file that may be of another cache type."""
+        with PromptCacheFile(self.path) as other:  # damaged, or another's
+            found = other.contents.identity
+        self._keep = True
+        theirs = {name: found.get(name, "") for name in LAYOUT_FIELDS}
+        file = PromptCacheFile(self.path, {**identity, **theirs})
+        self.converts = True
         return file
 
     def fate(self) -> str:

@@ -1,0 +1,91 @@
+"""Settings that decide no row: one copy on disk whatever they are, and the answer of a cold run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import PROMPT, open_tiny
+from reusecases import NOWHERE, ask, files_in, store_in
+
+from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.promptcache import enginecaches, store
+from kvcli.runtime.promptcache.sameness import ALL, evict_options, row_fields, same_rows, unevicted
+
+BASE = CacheOptions(ctx_size=320, type_k="f16", type_v="f16", page_size=16)
+SETTINGS = (
+    BASE,
+    replace(BASE, ctx_size=200),
+    *(replace(BASE, evict=EvictOptions(name, window=64)) for name in ("sink", "window", "shift")),
+    replace(BASE, ctx_size=160, evict=EvictOptions("sink", keep=20)),
+    replace(BASE, sinks=3, tail=0),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "f16"), ("llama", "int8")])
+def test_one_copy_whatever_the_settings(tmp_path: Path, variant: str, k: str) -> None:
+    """As long as nothing is evicted; below 16 bits the pages at both ends decide rows."""
+    asked = [replace(each, type_k=k, type_v=k) for each in (SETTINGS if k == "f16" else SETTINGS[:-1])]
+    engines = [open_tiny(variant, "native", options) for options in asked]
+    prompt = PROMPT[:70]
+    cold = ask(engines[0], prompt, NOWHERE)
+    for first in (0, 2):
+        root = tmp_path / str(first)
+        for engine in (engines[first], *engines):
+            found = ask(engine, prompt, store_in(root))
+            assert found.ids == cold.ids and len(files_in(root)) == 1
+        assert found.usage.disk_tokens >= (69 if k == "f16" else 64) and found.usage.cache_write_tokens == 0
+
+
+def test_rows_behind_what_was_evicted_stay_apart(tmp_path: Path) -> None:
+    """The beginning is shared in both directions, and each goes on with rows of its own."""
+    plain, evicting = (open_tiny("llama", "native", options) for options in (BASE, SETTINGS[2]))
+    assert evicting.retention is not None
+    whole, cold = evicting.retention.whole, [ask(engine, PROMPT, NOWHERE).ids for engine in (plain, evicting)]
+    for number, order in enumerate(((plain, evicting), (evicting, plain))):
+        root = tmp_path / str(number)
+        ask(order[0], PROMPT, store_in(root))
+        found = ask(order[1], PROMPT, store_in(root))
+        assert found.usage.disk_tokens <= whole and (found.usage.disk_tokens == whole) == (number == 0)
+        for engine, ids in zip((plain, evicting), cold, strict=True):
+            again = ask(engine, PROMPT, store_in(root))
+            assert again.ids == ids and again.usage.disk_tokens == 139
+
+
+def test_a_store_of_version_1_is_read_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, evicting = (open_tiny("llama", "native", options) for options in (BASE, SETTINGS[2]))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "seed_of", store.seed_of_version_1)
+        patch.setattr(enginecaches, "sums", lambda *_: "")
+        cold = ask(engine, PROMPT, store_in(tmp_path))
+    (old,) = files_in(tmp_path)
+    miss = ask(evicting, PROMPT[:70], replace(store_in(tmp_path), max_bytes=1)).usage.cache_miss
+    assert "shares 70 tokens with this one, but was stored by an earlier version of kv, and is left alone" in miss
+    found = ask(engine, PROMPT, store_in(tmp_path))
+    assert (found.ids, found.usage.disk_tokens) == (cold.ids, 139) and len(files_in(tmp_path)) == 2
+    old.unlink()
+    assert ask(engine, PROMPT, store_in(tmp_path)).usage.disk_tokens == 139
+    assert ask(evicting, PROMPT[:70], store_in(tmp_path)).usage.disk_tokens == 69
+
+
+def test_what_rows_depend_on() -> None:
+    f16 = {"weights": "a", "tokenizer": "b", "cache_type_k": "f16", "cache_type_v": "f16", "page_size": "64",
+           "sinks": "0", "tail": "0", "eviction": "none"}  # fmt: skip
+    sink = {**f16, "eviction": "keep 4 window 128", "page_size": "32"}
+    assert set(row_fields(f16)) == {"weights", "cache_type_k", "cache_type_v"}
+    assert same_rows({**f16, "tokenizer": "c"}, f16) == ALL and same_rows(f16, {**f16, "weights": "b"}) == 0
+    assert same_rows(sink, f16) == same_rows(f16, sink) == unevicted(sink) == 32 + 128 - 1
+    int4 = {**f16, "cache_type_v": "int4"}
+    assert same_rows({**int4, "page_size": "32"}, int4) == 0 and same_rows(f16, int4) == 0
+    assert same_rows(f16, {**f16, "computed_on": "x"}) == 0 and same_rows({**f16, "computed_on": "x"}, f16) == ALL
+    for nonsense in ("x", "keep 4", "keep x window 3", "none at all", "bad keep 4 window 64"):
+        assert unevicted({**f16, "eviction": nonsense}) == 0
+        with pytest.raises(ValueError):
+            evict_options(nonsense)
