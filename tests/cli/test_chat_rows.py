@@ -198,7 +198,7 @@ def test_another_cache_type_is_the_reason_that_is_told(capsys, tmp_path: Path):
     assert "with the next message: a stored prompt shares" in told and "cache type f16, this run has int8" in told
     again.close()
     told = (sink := Chat(capsys, tmp_path, EvictOptions("sink"), "ann"))("/ctx")
-    assert "was stored with --evict none, this run has --evict sink" in told and "`" not in told
+    assert unread(told) == 0, "nothing is evicted yet, so the policy decides no row"
     sink.close()
 
 
