@@ -45,8 +45,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope runtime.model.sealing
-runtime.model.weights
+runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope
+runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.pages runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts

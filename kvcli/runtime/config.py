@@ -65,7 +65,8 @@ class LayerConfig:
     of its own chunk, of `window` tokens; the first one begins at position 0. `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
     layer whose rows this one reads; it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of
-    the model.
+    the model. `cutoff`: of its gates only those are open that stand more than so many standard deviations above their
+    mean (statistical top-k, arXiv 2506.06644); None = all are.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class LayerConfig:
     state_bytes: int = 0
     shares_kv_with: int | None = None
     d_ff: int = 0
+    cutoff: float | None = None
 
 
 RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450
@@ -153,6 +155,13 @@ class Experts:
         return self.beside or self.dense > 0 or self.every > 1
 
 
+class AltUp(NamedTuple):
+    """Several residual streams, of which layers see the `active` one (arXiv 2301.13310)."""
+
+    streams: int
+    active: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder-only transformer. All dims in elements.
@@ -182,6 +191,7 @@ class ModelConfig:
     d_token: int = 0
     experts: Experts | None = None
     n_ahead: int = 0
+    altup: AltUp | None = None
     block: Block = Block()
 
     def has_experts(self, layer: int) -> bool:

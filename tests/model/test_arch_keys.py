@@ -28,6 +28,12 @@ LLAMA = {
 LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3": {"attention.sliding_window": 8},
+    "gemma3n": {
+        "attention.sliding_window": 8,
+        "altup.num_inputs": 4,
+        "altup.active_idx": 0,
+        "activation_sparsity_scale": [float("-inf"), 1.5, 0.0],
+    },
     "gemma4": {"attention.sliding_window": 8},
     "gpt-oss": {"attention.sliding_window": 8},
     **dict.fromkeys(("starcoder2", "nemotron", "stablelm"), LAYER_NORM),

@@ -8,6 +8,7 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,8 @@ def _tied(tied: bool, **others: Any) -> dict[str, Any]:
 
 _EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}  # 6 heads of 8 are as wide as the model
 _SLIDING = {"sliding_window": WINDOW}
-_GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, **_SLIDING}
+_GEMMA3N = {"vocab_size_per_layer_input": 300, "laurel_rank": 6, **_SLIDING}  # some tokens have no row
+_GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 400, **_SLIDING}
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | {"num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
@@ -78,6 +80,7 @@ FAMILIES = {
     "gemma": Family(one_more=True),
     "gemma2": Family(settings=_GEMMA, one_more=True),
     "gemma3": Family("gemma3_text", _GEMMA, one_more=True),
+    "gemma3n": Family("gemma3n_text", _GEMMA3N),
     "gemma4": Family("gemma4_text", _GEMMA4),
     "gpt-oss": Family("gpt_oss", _EXPERTS | _SLIDING | {"intermediate_size": 24}),
     "llama4": Family("llama4_text", {"num_local_experts": 8, "intermediate_size": 24, "intermediate_size_mlp": 80}),
@@ -155,6 +158,17 @@ _LLAMA4_KEYS = {
     "attention.temperature_scale": 0.3, "attention.temperature_length": 16, "feed_forward_length": 80,
     "expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 24, "expert_gating_func": 2,
     "expert_count": 8,
+}  # fmt: skip
+
+
+def _above(*shares: float) -> list[float]:
+    """In standard deviations, as float32."""
+    return [float(np.float32(NormalDist().inv_cdf(x) if x else -np.inf)) for x in shares]
+
+
+_GEMMA3N_KEYS = {
+    "attention.sliding_window": WINDOW, "rope.freq_base_swa": 1e4, "feed_forward_length": 80,
+    "embedding_length_per_layer_input": 8, "altup.num_inputs": 4, "altup.active_idx": 0,
 }  # fmt: skip
 _GEMMA4_KEYS = {
     "attention.key_length": 24,
@@ -235,6 +249,46 @@ VARIANTS = {
         "gemma3",
         {"num_hidden_layers": 6, "layer_types": _slides(True, True, True, True, True, False)},
         {"attention.sliding_window": WINDOW},
+    ),
+    # Four streams, gates of some layers mostly closed; three, of which layers see another one.
+    "gemma3n": Variant(
+        "gemma3n",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": _slides(True, True, False, True, True, False),
+            "num_kv_shared_layers": 3,
+            "intermediate_size": 80,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 2.0,
+            "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.0, 0.0],
+        },
+        _GEMMA3N_KEYS
+        | {
+            "attention.shared_kv_layers": 3,
+            "attention.sliding_window_pattern": [True, True, False, True, True, False],
+            "final_logit_softcapping": 2.0,
+            "activation_sparsity_scale": _above(0.95, 0.5, 0.0, 0.8, 0.0, 0.0),
+        },
+    ),
+    "gemma3n-three": Variant(
+        "gemma3n",
+        {
+            "layer_types": _slides(True, True, False),
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [80, 64, 80],
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+        },
+        _GEMMA3N_KEYS
+        | {
+            "attention.sliding_window_pattern": [True, True, False],
+            "feed_forward_length": [80, 64, 80],
+            "altup.num_inputs": 3,
+            "altup.active_idx": 1,
+            "final_logit_softcapping": 30.0,
+            "activation_sparsity_scale": _above(0.0, 0.0, 0.0),
+        },
     ),
     # The last layers read rows of earlier ones, and each layer has an embedding of tokens of its own.
     "gemma4": Variant(
@@ -570,7 +624,14 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
                 weight = _interleaved(weight, heads)
         if variant.family.one_more and name.endswith("norm.weight"):
             weight = weight + 1
-        if name.endswith("layer_scalar") or re.search(r"\d\.experts\.(gate_up|down)_proj$", name):
+        if found_stream := re.fullmatch(r"(model\.altup\w+)\.0\.weight", name):
+            streams = [x for key, x in model.state_dict().items() if key.startswith(f"{found_stream[1]}.")]
+            name, weight = f"{found_stream[1]}.weight", torch.stack(streams)
+        elif name.startswith("model.altup"):
+            continue
+        if name.endswith(("layer_scalar", "correct_output_scale")) or re.search(
+            r"\d\.experts\.(gate_up|down)_proj$", name
+        ):
             name += ".weight"
         if (
             experts := _of_clamped(name, weight)

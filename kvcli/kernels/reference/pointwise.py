@@ -59,6 +59,16 @@ def glu(x: torch.Tensor, act: str) -> torch.Tensor:
     return activate(gate, act) * up
 
 
+def cut_gates(x: torch.Tensor, cutoff: float) -> torch.Tensor:
+    """Of gates over what they gate, x [T, 2F], changed: gates less their mean and `cutoff` standard deviations, 0 where
+    that is negative (statistical top-k, arXiv 2506.06644)."""
+    gates = x[:, : x.shape[1] // 2]
+    mean = (total(gates) / gates.shape[1])[:, None]
+    variance = (total((gates - mean).square()) / gates.shape[1])[:, None]
+    gates.copy_((gates - (mean + variance.sqrt() * cutoff)).clamp(min=0))
+    return x
+
+
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap), of each element (arXiv 2408.00118)."""
     return tanh(x / cap) * cap

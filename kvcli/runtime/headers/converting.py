@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.blockformats import FORMATS
-from kvcli.runtime.formats.modelfile import ModelFile
+from kvcli.runtime.formats.modelfile import ModelFile, Tensor
 from kvcli.runtime.text.vocabulary import UNUSED
 
 _ARCHITECTURE = "general.architecture"  # which the writer itself adds
@@ -35,19 +35,24 @@ def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int],
             if key != _ARCHITECTURE:
                 _add(writer, key, value)
         for tensor in model.tensors.values():
-            shape = list(tensor.shape)
+            shape, more = list(tensor.shape), _rows_lacking(model, tensor)
+            shape[0] += more
             form = FORMATS[tensor.type]
             if form.elements > 1 or tensor.type == "BF16":  # the writer counts bytes of these
                 shape[-1] = shape[-1] // form.elements * form.bytes
             kind = gguf.GGMLQuantizationType[tensor.type]
             dtype: Any = {"F32": np.float32, "F16": np.float16}.get(tensor.type, np.uint8)
-            writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), tensor.nbytes, kind)
+            nbytes = tensor.nbytes + more * (tensor.nbytes // tensor.shape[0])
+            writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         done, total = 0, sum(tensor.nbytes for tensor in model.tensors.values())
         for tensor in model.tensors.values():
-            writer.write_tensor_data(model.data(tensor.name))
+            data, more = model.data(tensor.name), _rows_lacking(model, tensor)
+            if more:  # as the first one
+                data = np.concatenate([data, np.tile(data[: len(data) // tensor.shape[0]], more)])
+            writer.write_tensor_data(data)
             model.check()
             done += tensor.nbytes
             if progress:
@@ -57,6 +62,13 @@ def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int],
     finally:
         writer.close()
         part.unlink(missing_ok=True)
+
+
+def _rows_lacking(model: ModelFile, tensor: Tensor) -> int:
+    """How many rows fewer than tokens each layer's own embedding has, for which llama.cpp wants as many."""
+    if tensor.name != "per_layer_token_embd.weight":
+        return 0
+    return max(0, model.tensors["token_embd.weight"].shape[0] - tensor.shape[0])
 
 
 def _file_type(model: ModelFile) -> dict[str, Any]:

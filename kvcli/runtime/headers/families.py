@@ -9,7 +9,6 @@ from kvcli.runtime.model.archs import ARCHITECTURES
 _NORMED = Block(qk_norm=HEAD)  # of which a plan counts the copies
 
 _PLANNED = (
-    Architecture(("gemma3n",), ("gemma3n", "gemma3n_text"), _NORMED, Windows(every=5)),
     Architecture(("smallthinker",), windows=Windows(every=4)),
     Architecture(("qwen3next", "qwen35", "qwen35moe"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _NORMED),
 )

@@ -25,6 +25,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, "vision"),
     "is_causal": (True,),
     "parallel_residual": (False,),
+    "altup_correct_scale": (True,),
 }
 
 

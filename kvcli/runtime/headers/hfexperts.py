@@ -16,7 +16,7 @@ from kvcli.runtime.formats.packedweights import STORAGE, Source
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.presented import Presented
 
-_ALONE = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_ALONE = re.compile(r"(.*\.experts|model\.altup(?:_unembed)?_projections)\.(\d+)\.(.*)")
 _TOGETHER = re.compile(r"model\.layers\.(\d+)\.(?:mlp|feed_forward|block_sparse_moe)\.(.+)")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.(.+)")
 _GATE_UP = ("experts.gate_up_proj", "experts.gate_up_proj_bias", "input_linear.weight")
@@ -25,7 +25,8 @@ _AS_COLUMNS = ("llama4_text", "gpt_oss", "qwen3_vl_moe_text")
 
 
 def alone(spelled: str) -> tuple[str, int] | None:
-    """Of a tensor of one expert the name without its number, and this; None for any other."""
+    """Of a tensor of one expert, or of one of Gemma 3n's streams, the name without its number, and this; None for any
+    other."""
     found = _ALONE.fullmatch(spelled)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
@@ -67,10 +68,12 @@ def _half(whole: Presented, name: str, part: int, axis: int, in_turn: bool) -> P
 
 
 def stacked(name: str, parts: Mapping[int, Presented], config: HFConfig) -> Presented:
-    """All experts of a layer as one tensor, read one after the other."""
-    n, shapes = config.count("num_experts"), {part.shape for part in parts.values()}
+    """All experts of a layer (or streams of a model) as one tensor, read one after the other."""
+    streams, shapes = name.startswith("altup"), {part.shape for part in parts.values()}
+    n = config.count("altup_num_inputs") - 1 if streams else config.count("num_experts")
     if sorted(parts) != list(range(n)) or len(shapes) != 1:
-        raise ModelError(f"{name}: there are {len(parts)} experts, {n} of one shape are needed", "it is incomplete")
+        what = "streams" if streams else "experts"
+        raise ModelError(f"{name}: there are {len(parts)} {what}, {n} of one shape are needed", "it is incomplete")
     shape = shapes.pop()
     return Presented(name, (n, *shape), parts[0].type, _reader(parts, n), False)
 

@@ -6,7 +6,10 @@ llama.cpp's converter writes; which layers slide is always written out.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from kvcli.errors import ModelError
@@ -312,6 +315,8 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
         keys[layer] = keys.pop(rms)  # both have been called norm_eps
     if config.model_type.startswith(("gemma3n", "gemma4")):
         keys["embedding_length_per_layer_input"] = config.count("hidden_size_per_layer_input", default=0)
+    if config.model_type.startswith("gemma3n"):
+        keys |= _streams(config)
     if config.has("use_parallel_residual"):
         keys["use_parallel_residual"] = bool(config.get("use_parallel_residual"))
     if scalar := config.number("query_pre_attn_scalar"):
@@ -323,6 +328,28 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
     if config.get("no_rope_layers") or config.get("no_rope_layer_interval"):
         no_rope_layers(config)
     return keys
+
+
+def _streams(config: HFConfig) -> dict[str, Any]:
+    """The residual streams of Gemma 3n, and of each layer how far above their mean gates are open."""
+    shares = config.get("activation_sparsity_pattern")
+    if shares is None:
+        first = 10 if config.n_layers > 10 else 0
+        shares = [0.95] * first + [0.0] * (config.n_layers - first)
+    shares = shares if isinstance(shares, list) else [shares] * config.n_layers
+    if len(shares) != config.n_layers or not all(isinstance(x, (int, float)) and 0 <= x < 1 for x in shares):
+        raise ModelError(f"activation_sparsity_pattern in config.json must be {config.n_layers} numbers from 0 to 1")
+    return {
+        "altup.num_inputs": config.count("altup_num_inputs"),
+        "altup.active_idx": config.count("altup_active_idx"),
+        "activation_sparsity_scale": [_deviations(x) for x in shares],
+    }
+
+
+def _deviations(share: float) -> float:
+    """How many standard deviations above the mean such a share of Gaussian numbers ends, as a float32."""
+    exact = NormalDist().inv_cdf(share) if share > 0 else -math.inf
+    return float(struct.unpack("<f", struct.pack("<f", exact))[0])
 
 
 def _common(values: list[int]) -> int | list[int]:

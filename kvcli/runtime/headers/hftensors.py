@@ -39,7 +39,7 @@ _COMPUTED = re.compile(
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
     (re.compile(r"^language_model\."), ""),
-    (re.compile(r"(layer_scalar|\d\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
+    (re.compile(r"(layer_scalar|correct_output_scale|\d\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
 )
 # Tensors that the `gguf` package has no names for, in a layer.

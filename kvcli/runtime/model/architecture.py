@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import CHUNKED, FULL, LAYER, SLIDING, Block, LayerConfig, ModelConfig, RopeConfig, Temperature
+from kvcli.runtime.config import (
+    CHUNKED,
+    FULL,
+    LAYER,
+    SLIDING,
+    AltUp,
+    Block,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    Temperature,
+)
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
 from kvcli.runtime.model.expertkeys import Mixture, read_experts
 from kvcli.runtime.model.ropekeys import read_rope
@@ -49,8 +60,9 @@ class Architecture:
     that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
     whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position;
     `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
-    `tokens_each`: see `ModelConfig.d_token`. `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`:
-    models with so many experts have none. `experts`: files may have them. `of_images`: keys that say nothing of text.
+    `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates of some layers are cut off.
+    `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so many experts have none.
+    `experts`: files may have them. `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
@@ -66,6 +78,7 @@ class Architecture:
     temperature: Temperature | None = None
     whole_ramp: bool = True
     tokens_each: bool = False
+    altup: bool = False
     qk_norm_optional: bool = False
     qk_norm_but: int = 0
     experts: Mixture | None = None
@@ -103,6 +116,7 @@ class Architecture:
             if self.tokens_each
             else 0,
             n_ahead=_ahead(keys),
+            altup=_altup(keys) if self.altup else None,
             block=self._block(shapes),
         )
         if self.embed_scale:
@@ -142,6 +156,8 @@ class Architecture:
             )
             for i, rope in enumerate(ropes)
         ]  # fmt: skip
+        if self.altup:
+            layers = [replace(x, cutoff=y) for x, y in zip(layers, _cutoffs(keys, n), strict=True)]
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
         return tuple(share_last(layers, first))[: n - _ahead(keys)]
 
@@ -203,6 +219,21 @@ def _ahead(keys: Keys) -> int:
     if ahead >= keys.integer("block_count", limit=4096):
         raise ModelError(f"the GGUF key {keys.arch}.nextn_predict_layers is {ahead}, as many as there are layers")
     return ahead
+
+
+def _altup(keys: Keys) -> AltUp:
+    streams = keys.integer("altup.num_inputs", limit=64)
+    return AltUp(streams, keys.integer("altup.active_idx", limit=streams - 1, zero=True))
+
+
+def _cutoffs(keys: Keys, n_layers: int) -> list[float | None]:
+    """Of each layer's gates; -inf in files = they are not cut off."""
+    values = keys.get("activation_sparsity_scale")
+    if not isinstance(values, Sequence) or len(values) != n_layers or not all(isinstance(x, float) for x in values):
+        raise ModelError(f"the GGUF key {keys.arch}.activation_sparsity_scale must have {n_layers} numbers")
+    if any(x != x or x == float("inf") for x in values):
+        raise ModelError(f"the GGUF key {keys.arch}.activation_sparsity_scale closes all gates of a layer")
+    return [None if x == float("-inf") else float(x) for x in values]
 
 
 def _dims(keys: Keys, head_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
+from kvcli.kernels.reference.pointwise import cut_gates
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
 from kvcli.runtime.model.rope import RopeTables
@@ -30,11 +31,12 @@ class Attention:
 class FeedForward:
     """A feed-forward part up to its last product: gates and, behind them, what they gate, or one product alone.
 
-    `bias` is added to the product.
+    `bias` is added to the product. `cutoff`: see `LayerConfig`.
     """
 
     gate_up: Matrices
     bias: torch.Tensor | None = None
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,12 @@ class TokenGate:
 @dataclass(frozen=True)
 class TokenEmbeddings:
     """Each layer's own embedding of tokens: rows of all layers side by side, and a projection of the token's embedding
-    in the residual stream likewise, with a norm over each layer's part."""
+    in the residual stream likewise, with a norm over each layer's part. Tokens from `count` on have the first row."""
 
     rows: Matrices
     projection: Matrices
     norm: torch.Tensor
+    count: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class Decoder:
         """Each layer's own embedding of the step's tokens: float32 [T, layers, d_token]."""
         d, c = self.config.d_token, self.config
         projected = (self.ops.matmul(x, tokens.projection) * c.d_model**-0.5).unflatten(1, (-1, d))
-        own = self.ops.rows(tokens.rows[0], step.ids, d**0.5).unflatten(1, (-1, d))
+        ids = torch.where(step.ids < tokens.count, step.ids, 0)
+        own = self.ops.rows(tokens.rows[0], ids, d**0.5).unflatten(1, (-1, d))
         return (self.ops.rms_norm(projected, tokens.norm, c.norm_eps) + own) * 0.5**0.5
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,6 +169,9 @@ class Decoder:
             qkv = self.ops.matmul(x, inner.qkv)
             return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
         if isinstance(inner, FeedForward):
+            if inner.cutoff is not None:
+                products = cut_gates(self.ops.matmul(x, inner.gate_up), inner.cutoff)
+                return self.ops.glu(products, self.config.block.activation)
             first_products = self.ops.gated if self.config.block.gated else self.ops.activated
             return first_products(x, inner.gate_up, self.config.block.activation, inner.bias)
         if isinstance(inner, ExpertLayer):

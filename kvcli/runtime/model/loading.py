@@ -15,6 +15,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
 from kvcli.runtime.config import ALL, LAYER, PLAIN, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.model.altup import AltUpDecoder, load_altup
 from kvcli.runtime.model.decoder import (
     Attention,
     Decoder,
@@ -48,6 +49,7 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     head = ops.place((weights.head(config),)) if weights.has_head else tuple(x.unchanged for x in embedding)
     norm, norm_bias = loader.norm("output_norm")
     tokens = loader.tokens() if config.d_token else None
+    altup = load_altup(config, weights, ops) if config.altup else None
     ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
     left = sorted(x for x in set(weights.file.tensors) - weights.used if not x.startswith(ahead))
     if left:
@@ -58,7 +60,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
         )
     if missed := sorted({name for each in weights.adapters for name in each.pairs} - weights.changed):
         raise ModelError(f"the adapter changes {missed[0]}, which kv does not compute as a matrix")
-    return Decoder(config, DecoderWeights(embedding, sublayers, norm, head, norm_bias, tokens), ops, ropes)
+    made = DecoderWeights(embedding, sublayers, norm, head, norm_bias, tokens)
+    return Decoder(config, made, ops, ropes) if altup is None else AltUpDecoder(config, made, ops, ropes, altup)
 
 
 def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
@@ -162,10 +165,12 @@ class _Loader:
         """Each layer's own embedding of tokens."""
         c, w = self.config, self.weights
         d = c.n_layers * c.d_token
-        rows = w.matrix("per_layer_token_embd.weight", c.vocab_size, d, padded=True)
+        name = "per_layer_token_embd.weight"  # tokens that stand for images or sound may have no row
+        there = w.file.tensors[name].shape[0] if name in w else c.vocab_size
+        rows = w.matrix(name, min(there, c.vocab_size), d, padded=True)
         projection = w.matrix("per_layer_model_proj.weight", d, c.d_model)
         norm = self.vector("per_layer_proj_norm.weight", c.d_token)
-        return TokenEmbeddings(self.ops.place((rows,)), self.ops.place((projection,)), norm)
+        return TokenEmbeddings(self.ops.place((rows,)), self.ops.place((projection,)), norm, rows.rows)
 
     def _sublayer(
         self, norm: str, inner: Inner, out: str, cols: int, post: str, beside: bool = False, leaves: float = 1.0
@@ -188,7 +193,8 @@ class _Loader:
             return FeedForward(place(halves, paired=True), self.bias(name("up"), 2 * f))
         pair = tuple(self.weights.matrix(f"{name(x)}.weight", f, d) for x in ("gate", "up"))
         biases = [x for x in (self.bias(name("gate"), f), self.bias(name("up"), f)) if x is not None]
-        return FeedForward(place(pair, paired=True), torch.cat(biases) if biases else None)
+        cutoff = c.layers[i].cutoff
+        return FeedForward(place(pair, paired=cutoff is None), torch.cat(biases) if biases else None, cutoff)
 
     def _attention(self, i: int) -> Attention:
         c, shape = self.config, self.config.layers[i]
@@ -216,7 +222,8 @@ class _Loader:
         rows = {"q": c.n_heads * shape.dim_k, "k": shape.kv_heads * shape.dim_k, "v": shape.kv_heads * shape.dim_v}
         if f"{name('qkv')}.weight" in self.weights:
             return self._projection(name("qkv"), sum(rows.values())).cut(list(rows.values()))
-        if shape.shares_kv_with is not None:
+        if shape.shares_kv_with is not None:  # files may have what nothing reads
+            self.weights.used.update(f"{name(x)}.weight" for x in ("k", "v", "k_norm"))
             return [self._projection(name("q"), rows["q"])]
         if c.block.keys_as_values and f"{name('v')}.weight" not in self.weights:
             del rows["v"]

@@ -100,9 +100,12 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> Weigh
 
 
 def _run(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """All tensors but those of layers that are not run."""
-    ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
-    return ((name, tensor) for name, tensor in tensors.items() if not name.startswith(ahead))
+    """All tensors but those of layers that are not run, and keys and values of layers that read other layers' rows."""
+    idle = [f"blk.{config.n_layers + i}." for i in range(config.n_ahead)]
+    for i, layer in enumerate(config.layers):
+        if layer.shares_kv_with is not None:
+            idle += [f"blk.{i}.attn_{x}." for x in ("k", "v", "k_norm")]
+    return ((name, tensor) for name, tensor in tensors.items() if not name.startswith(tuple(idle)))
 
 
 def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
@@ -140,6 +143,8 @@ def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     head, 2 with kept rows before evicted ones."""
     width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
     tokens = 3 * config.n_layers * config.d_token  # projected, looked up, and their sum
+    if config.altup:  # streams as they are and predicted, LAuReL and what goes into it
+        tokens += (2 * config.altup.streams + 3) * config.d_model
     return rows * 4 * (width + tokens) + _angle_bytes(config, rows)
 
 

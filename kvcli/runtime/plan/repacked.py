@@ -30,6 +30,8 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
         gate, up = (types.get(f"blk.{i}.ffn_{x}{kind}.weight") for x in ("gate", "up"))
         if gate and gate != up:
             return f"gate and up of layer {i} are stored as {gate} and {up}"
+    if config.altup:
+        return "it has several residual streams"
     if config.block.v_norm:
         return "values have a norm"
     if config.d_token:
