@@ -1,7 +1,7 @@
 """Storing rows in pages and attending to them: both backends against a dense float64 computation.
 
 Pages start full of NaN, and only rows that a query may see are stored: whatever is read beyond them poisons the
-result. The windows, starts and lengths sit around the edges of pages and of spans (8 pages, see cpu.c).
+result. The windows, starts and lengths sit around the edges of pages and of spans (4 pages, see cpu.c).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CODECS = tuple(product(("f32", "f16", "bf16"), repeat=2))
 HEADS = ((2, 2), (6, 2), (4, 1), (3, 3), (8, 2), (3, 1))  # (query heads, KV heads)
 # (page size, first position of the queries, queries)
 PLACES = (
-    (16, 0, 1), (16, 0, 37), (16, 1, 16), (16, 15, 1), (16, 15, 2), (16, 16, 17), (16, 126, 3), (16, 127, 1),
+    (16, 0, 1), (16, 0, 37), (16, 1, 16), (16, 15, 1), (16, 15, 2), (16, 16, 17), (16, 63, 2), (16, 64, 1), (16, 126, 3), (16, 127, 1),
     (16, 128, 1), (16, 129, 33), (16, 255, 1), (16, 256, 5), (16, 300, 1), (64, 0, 65), (64, 63, 1), (64, 64, 1),
-    (64, 63, 18), (64, 510, 4), (64, 511, 1), (64, 512, 1), (64, 513, 2), (64, 1030, 1),
+    (64, 63, 18), (64, 255, 3), (64, 256, 1), (64, 510, 4), (64, 511, 1), (64, 512, 1), (64, 513, 2), (64, 1030, 1),
 )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
 
 #define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
-#define SPAN_PAGES 8 /* attention is accumulated in spans of this many pages, combined in order */
+#define SPAN_PAGES 4 /* attention is accumulated in spans of this many pages, combined in order */
 
 #include "cpu_pool.h"
 
@@ -167,9 +167,6 @@ static inline float e4m3_halved(uint8_t s) {
     return (s & 0x78 ? (1 + m / 8) * bits_f32((uint32_t)(120 + (s >> 3 & 15)) << 23) : m * 0x1p-9f) * 0.5f;
 }
 
-/* Decodes cached rows: where they are, their pitch and number, type, scales, the scale of all; to where, pitch, elements. */
-typedef void (*rows_fn)(const uint8_t *, int64_t, int64_t, const kv_codec *, const uint8_t *, float, float *, int64_t, int64_t);
-
 enum { SILU, GELU, RELU2, CLAMPED }; /* activations; GELU by its tanh form. CLAMPED: `glu` of pointwise.py */
 #define CLAMP 7.0f
 
@@ -189,7 +186,7 @@ typedef struct {
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
     void (*store)(const float *, int64_t, const float *, int64_t, const kv_part *, int64_t);
     void (*seal)(const kv_paged *, int64_t, int64_t);
-    rows_fn (*rows_of)(const kv_codec *);
+    int (*has_codec)(const kv_codec *);
     void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const float *,
                       const kv_part *, int64_t, float *);
 } kernels;
@@ -327,7 +324,7 @@ void kv_store(const float *k, int64_t ldk, const float *v, int64_t ldv, const kv
 }
 
 /* Whether rows of that cache type can be read here. */
-int kv_has_codec(const kv_codec *codec) { return active->rows_of(codec) != NULL; }
+int kv_has_codec(const kv_codec *codec) { return active->has_codec(codec); }
 
 /* out[row, heads * dim_v]: causal attention of the queries of each part over its entries; window 0 = all. turned: the queries
  * for turned entries, NULL = the same ones. sinks: a logit of each head that takes part in the softmax, NULL = none. */

@@ -1,0 +1,363 @@
+/* Causal attention over the entries of a paged cache. Included by cpu_body.h.
+ *
+ * The queries of all heads of a key-value group, and in prefill of QUERY_BLOCK tokens, walk the entries together. Few
+ * queries read packed rows, each once for QUERY_ROWS of them; many read floats, into which a page is decoded first. Both
+ * are the same sums (cpu_codecs.h). Scales of rows are multiplied into scores and weights, and the middle of a grid of
+ * codes is taken off the sums.
+ *
+ * Sealed keys lack a mean c, which takes part in RoPE at the middle of each CENTRE_ROWS rows. Its score with a query q,
+ * both turned, is the sum over pairs (a, b) of dims of (q_a c_a + q_b c_b) cos + (q_b c_a - q_a c_b) sin, with the angles of
+ * that place: the products are made once for a query, and no mean is ever rotated. */
+
+#define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, as pages do */
+
+typedef struct {
+    const float *q, *turned; /* turned: for turned entries; it may be NULL */
+    int64_t ldq, ld_turned, t, heads, start, window;
+    float scale, softcap;
+    const float *sinks; /* a logit of each head, which takes part in the softmax and has no value; it may be NULL */
+    const kv_paged *kv;
+    float *out;
+    int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
+    int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
+    int64_t n_blocks, n_spans, n_shares;
+    int64_t *spans;  /* one query: where the spans begin that it sees, [n_spans + 1]; `n_shares` tasks for each head */
+    float *partial;  /* of each span, [kv_heads, n_spans, group, stride]; NULL = the work is divided into blocks */
+    float *prepared; /* of all heads: see `prepare` */
+    int64_t first_task; /* of the part, among those of all parts */
+} NAME(attn_args);
+
+typedef struct { /* the slots of an entry that are read, for one head */
+    const uint8_t *k, *v;
+    int64_t k_row, v_row;
+    const NAME(reader) *read_k, *read_v;
+    float *k_scale, *v_scale; /* of each slot */
+    float middle_k, middle_v;
+    const float *cos, *sin; /* where keys lack a mean: of each CENTRE_ROWS slots */
+    int centred;
+} NAME(page_view);
+
+/* Slots of an entry that a query at `pos` sees, sets [*lo, *hi); returns whether there are any. */
+INLINE int NAME(seen)(const kv_entry *e, int64_t window, int64_t pos, int64_t *lo, int64_t *hi) {
+    int64_t oldest = window && pos - window + 1 > e->first ? pos - window + 1 - e->first : 0;
+    *lo = oldest > e->lo ? oldest : e->lo;
+    *hi = pos + 1 - e->first < e->hi ? pos + 1 - e->first : e->hi;
+    return e->since <= pos && pos < e->until && *lo < *hi;
+}
+
+/* The span that an entry belongs to; it depends on positions alone, so that sums are the same ones whatever else is there. */
+INLINE int64_t NAME(span_of)(const kv_paged *kv, const kv_entry *e) { return e->first / (SPAN_PAGES * kv->page_size); }
+
+/* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
+INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, const float *pacc, int64_t dvp) {
+    if (pm == -INFINITY) return;
+    float top = *m > pm ? *m : pm;
+    vf factors = NAME(exp)((vf){*m == -INFINITY ? -INFINITY : *m - top, pm - top});
+    float old = factors[0], add = factors[1];
+    for (int64_t d = 0; d < dvp; d += VL) STORE(acc + d, LOAD(acc + d) * old + LOAD(pacc + d) * add);
+    *l = *l * old + pl * add;
+    *m = top;
+}
+
+/* The state of rows that have seen nothing. */
+INLINE void NAME(nothing)(float *state, int64_t rows, int64_t stride) {
+    memset(state, 0, (size_t)rows * stride * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) state[r * stride + stride - 2] = -INFINITY;
+}
+
+/* ---- queries ------------------------------------------------------------------------------------------------------ */
+
+/* What a query has behind its dims: their sum, its score with the dims of the mean that do not turn, and its products with
+ * those that do, of cos and of sin. */
+INLINE int64_t NAME(ld_query)(const kv_paged *kv, int64_t dkp) { return dkp + (2 + 2 * kv->rope_half + VL - 1) / VL * VL; }
+
+INLINE void NAME(with_mean)(const kv_paged *kv, int64_t head, const float *q, float *out) {
+    const float *c = kv->centre + head * kv->dim_k;
+    int64_t half = kv->rope_half;
+    float still = 0, *with_cos = out + 1, *with_sin = with_cos + half;
+    for (int64_t i = 2 * half; i < kv->dim_k; i++) still += q[i] * c[i];
+    for (int64_t i = 0; i < half; i++) {
+        with_cos[i] = q[i] * c[i] + q[i + half] * c[i + half];
+        with_sin[i] = q[i + half] * c[i] - q[i] * c[i + half];
+    }
+    out[0] = still;
+}
+
+/* Queries of the group of one KV head from token t0 on, [rows, ld_query]; `basis`: room for one. */
+INLINE void NAME(prepare)(const NAME(attn_args) *a, const float *q, int64_t ldq, int64_t head, int64_t t0, int64_t rows,
+                          float *out, float *basis) {
+    int64_t dim = a->kv->dim_k;
+    for (int64_t r = 0; r < rows; r++, out += a->ld_query) {
+        memcpy(out, q + (t0 + r / a->group) * ldq + (head * a->group + r % a->group) * dim, dim * sizeof(float));
+        memset(out + dim, 0, (a->ld_query - dim) * sizeof(float));
+        out[a->dkp] = NAME(sum)(out, 0, 0, dim);
+        if (!a->kv->centre) continue;
+        memcpy(basis, out, dim * sizeof(float));
+        NAME(rotate)(basis, 0, 1, 1, dim); /* back to the one in which RoPE turns */
+        NAME(with_mean)(a->kv, head, basis, out + a->dkp + 1);
+    }
+}
+
+/* Ordinary queries and, behind them, the turned ones where there are any. */
+INLINE void NAME(prepare_all)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t rows, float *out, float *basis) {
+    NAME(prepare)(a, a->q, a->ldq, head, t0, rows, out, basis);
+    if (a->turned) NAME(prepare)(a, a->turned, a->ld_turned, head, t0, rows, out + rows * a->ld_query, basis);
+}
+
+/* Floats that they take. */
+INLINE int64_t NAME(prepared_floats)(const NAME(attn_args) *a, int64_t rows) { return (a->turned ? 2 : 1) * rows * a->ld_query; }
+
+/* ---- one page ----------------------------------------------------------------------------------------------------- */
+
+/* Scores of the mean at the place of slot j. */
+INLINE float NAME(mean_score)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, int64_t j) {
+    int64_t half = a->kv->rope_half, at = j / CENTRE_ROWS * half, i = 0;
+    const float *with_cos = query + a->dkp + 2, *with_sin = with_cos + half;
+    float rest = query[a->dkp + 1];
+    vf sum = {0};
+    for (; i + VL <= half; i += VL) {
+        sum = FMA(LOAD(with_cos + i), LOAD(t->cos + at + i), sum);
+        sum = FMA(LOAD(with_sin + i), LOAD(t->sin + at + i), sum);
+    }
+    for (; i < half; i++) rest += with_cos[i] * t->cos[at + i] + with_sin[i] * t->sin[at + i];
+    return NAME(hsum)(sum) + rest;
+}
+
+/* Products of a query with slots [lo, hi), in place: to scores, then to weights of the values. Returns the sum of these;
+ * *old is what the state before is multiplied by. */
+INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, float *scores, int64_t lo,
+                           int64_t hi, float *m, float *l, float *old) {
+    int64_t from = lo / VL * VL;
+    float top = *m, bias = 0, middle = t->middle_k * query[a->dkp];
+    vi lane;
+    for (int i = 0; i < VL; i++) lane[i] = i;
+    vf tops = SPLAT(top);
+    for (int64_t j = from; j < hi; j += VL) {
+        if (t->centred && (j == from || j % CENTRE_ROWS == 0)) bias = NAME(mean_score)(a, t, query, j);
+        vf s = ((LOAD(scores + j) - middle) * LOAD(t->k_scale + j) + bias) * a->scale;
+        if (a->softcap > 0)
+            for (int i = 0; i < VL; i++) s[i] = a->softcap * tanhf(s[i] / a->softcap);
+        vi unseen = (lane + (int32_t)j < (int32_t)lo) | (lane + (int32_t)j >= (int32_t)hi);
+        s = (vf)(((vi)s & ~unseen) | ((vi)SPLAT(-INFINITY) & unseen));
+        STORE(scores + j, s);
+        vi higher = s > tops;
+        tops = (vf)(((vi)s & higher) | ((vi)tops & ~higher));
+    }
+    for (int i = 0; i < VL; i++) top = tops[i] > top ? tops[i] : top;
+    *old = *m == -INFINITY ? 0.0f : NAME(exp)(SPLAT(*m - top))[0];
+    vf sums = {0}, weights = {0};
+    for (int64_t j = from; j < hi; j += VL) {
+        vf p = NAME(exp)(LOAD(scores + j) - top), w = p * LOAD(t->v_scale + j);
+        STORE(scores + j, w);
+        sums += p, weights += w;
+    }
+    *l = *l * *old + NAME(hsum)(sums);
+    *m = top;
+    return NAME(hsum)(weights);
+}
+
+/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [n, padded]. */
+INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores, int n,
+                       int64_t lo, int64_t hi) {
+    float old[QUERY_ROWS], start[QUERY_ROWS];
+    t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
+    for (int r = 0; r < n; r++) {
+        float *end = state + r * a->stride + a->dvp;
+        float sum = NAME(softmax)(a, t, queries + r * a->ld_query, scores + r * a->padded, lo, hi, end, end + 1, old + r);
+        start[r] = -(t->middle_v * sum);
+    }
+    t->read_v->mix[n - 1](t->v, t->v_row, lo, hi, a->dvp / 4, scores, a->padded, old, start, state, a->stride);
+}
+
+INLINE void NAME(row_scales)(const uint8_t *scales, float fixed, int64_t lo, int64_t hi, float *out, int64_t padded) {
+    if (!scales)
+        for (int64_t j = 0; j < padded; j++) out[j] = fixed;
+    for (int64_t j = lo; scales && j < hi; j++) out[j] = HALF(scales + 2 * j);
+}
+
+/* The page of an entry, of which slots [lo, hi) are looked at; `many`: it is decoded into `keys` and `values`. */
+INLINE void NAME(open_page)(const NAME(attn_args) *a, const kv_entry *e, int64_t head, int64_t lo, int64_t hi, int many,
+                            float *keys, float *values, NAME(page_view) *t) {
+    const kv_paged *kv = a->kv;
+    const kv_class *of = e->open ? &kv->open : &kv->closed;
+    const kv_record *rec = &of->record;
+    const kv_codec *codec_k = &rec->codec_k, *codec_v = &rec->codec_v;
+    const uint8_t *r = (const uint8_t *)(intptr_t)e->address + of->offset + head * rec->bytes;
+    int64_t place = e->place * kv->page_size / CENTRE_ROWS * kv->rope_half;
+    t->k = r, t->v = r + rec->v_offset, t->k_row = rec->k_row, t->v_row = rec->v_row;
+    t->read_k = NAME(reader_of)(codec_k), t->read_v = NAME(reader_of)(codec_v);
+    t->middle_k = NAME(middle)(codec_k), t->middle_v = NAME(middle)(codec_v);
+    t->centred = kv->centre && !e->open, t->cos = kv->cos + place, t->sin = kv->sin + place;
+    NAME(row_scales)(rec->k_scales ? r + rec->k_scales : NULL, (kv->static_k && !e->open ? kv->static_k[head] : 1.0f) * FP8_FACTOR(codec_k),
+                     lo, hi, t->k_scale, a->padded);
+    NAME(row_scales)(rec->v_scales ? r + rec->v_scales : NULL, (kv->static_v && !e->open ? kv->static_v[head] : 1.0f) * FP8_FACTOR(codec_v),
+                     lo, hi, t->v_scale, a->padded);
+    if (many || a->dkp != kv->dim_k) {
+        t->read_k->rows(t->k, t->k_row, lo, hi, codec_k, kv->dim_k, keys, a->dkp);
+        t->k = (const uint8_t *)keys, t->k_row = a->dkp * sizeof(float), t->read_k = &NAME(read_f32);
+    }
+    if (many || a->dvp != kv->dim_v) {
+        t->read_v->rows(t->v, t->v_row, lo, hi, codec_v, kv->dim_v, values, a->dvp);
+        t->v = (const uint8_t *)values, t->v_row = a->dvp * sizeof(float), t->read_v = &NAME(read_f32);
+    }
+}
+
+/* ---- all entries --------------------------------------------------------------------------------------------------- */
+
+/* Floats of scratch that `attend` needs. */
+INLINE size_t NAME(attend_floats)(const NAME(attn_args) *a, int64_t rows) {
+    return (size_t)(a->padded * (a->dkp + a->dvp + 2 + QUERY_ROWS) + rows * a->stride);
+}
+
+/* Prepared queries of tokens [t0, t1) x the group of one KV head over entries [e0, e1), span by span; state [rows, stride] is
+ * acc, max, sum of each. `each`: spans that are seen stay apart, their states stand behind each other. */
+static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t e0, int64_t e1,
+                         const float *queries, float *state, int each, float *work) {
+    const kv_paged *kv = a->kv;
+    int64_t rows = (t1 - t0) * a->group, first = a->start + t0, last = a->start + t1 - 1;
+    int many = rows > 2 * QUERY_ROWS;
+    float *keys = work, *values = keys + a->padded * a->dkp, *scores = values + a->padded * a->dvp;
+    NAME(page_view) t = {.k_scale = scores + QUERY_ROWS * a->padded, .v_scale = scores + (QUERY_ROWS + 1) * a->padded};
+    float *part = each ? state : t.v_scale + a->padded;
+    if (many || a->dkp != kv->dim_k || a->dvp != kv->dim_v) /* what is behind the dims */
+        memset(work, 0, (size_t)(a->padded * (a->dkp + a->dvp)) * sizeof(float));
+    memset(t.k_scale, 0, (size_t)(2 * a->padded) * sizeof(float));
+    if (!each) NAME(nothing)(state, rows, a->stride);
+    for (const kv_entry *e = kv->entries + e0, *end = kv->entries + e1; e < end;) {
+        int64_t span = NAME(span_of)(kv, e), lo, hi, from, to;
+        int looked = 0;
+        for (; e < end && NAME(span_of)(kv, e) == span; e++) {
+            if (last < e->since || first >= e->until) continue;
+            NAME(seen)(e, a->window, first, &lo, &to); /* the oldest row that one of these queries sees */
+            NAME(seen)(e, a->window, last, &from, &hi); /* and the newest */
+            if (lo >= hi) continue;
+            if (!looked++) NAME(nothing)(part, rows, a->stride);
+            const float *these = queries + (e->turned && a->turned ? rows * a->ld_query : 0);
+            NAME(open_page)(a, e, head, lo, hi, many, keys, values, &t);
+            for (int64_t r = 0, n; r < rows; r += n) {
+                int64_t more, less;
+                int sees = NAME(seen)(e, a->window, first + r / a->group, &from, &to);
+                for (n = 1; n < QUERY_ROWS && r + n < rows; n++) {
+                    int also = NAME(seen)(e, a->window, first + (r + n) / a->group, &more, &less);
+                    if (also != sees || more != from || less != to) break;
+                }
+                if (sees) NAME(look)(a, &t, these + r * a->ld_query, part + r * a->stride, scores, (int)n, from, to);
+            }
+        }
+        if (each && looked) part += rows * a->stride;
+        for (int64_t r = 0; !each && looked && r < rows; r++) {
+            float *s = state + r * a->stride, *p = part + r * a->stride;
+            NAME(merge)(s + a->dvp, s + a->dvp + 1, s, p[a->dvp], p[a->dvp + 1], p, a->dvp);
+        }
+    }
+}
+
+INLINE void NAME(write_out)(const NAME(attn_args) *a, const float *state, int64_t head, int64_t t0, int64_t t1) {
+    int64_t dim = a->kv->dim_v;
+    for (int64_t r = 0; r < (t1 - t0) * a->group; r++) {
+        const float *s = state + r * a->stride;
+        int64_t h = head * a->group + r % a->group;
+        float *out = a->out + ((t0 + r / a->group) * a->heads + h) * dim, total = s[a->dvp + 1], scale = 1.0f;
+        if (a->sinks) {
+            float top = s[a->dvp] > a->sinks[h] ? s[a->dvp] : a->sinks[h];
+            scale = NAME(exp)(SPLAT(s[a->dvp] - top))[0];
+            total = total * scale + NAME(exp)(SPLAT(a->sinks[h] - top))[0];
+        }
+        for (int64_t d = 0; d < dim; d++) out[d] = s[d] * scale / total;
+    }
+}
+
+/* ---- tasks ---------------------------------------------------------------------------------------------------------- */
+
+static void NAME(attn_block_task)(const NAME(attn_args) *a, int64_t task, int thread) {
+    int64_t head = task % a->kv->kv_heads, block = task / a->kv->kv_heads;
+    int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
+    if (t0 < 0) t0 = 0;
+    int64_t rows = (t1 - t0) * a->group, prepared = NAME(prepared_floats)(a, rows);
+    float *queries = scratch(thread, prepared + a->dkp + rows * a->stride + NAME(attend_floats)(a, rows));
+    float *basis = queries + prepared, *state = basis + a->dkp;
+    NAME(prepare_all)(a, head, t0, rows, queries, basis);
+    NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, queries, state, 0, state + rows * a->stride);
+    NAME(write_out)(a, state, head, t0, t1);
+}
+
+static void NAME(attn_share_task)(const NAME(attn_args) *a, int64_t task, int thread) {
+    int64_t head = task / a->n_shares, share = task % a->n_shares;
+    int64_t s0 = share * a->n_spans / a->n_shares, s1 = (share + 1) * a->n_spans / a->n_shares;
+    const float *queries = a->prepared + head * NAME(prepared_floats)(a, a->group);
+    NAME(attend)(a, head, 0, 1, a->spans[s0], a->spans[s1], queries,
+                 a->partial + (head * a->n_spans + s0) * a->group * a->stride, 1, scratch(thread, NAME(attend_floats)(a, a->group)));
+}
+
+/* One query over several spans: they are merged in the order in which prefill meets them. */
+static void NAME(merge_spans)(const NAME(attn_args) *a) {
+    for (int64_t head = 0; head < a->kv->kv_heads; head++) {
+        float *state = a->partial + head * a->n_spans * a->group * a->stride; /* the first span's */
+        for (int64_t s = 1; s < a->n_spans; s++)
+            for (int64_t r = 0; r < a->group; r++) {
+                float *t = state + r * a->stride, *p = state + (s * a->group + r) * a->stride;
+                NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
+            }
+        NAME(write_out)(a, state, head, 0, 1);
+    }
+}
+
+typedef struct {
+    const NAME(attn_args) *parts;
+    int64_t n_parts;
+} NAME(attn_parts);
+
+static void NAME(attn_task)(void *arg, int64_t task, int thread) {
+    const NAME(attn_parts) *all = arg;
+    const NAME(attn_args) *a = all->parts + all->n_parts - 1;
+    while (task < a->first_task) a--;
+    (a->partial ? NAME(attn_share_task) : NAME(attn_block_task))(a, task - a->first_task, thread);
+}
+
+/* Divide what a part's only query sees by spans, where it sees several: a task has some of one head. */
+static void NAME(share_spans)(NAME(attn_args) *a) {
+    const kv_paged *kv = a->kv;
+    int64_t latest = -1, lo, hi;
+    a->spans = malloc((kv->n_entries + 1) * sizeof(int64_t));
+    if (!a->spans) abort();
+    for (int64_t i = 0; i < kv->n_entries; i++) {
+        int64_t span = NAME(span_of)(kv, kv->entries + i);
+        if (span != latest && NAME(seen)(kv->entries + i, a->window, a->start, &lo, &hi)) a->spans[a->n_spans++] = i, latest = span;
+    }
+    a->spans[a->n_spans] = kv->n_entries;
+    if (a->n_spans < 2) return;
+    int64_t enough = (8 * pool.tuner.limit + kv->kv_heads - 1) / kv->kv_heads, each = NAME(prepared_floats)(a, a->group);
+    a->n_shares = a->n_spans < enough ? a->n_spans : enough;
+    a->partial = NAME(floats)(kv->kv_heads * (a->n_spans * a->group * a->stride + each) + a->dkp);
+    a->prepared = a->partial + kv->kv_heads * a->n_spans * a->group * a->stride;
+    for (int64_t head = 0; head < kv->kv_heads; head++)
+        NAME(prepare_all)(a, head, 0, a->group, a->prepared + head * each, a->prepared + kv->kv_heads * each);
+}
+
+static void NAME(attention)(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window,
+                            float scale, float softcap, const float *sinks, const kv_part *parts, int64_t n_parts, float *out) {
+    NAME(attn_args) one, *all = n_parts == 1 ? &one : malloc(n_parts * sizeof(NAME(attn_args)));
+    int64_t tasks = 0;
+    if (!all) abort();
+    for (int64_t i = 0; i < n_parts; i++) {
+        const kv_part *p = parts + i;
+        const kv_paged *kv = p->kv;
+        NAME(attn_args) a = {q + p->row * ldq, turned ? turned + p->row * ld_turned : NULL, ldq, ld_turned, p->rows, heads,
+                             p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v};
+        a.group = heads / kv->kv_heads, a.padded = (kv->page_size + VL - 1) / VL * VL;
+        a.dkp = (kv->dim_k + 4 * VL - 1) / (4 * VL) * (4 * VL), a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
+        a.stride = a.dvp + 2, a.ld_query = NAME(ld_query)(kv, a.dkp);
+        a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
+        a.first_task = tasks;
+        if (p->rows == 1) NAME(share_spans)(&a);
+        tasks += kv->kv_heads * (a.partial ? a.n_shares : a.n_blocks);
+        all[i] = a;
+    }
+    NAME(attn_parts) work = {all, n_parts};
+    parallel(tasks, NAME(attn_task), &work);
+    for (int64_t i = 0; i < n_parts; i++) {
+        if (all[i].partial) NAME(merge_spans)(all + i);
+        free(all[i].partial), free(all[i].spans);
+    }
+    if (all != &one) free(all);
+}
