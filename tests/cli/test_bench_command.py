@@ -89,6 +89,26 @@ def test_tables_and_json_agree(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
         assert found["predicted_bytes"] > 100 * MIB < found["peak_bytes"]
 
 
+def test_three_depths_make_a_line(bench: Bench) -> None:
+    flags = ("-p", "0", "-n", "3", "-r", "1", "--no-warmup", "-ct", "f16,int8")
+    code, out, _ = bench(*flags, "-d", "0,20,40")
+    speeds, lines, _ = tables(out)
+    assert code == 0 and len(speeds) == 7
+    assert lines[0] == ["type", "test", "ms empty", "ns a token before", "off by %"]
+    assert [row[:2] for row in lines[1:]] == [["f16", "tg3"], ["int8", "tg3"]]
+    value = json.loads(bench(*flags, "-d", "0,20,40", "--json")[1])
+    assert [(x["type_k"], x["tokens"]) for x in value["lines"]] == [("f16", 3), ("int8", 3)]
+    first, results = value["lines"][0], value["results"][:3]
+    distances = [
+        abs((first["empty_token_s"] + first["context_token_s"] * (r["depth_tokens"] + 2)) * r["tps"] - 1)
+        for r in results
+    ]
+    assert first["residual_percent"] == pytest.approx(100 * max(distances))
+    assert json.loads(bench(*flags, "-d", "0,20", "--json")[1])["lines"] == []
+    evicting = bench(*flags, "-d", "0,100,200", "--evict", "sink", "--json")
+    assert evicting[0] == 0 and json.loads(evicting[1])["lines"] == []
+
+
 def test_json_alone(bench: Bench) -> None:
     code, out, _ = bench("-p", "0", "-n", "2", "-r", "1", "--json", "--no-warmup")
     value = json.loads(out)

@@ -12,12 +12,13 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Token
+from kvcli.runtime.evaluate.contextline import ContextLine, fit
 from kvcli.runtime.host.device import Device
 from kvcli.runtime.host.machine import ProbeFailed
 from kvcli.runtime.host.measuring import measure
@@ -48,6 +49,11 @@ class Case:
     def rows(self) -> int:
         """Tokens of prompt and answer together, as a context must hold them."""
         return self.depth + self.tokens + (1 if self.kind == PROMPT else 2)
+
+    @property
+    def middle(self) -> int:
+        """Rows that a generated token sees half-way through the test."""
+        return self.depth + 1 + self.tokens // 2
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,15 @@ def cases(prompts: list[int], generations: list[int], depths: list[int]) -> list
     """Every length at every depth; a length of 0 is no test."""
     lengths = [(PROMPT, n) for n in prompts] + [(GENERATION, n) for n in generations]
     return [Case(kind, n, depth) for depth in depths for kind, n in lengths if n]
+
+
+def lines(speeds: Iterable[Speed]) -> dict[int, ContextLine]:
+    """For each length of an answer that was measured at enough depths, the time of a token over the context."""
+    points: dict[int, list[tuple[int, float]]] = {}
+    for speed in speeds:
+        if speed.case.kind == GENERATION:
+            points.setdefault(speed.case.tokens, []).append((speed.case.middle, 1 / speed.median))
+    return {tokens: line for tokens, each in points.items() if (line := fit(each)) is not None}
 
 
 def run(
@@ -141,7 +156,7 @@ def _go_to(engine: Engine, seq: Sequence, ids: list[int]) -> None:
 def _read_bytes(engine: Engine, case: Case) -> int:
     if case.kind == PROMPT:
         return 0
-    return engine.bytes_per_token(case.depth + 1 + case.tokens // 2)
+    return engine.bytes_per_token(case.middle)
 
 
 def bandwidth(device: Device, tell: Callable[[str], None]) -> tuple[float | None, str]:

@@ -17,10 +17,12 @@ from kvcli.options import EvictOptions
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.evaluate.benching import Speed
+    from kvcli.runtime.evaluate.contextline import ContextLine
 
 MIB = 1 << 20
 REPETITIONS = 5
 SPEED_HEADERS = ("type", "test", "tok/s", "±", "ms p50", "ms p95", "% of limit")
+LINE_HEADERS = ("type", "test", "ms empty", "ns a token before", "off by %")
 MEMORY_HEADERS = ("type", "tokens", "KV MiB", "MiB predicted", "MiB measured")
 
 
@@ -34,6 +36,14 @@ class Table:
     kv_bytes: int  # committed by the pool
     predicted: int  # by the plan, all memory of the process
     measured: int
+    evicts: bool
+
+    @property
+    def lines(self) -> dict[int, ContextLine]:
+        """See `benching.lines`; none where old rows are evicted, which ends the growth of the context."""
+        from kvcli.runtime.evaluate import benching
+
+        return {} if self.evicts else benching.lines(self.speeds)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
             setting.append((Setting.of(engine, series.load, types, evict), _bandwidth(engine, what, invocation)))
         speeds = list(benching.run(engine, cases, repetitions, not what.no_warmup, partial(tell, pair)))
         kv_bytes, predicted = engine.pool.committed_bytes, engine.predict(longest).total
-        return Table(pair, speeds, longest, kv_bytes, predicted, meter.used(engine))
+        return Table(pair, speeds, longest, kv_bytes, predicted, meter.used(engine), engine.retention is not None)
 
     tables, failures = replace(series, cache=replace(series.cache, ctx_size=longest)).measure(one, meter.restart)
     (common, bandwidth), *_ = setting
@@ -85,6 +95,9 @@ def show(tables: list[Table], setting: Setting, bandwidth: Bandwidth, invocation
     rows = [_speed_row(table.types, speed, bandwidth.value) for table in tables for speed in table.speeds]
     print_rows(SPEED_HEADERS, rows, invocation, left=2)
     render.write_out("\n")
+    if lines := [_line_row(table.types, *each) for table in tables for each in table.lines.items()]:
+        print_rows(LINE_HEADERS, lines, invocation, left=2)
+        render.write_out("\n")
     print_rows(MEMORY_HEADERS, [_memory_row(table) for table in tables], invocation, left=1)
 
 
@@ -98,6 +111,11 @@ def _speed_row(types: Types, speed: Speed, bandwidth: float | None) -> list[str]
         *("-" if gap is None else f"{gap * 1e3:,.3f}" for gap in gaps),
         "-" if limit is None else f"{100 * speed.median / limit:.1f}",
     ]
+
+
+def _line_row(types: Types, tokens: int, line: ContextLine) -> list[str]:
+    numbers = (f"{line.empty_s * 1e3:,.3f}", f"{line.each_s * 1e9:,.2f}", f"{100 * line.residual:.1f}")
+    return [type_name(types), f"tg{tokens}", *numbers]
 
 
 def _memory_row(table: Table) -> list[str]:
@@ -115,6 +133,7 @@ def as_object(
         "bandwidth_gb_s": bandwidth.value,
         "bandwidth_source": bandwidth.source,
         "results": [_result(table.types, speed, bandwidth.value) for table in tables for speed in table.speeds],
+        "lines": [_line(table.types, *each) for table in tables for each in table.lines.items()],
         "memory": [
             {
                 "type_k": table.types[0],
@@ -127,6 +146,17 @@ def as_object(
             for table in tables
         ],
         "failures": failures,
+    }
+
+
+def _line(types: Types, tokens: int, line: ContextLine) -> dict[str, Any]:
+    return {
+        "type_k": types[0],
+        "type_v": types[1],
+        "tokens": tokens,
+        "empty_token_s": line.empty_s,
+        "context_token_s": line.each_s,
+        "residual_percent": 100 * line.residual,
     }
 
 
