@@ -2,8 +2,8 @@
 
 A cache type is one row of `CODECS`. Everything else that knows of it is derived from that row: sizes, the numbers that
 kernels compute with, what the command line lists, what the guard against weak key types expects, and what tests run.
-Beside the row a type needs code only for bits that no other type has: an unpacking in kernels/cpu/cpu_codecs.h and one in
-kernels/gpu/tiles.py and seal.py. No torch.
+Beside the row a type needs code only for bits that no other type has: an unpacking in kernels/cpu/cpu_codecs.h and one
+in kernels/gpu/tiles.py and seal.py. No torch.
 """
 
 from __future__ import annotations
