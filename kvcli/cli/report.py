@@ -19,7 +19,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
-from kvcli.words import counted, human_bytes
+from kvcli.words import counted, human_bytes, human_seconds
 
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
 
@@ -217,8 +217,18 @@ def sampling_line(params: SampleOptions) -> str:
 def prompt_stats(end: End) -> str:
     """How much of the prompt was in a cache already, and where."""
     total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
-    where = "" if not reused else " (disk)" if end.usage.disk_tokens else " (memory)"
+    where = "" if not reused else " (memory)"
+    if reused and end.usage.disk_tokens:
+        where = f" (disk{_choice(end.usage)})"
     return f"reused {reused:,} of {counted(total, 'prompt token')}{where}, prefilled {total - reused:,}"
+
+
+def _choice(usage: Usage) -> str:
+    """What the rows were predicted to take."""
+    if usage.choice is None:
+        return ""
+    read, compute = human_seconds(usage.choice.read_s), human_seconds(usage.choice.compute_s)
+    return f": {read} to read by prediction, {compute} to compute"
 
 
 def result_object(result: Result) -> dict[str, Any]:
@@ -287,6 +297,8 @@ def end_objects(end: End) -> dict[str, Any]:
             "cache_disk_tokens": usage.disk_tokens,
             "cache_write_tokens": usage.cache_write_tokens,
             "cache_miss": as_flags(usage.cache_miss) or None,
+            "predicted_read_s": round(usage.choice.read_s, 6) if usage.choice else None,
+            "predicted_compute_s": round(usage.choice.compute_s, 6) if usage.choice else None,
             "completion_tokens": usage.completion_tokens,
             "reasoning_tokens": usage.reasoning_tokens,
         },

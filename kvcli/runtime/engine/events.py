@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcli.runtime.promptcache.lookups import Choice
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -56,6 +58,7 @@ class Usage:
     cache_write_tokens: int = 0
     cache_miss: str = ""
     reasoning_tokens: int = 0  # of the generated ones
+    choice: Choice | None = None  # what reading stored rows and computing them was predicted to take
 
 
 @dataclass(frozen=True)

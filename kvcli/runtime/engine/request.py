@@ -332,8 +332,9 @@ class Request:
             decode_tokens=max(0, len(ids) - 1),
         )
         usage = Usage(
-            self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought
-        )
+            self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
+            reuse.choice,
+        )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
         raw = self._splitter.raw if self._splitter else ""
         return End(reason, text, ids, self._matcher.stop, usage, timings, *told, reasoning, raw)

@@ -8,16 +8,19 @@ from typing import Protocol
 
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache.lookups import Choice
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """Rows of a prompt that are there: `tokens` in all, `disk` of them read from disk. `reason`: why not more."""
+    """Rows of a prompt that are there: `tokens` in all, `disk` of them read from disk. `reason`: why not more.
+    `choice`: what reading stored rows and computing them would take."""
 
     tokens: int = 0
     disk: int = 0
     reason: str = ""
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)

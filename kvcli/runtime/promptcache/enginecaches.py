@@ -11,6 +11,8 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.formats.modelfile import ModelFile
+from kvcli.runtime.host.device import Device
+from kvcli.runtime.host.memory import CUDA
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import fingerprint
@@ -26,6 +28,7 @@ class Loaded(Protocol):
     adapters: tuple[Adapter, ...]
     config: ModelConfig
     decoder: Decoder
+    device: Device
     exact: bool
     file: ModelFile
     threads: int
@@ -56,6 +59,7 @@ def view(engine: Opened) -> EngineView:
         text_of=loaded.tokenizer.decode,
         sums=sums(loaded, engine.layout),
         convert=lambda file, agrees: _convert(loaded, engine.layout, file, agrees),
+        card=loaded.device.name if loaded.device.kind == CUDA else "",
     )
 
 

@@ -14,6 +14,7 @@ from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.lookups import Lookups
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import Limits
 from kvcli.runtime.promptcache.writer import CacheWriter
@@ -34,6 +35,7 @@ class EngineView:
     text_of: Callable[[list[int]], str]
     convert: userfile.Convert
     sums: str = ""  # what else decides the last bits of a row: how the cache is cut into pages; "" = nothing
+    card: str = ""  # the name of the GPU that the pool is on
 
 
 class Keeper:
@@ -47,6 +49,7 @@ class Keeper:
         self.owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
         self.exact = True  # all rows are those that this machine computes
         self._store: Shelves | None = None
+        self._lookups: Lookups | None = None
 
     @property
     def store(self) -> Shelves | None:
@@ -57,6 +60,13 @@ class Keeper:
             limits = Limits(self.options.max_bytes, self.options.ttl_s)
             self._store = Shelves(self.options.store, identity, limits, self.tell.warn)
         return self._store
+
+    @property
+    def lookups(self) -> Lookups | None:
+        """What is recorded of the store, and predicted; None where there is no store."""
+        if self._lookups is None and (store := self.store) is not None:
+            self._lookups = Lookups(store.root, store.identity, self.engine.model, self.engine.card)
+        return self._lookups
 
     def wait(self) -> None:
         """Until all is written, with a word if that takes more than a second."""

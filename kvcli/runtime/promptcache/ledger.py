@@ -20,6 +20,7 @@ from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
+from kvcli.runtime.promptcache.lookups import Reading
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import needed
@@ -52,6 +53,11 @@ class PromptLedger(Ledger):
         self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
         self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
         self._named: tuple[Job, int] | None = None  # the user's own, and its tokens
+        self.counts = False  # among the look-ups in the store
+        self.looked_s = 0.0  # how long that took
+        self.reading: Reading | None = None  # what was read from there
+        self.alone = True  # nothing else was computed until the prompt was
+        self.done = False
         self._began = self._last_part = time.monotonic()
 
     def found(self, kept: list[Kept]) -> None:
@@ -85,6 +91,9 @@ class PromptLedger(Ledger):
         keeper = self.keeper
         if self.tree is not None:
             self.tree.insert(seq, whole=True)
+        if self.counts and keeper.lookups is not None:
+            compute_s = seconds - self.looked_s if self.alone else None
+            keeper.lookups.looked_up(self.trail.end, self.reuse.tokens, self.reading, compute_s)
         if keeper.stores(seq.length):
             self.to_store(seq, seconds)
         if keeper.file is not None and not keeper.options.save_answer:
@@ -92,7 +101,7 @@ class PromptLedger(Ledger):
 
     def answered(self, seq: Sequence) -> Written:
         """There will be no more rows. Where that is awaited, all is written first."""
-        keeper = self.keeper
+        keeper, self.done = self.keeper, True
         if self.tree is not None:
             self.tree.insert(seq)
         if keeper.file is not None and keeper.options.save_answer:
@@ -100,6 +109,8 @@ class PromptLedger(Ledger):
         if keeper.options.awaited:
             keeper.wait()
         keeper.writer.pump()
+        if self.counts and keeper.lookups is not None:
+            keeper.lookups.flush()
         return self._written()
 
     @property
@@ -158,6 +169,8 @@ class PromptLedger(Ledger):
     def _replace(self, file: Kept, plan: Plan) -> None:
         """The store has this file now, or will soon, and no longer those that it replaces."""
         self.kept = [file, *(other for other in self.kept if other.path not in plan.replaced)]
+        if lookups := self.keeper.lookups:
+            lookups.stored(file.path, file.contents.start, file.contents.end, plan.replaced)
         for path in plan.replaced:
             self.keeper.owned.pop(path, None)
         if plan.own:

@@ -9,6 +9,7 @@ get into the store.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -19,15 +20,16 @@ import torch
 
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse
 from kvcli.runtime.promptcache.file import PromptCacheFile
-from kvcli.runtime.promptcache.found import Found
+from kvcli.runtime.promptcache.found import Found, files_of
 from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
+from kvcli.runtime.promptcache.lookups import Choice, Reading
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, read_page, release, take_rows
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
@@ -76,13 +78,26 @@ class PromptCaches:
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
-        ledger = self._ledgers[seq] = self.ledger(len(prompt))
+        ledger = self._begin(seq, len(prompt))
+        began = time.perf_counter()
         reuse = self._from_memory(seq, wanted)
         if file is not None and not file.asked:
             reuse = self._from_file(file, seq, wanted, reuse, ledger)
         if self.options.store is not None and len(prompt) >= self.options.stored_from:
+            ledger.counts = True
             reuse = self._from_store(seq, prompt, reuse, ledger)
-        ledger.reuse = reuse
+        ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
+        return ledger
+
+    def _begin(self, seq: Sequence, prompt_tokens: int) -> PromptLedger:
+        """The ledger of a prompt that is looked for now. How long it takes says something of it alone only where no
+        other is at work."""
+        ledger = self.ledger(prompt_tokens)
+        self._ledgers.pop(seq, None)
+        for other in self._ledgers.values():
+            ledger.alone &= other.done
+            other.alone &= other.done
+        self._ledgers[seq] = ledger
         return ledger
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
@@ -194,7 +209,14 @@ class PromptCaches:
         while True:
             found = store.find(prompt)
             try:
+                length, choice = self._choose(found, wanted, reuse.tokens)
+                if choice is not None and not choice.reads:
+                    return self._missed(replace(reuse, choice=choice), missed.slower(length, choice))
+                began = time.perf_counter()
                 length = self._load(found, seq, wanted, reuse.tokens)
+                if length > reuse.tokens:
+                    ledger.reading = self._read(found, length, time.perf_counter() - began)
+                    return Reuse(length, length, choice=choice)
             except CacheFileError as error:  # found out while its pages were read
                 self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
                 if not error.path or os.path.lexists(error.path):
@@ -205,11 +227,25 @@ class PromptCaches:
             finally:
                 found.close()
                 ledger.found(found.kept)
-            if length > reuse.tokens:
-                return Reuse(length, length)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
                 return self._missed(reuse, missed.reason(store, found, prompt, self.engine.text_of))
             return reuse
+
+    def _choose(self, found: Found, wanted: list[int], have: int) -> tuple[int, Choice | None]:
+        """How many rows the store has of a prompt, and what reading them would take and computing them; None where
+        that is not known, or they are not enough to be read."""
+        layout, lookups = self.engine.pool.layout, self.keeper.lookups
+        length = longest(layout, len(wanted), found.valid)
+        if lookups is None or length < have + layout.page_size:
+            return length, None
+        return length, lookups.predict(have, length, _page_bytes(layout, length))
+
+    def _read(self, found: Found, length: int, seconds: float) -> Reading:
+        """What was read of a prompt's first `length` rows, from where."""
+        layout = self.engine.pool.layout
+        paths = {file.path for file in files_of(found.pieces(needed(layout, length)))}
+        rows = {f.path: (f.contents.start, min(f.agrees, length)) for f in found.kept if f.path in paths}
+        return Reading(length, _page_bytes(layout, length), seconds, rows)
 
     def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: WindowTrail | None = None) -> int:
         """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
@@ -258,5 +294,12 @@ class PromptCaches:
             self._wait()
         finally:
             self.keeper.writer.give_up()
+            if self.keeper.lookups is not None:
+                self.keeper.lookups.flush()
             self.tree.clear()
             self.engine.pool.lend(lambda arena, last_resort: None, 0)
+
+
+def _page_bytes(layout: KVLayout, length: int) -> int:
+    """Bytes of the pages of the first `length` rows."""
+    return sum(layout.arenas[arena].page_bytes for arena, _ in needed(layout, length))

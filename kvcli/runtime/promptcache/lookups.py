@@ -13,6 +13,7 @@ from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.settings import pair, types_of
 from kvcli.runtime.promptcache.worth import READ_DECAY, Uses, Worth, key_of
 
+MARGIN_S = 0.1  # by which computing rows must be faster than reading them
 DISK = "disk"  # among what kv doctor has measured
 
 
@@ -30,8 +31,8 @@ class Choice:
 
     @property
     def reads(self) -> bool:
-        """Whether reading is no slower."""
-        return self.read_s <= self.compute_s
+        """Whether reading is no slower, or by so little that it is not worth the work."""
+        return self.read_s <= self.compute_s + MARGIN_S
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,20 @@ from collections.abc import Callable
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.found import Found
+from kvcli.runtime.promptcache.lookups import Choice
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.settings import differences, sentence
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import NEAR_MISSES, entries, folders
+from kvcli.words import human_seconds
 
 NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
+
+
+def slower(tokens: int, choice: Choice) -> str:
+    """Stored rows are not read, since computing them is no slower."""
+    read, compute = human_seconds(choice.read_s), human_seconds(choice.compute_s)
+    return f"{tokens:,} tokens are stored, and computed again: that is predicted to take {compute}, reading them {read}"
 
 
 def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str]) -> str:

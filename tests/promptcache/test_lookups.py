@@ -1,0 +1,85 @@
+"""What is recorded while prompts are answered, and rows that are computed since reading them would be slower."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import PROMPT, run
+from reusecases import FOUR, Told, ask, engine_of, files_in, store_in
+
+from kvcli.options import PromptCacheOptions
+from kvcli.runtime.promptcache import lookups, worth
+from kvcli.runtime.promptcache.lookups import Choice, Lookups
+from kvcli.runtime.promptcache.worth import ModelWorth, key_of
+
+
+def _model(root: Path) -> ModelWorth:
+    (model,) = worth.read(root / "prompts").models.values()
+    return model
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+def test_look_ups_are_counted(variant: str, tmp_path: Path) -> None:
+    engine = engine_of(variant)
+    ask(engine, PROMPT[:100], store_in(tmp_path))
+    first = _model(tmp_path)
+    assert (first.lookups, first.prompt_tokens, first.disk.hits) == (1, 100, 0)
+    (path,) = files_in(tmp_path)
+    assert worth.read(tmp_path / "prompts").files[key_of(path)].cost_s == pytest.approx(first.prefill.seconds(0, 100))
+    end = ask(engine, [*PROMPT[:100], 5, 6], store_in(tmp_path))
+    again = _model(tmp_path)
+    assert (again.lookups, again.prompt_tokens) == (2, 202)
+    assert (again.disk.hits, again.disk.tokens) == (1, end.usage.cache_read_tokens) and again.read_s > 0
+    assert worth.read(tmp_path / "prompts").files[key_of(path)].uses.hits == 1
+    ask(engine, PROMPT[:7], store_in(tmp_path))
+    assert _model(tmp_path).lookups == 2, "too short to be looked for"
+
+
+def test_prompts_that_are_computed_together_tell_nothing_of_speed(tmp_path: Path) -> None:
+    engine = engine_of("llama")
+    with closing(engine.prompt_caches(store_in(tmp_path), Told())) as caches:
+        sequences = [engine.new_sequence() for _ in range(2)]
+        both = [
+            engine.request(seq, [number, *PROMPT[:100]], FOUR, caches=caches) for number, seq in enumerate(sequences)
+        ]
+        while not all(request.finished for request in both):
+            engine.step(both)
+        for seq in sequences:
+            seq.close()
+    assert _model(tmp_path).lookups == 2 and _model(tmp_path).prefill.seconds(0, 1) is None
+
+
+def test_rows_in_memory_are_counted_apart(tmp_path: Path) -> None:
+    engine = engine_of("llama")
+    with closing(engine.prompt_caches(replace(store_in(tmp_path), memory=True), Told())) as caches:
+        for _ in range(2):
+            seq = engine.new_sequence()
+            run(engine, seq, PROMPT[:100], FOUR, caches=caches)
+            seq.close()
+    model = _model(tmp_path)
+    assert model.memory_tokens >= 64 and model.disk.hits == 0 and model.lookups == 2
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_whichever_is_predicted_to_be_faster(slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same; the receipt has both figures."""
+    engine, told = engine_of("llama"), Told()
+    ask(engine, PROMPT[:100], store_in(tmp_path))
+    asked: list[tuple[int, int, int]] = []
+
+    def predict(self: Lookups, start: int, end: int, nbytes: int) -> Choice:
+        asked.append((start, end, nbytes))
+        return Choice(9.0, 2.0) if slow else Choice(2.0, 9.0)
+
+    monkeypatch.setattr(lookups.Lookups, "predict", predict)
+    end = ask(engine, [*PROMPT[:100], 5, 6], store_in(tmp_path), told)
+    fresh = ask(engine, [*PROMPT[:100], 5, 6], PromptCacheOptions())
+    layout = engine.layout
+    assert asked == [(0, 100, sum(-(-100 // 16) * arena.page_bytes for arena in layout.arenas))]
+    assert end.ids == fresh.ids and end.usage.choice is not None
+    assert end.usage.cache_read_tokens == (0 if slow else 100)
+    why = "100 tokens are stored, and computed again: that is predicted to take 2.00 s, reading them 9.00 s"
+    assert (end.usage.cache_miss == why) is slow and (why in told.lines) is slow
