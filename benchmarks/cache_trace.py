@@ -3,7 +3,7 @@ bytes its rows take on disk, and how many seconds they took to compute.
 
 Sizes and seconds are measured: every prompt is computed once, by the model that it belongs to, and written. The order
 is drawn, with a fixed seed: some documents are asked about again and again (by a power law), most of them several times
-in the same hours.
+in the same hours; each with one model and one cache type.
 
     python benchmarks/cache_trace.py smollm2.gguf gemma3.gguf -o tests/data/cache_trace.csv docs/*.md
 """
@@ -46,15 +46,16 @@ def measure(engine: Engine, name: str, ids: list[int]) -> Prompt:
     return Prompt(name, size, end.timings.prefill_s)
 
 
-def prompts(model: Path, texts: list[str], lengths: list[int]) -> list[Prompt]:
-    """One of each length from each text, as far as the text has that many tokens."""
-    engine = Engine.open(model, LoadOptions(str(model)), CacheOptions(ctx_size=max(lengths) + 8))
+def prompts(model: Path, kind: str, texts: list[str], lengths: list[int]) -> list[Prompt]:
+    """One of each length from each text, as far as the text has that many tokens, with a cache type."""
+    options = CacheOptions(max(lengths) + 8, kind, kind, force_types=True)
+    engine = Engine.open(model, LoadOptions(str(model)), options)
     found = []
     for number, text in enumerate(texts):
         ids = engine.tokenizer.encode(text)
         for length in lengths:
             if len(ids) >= length:
-                found.append(measure(engine, f"{model.stem}{number}at{length}", ids[:length]))
+                found.append(measure(engine, f"{model.stem}{kind}{number}at{length}", ids[:length]))
                 print(found[-1], flush=True)
     return found
 
@@ -79,10 +80,12 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--lengths", default="512,1024,2048")
+    parser.add_argument("--types", default="f16,int4")
     asked = parser.parse_args()
     texts = [path.read_text("utf-8") for path in asked.texts]
     lengths = [int(word) for word in asked.lengths.split(",")]
-    found = [prompt for model in asked.models for prompt in prompts(model, texts, lengths)]
+    kinds = [(model, kind) for kind in asked.types.split(",") for model in asked.models]
+    found = [prompt for model, kind in kinds for prompt in prompts(model, kind, texts, lengths)]
     with asked.output.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["at_s", "prompt", "bytes", "compute_s"])

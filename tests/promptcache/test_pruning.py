@@ -11,8 +11,16 @@ from promptfiles import blocks
 from promptkills import segment, store_at
 
 from kvcli.runtime.promptcache import worth
-from kvcli.runtime.promptcache.store import Limits, PromptStore, entries, is_pinned, pin, prune, remove
-from kvcli.runtime.promptcache.worth import FileWorth, Uses, Worth, key_of
+from kvcli.runtime.promptcache.store import (
+    Limits,
+    PromptStore,
+    entries,
+    is_pinned,
+    pin,
+    prune,
+    remove,
+)
+from kvcli.runtime.promptcache.worth import FileWorth, Worth, key_of
 
 LONG = Limits(1 << 30, 1e6)
 
@@ -30,17 +38,17 @@ def _gone(store: PromptStore, max_bytes: int) -> list[Path]:
 
 def test_what_takes_long_to_compute_stays(tmp_path: Path) -> None:
     store = store_at(tmp_path, LONG)
-    old, new, used = (_add(store, [n] * 40, age=age) for n, age in ((1, 4000), (2, 10), (3, 3000)))
-    assert _gone(store, 1) == [old, used, new], "nothing is known: the one used longest ago first"
+    old, new, middle = (_add(store, [n] * 40, age=age) for n, age in ((1, 4000), (2, 10), (3, 3000)))
+    assert _gone(store, 1) == [old, middle, new], "nothing is known: the one used longest ago first"
 
     def know(record: Worth) -> None:
         record.files[key_of(old)] = FileWorth(cost_s=90.0)
         record.files[key_of(new)] = FileWorth(cost_s=1.0)
-        record.files[key_of(used)] = FileWorth(Uses(8, 320, 8.0), cost_s=1.0)
+        record.files[key_of(middle)] = FileWorth(cost_s=1.0)
 
     worth.change(store.root, know)
-    assert _gone(store, 1) == [new, used, old]
-    assert _gone(store, 2 * old.stat().st_size) == [new]
+    assert _gone(store, 1) == [middle, new, old]
+    assert _gone(store, 2 * old.stat().st_size) == [middle]
 
 
 def test_a_file_of_unknown_cost_counts_as_a_mean_one(tmp_path: Path) -> None:

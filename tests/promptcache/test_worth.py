@@ -108,6 +108,11 @@ def test_reading_or_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ours.flush()
     slow = ours.predict(0, 500, 10**9)
     assert slow is not None and 15 < slow.read_s < 20 and not slow.reads
+    for _ in range(12):
+        ours.looked_up(600, 0, None, None, slow)
+    ours.flush()
+    again = ours.predict(0, 500, 10**9)
+    assert again is not None and again.reads, "a disk that was busy once is tried again"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kv_worth": 2}', '{"kv_worth": 1, "since": "x"}', "\xff"])

@@ -93,7 +93,7 @@ class PromptLedger(Ledger):
             self.tree.insert(seq, whole=True)
         if self.counts and keeper.lookups is not None:
             compute_s = seconds - self.looked_s if self.alone else None
-            keeper.lookups.looked_up(self.trail.end, self.reuse.tokens, self.reading, compute_s)
+            keeper.lookups.looked_up(self.trail.end, self.reuse.tokens, self.reading, compute_s, self.reuse.choice)
         if keeper.stores(seq.length):
             self.to_store(seq, seconds)
         if keeper.file is not None and not keeper.options.save_answer:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.settings import pair, types_of
-from kvcli.runtime.promptcache.worth import READ_DECAY, Uses, Worth, key_of
+from kvcli.runtime.promptcache.worth import Uses, Worth, key_of
 
 MARGIN_S = 0.1  # by which computing rows must be faster than reading them
 DISK = "disk"  # among what kv doctor has measured
@@ -62,9 +62,16 @@ class Lookups:
         read_s, compute_s = model.read_seconds(nbytes, _rate(self.card)), model.prefill.seconds(start, end)
         return None if read_s is None or compute_s is None else Choice(read_s, compute_s)
 
-    def looked_up(self, n_tokens: int, reused: int, reading: Reading | None, compute_s: float | None) -> None:
+    def looked_up(
+        self,
+        n_tokens: int,
+        reused: int,
+        reading: Reading | None,
+        compute_s: float | None,
+        choice: Choice | None = None,
+    ) -> None:
         """A prompt of `n_tokens` was looked for. `reused` of its rows were there, and the others took `compute_s`;
-        None = that is not known."""
+        None = that is not known. `choice`: what was predicted of stored rows."""
         now = time.time()
 
         def tell(record: Worth) -> None:
@@ -74,11 +81,12 @@ class Lookups:
             model.prompt_tokens += n_tokens
             if compute_s is not None:
                 model.prefill.learn(reused, n_tokens, compute_s)
+            if choice is not None and not choice.reads:
+                model.was_not_read()
             if reading is None:
                 model.memory_tokens += reused
                 return
-            model.read_bytes = model.read_bytes * READ_DECAY + reading.nbytes
-            model.read_s = model.read_s * READ_DECAY + reading.seconds
+            model.was_read(reading.nbytes, reading.seconds)
             saved_s = max(0.0, (model.prefill.seconds(0, reading.tokens) or 0.0) - reading.seconds)
             model.disk.add(Uses(1, reading.tokens, saved_s))
             parts = {path: model.prefill.seconds(*rows) or 0.0 for path, rows in reading.files.items()}

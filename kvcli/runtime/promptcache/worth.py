@@ -25,7 +25,8 @@ NAME, LOCK = "worth.json", ".worth.lock"
 VERSION = 1
 MAX_FILES, MAX_MODELS = 2000, 64
 PATIENCE_S = 0.2  # for the lock
-AGE_S = 3600.0  # is added to the age of files
+AGE_S = 600.0  # is added to the age of files
+LEAST_READ = 8 << 20  # bytes: of less, opening files takes most of the time
 READ_DECAY = 0.8  # of what was learned of reading, at every new prompt that is read
 PRIOR_BYTES = 64 << 20  # how much reading a measured speed of the disk counts for
 
@@ -69,13 +70,23 @@ class ModelWorth:
     read_s: float = 0.0
     used_at: float = 0.0
 
+    def was_read(self, nbytes: int, seconds: float) -> None:
+        """Pages of so many bytes took so long to read."""
+        self.read_bytes = self.read_bytes * READ_DECAY + nbytes
+        self.read_s = self.read_s * READ_DECAY + seconds
+
+    def was_not_read(self) -> None:
+        """Rows were computed although they are stored. What was learned of reading counts for less each time, so that
+        it is tried again: the disk may have been busy."""
+        self.read_bytes, self.read_s = self.read_bytes / 2, self.read_s / 2
+
     def read_seconds(self, nbytes: int, prior_gb_s: float | None) -> float | None:
-        """How long files of so many bytes take to read, by what was read before and, as long as that is little, by the
+        """How long pages of so many bytes take to read, by what was read before and, as long as that is little, by the
         speed of the disk; None = not known."""
         known_bytes, known_s = self.read_bytes, self.read_s
         if prior_gb_s:
             known_bytes, known_s = known_bytes + PRIOR_BYTES, known_s + PRIOR_BYTES / (prior_gb_s * 1e9)
-        return nbytes * known_s / known_bytes if known_bytes else None
+        return nbytes * known_s / known_bytes if known_bytes >= LEAST_READ else None
 
 
 @dataclass
@@ -149,9 +160,10 @@ def read(root: Path) -> Worth:
 
 def ranking(record: Worth, files: Iterable[tuple[Path, int]], now: float) -> Callable[[Path, int, float], float]:
     """What a file (path, bytes, time of its last use) is worth: seconds that its rows take to compute, for each byte,
-    times the look-ups it was of use for and the one it was made for, over the time since its last use.
+    over the time since its last use.
 
-    This is the profit of Scheuermann, Shim and Vingralek, "WATCHMAN" (1996). AGE_S is added to the age, so that of
+    This is the profit of Scheuermann, Shim and Vingralek, "WATCHMAN" (VLDB 1996), with the rate of uses by the last one
+    alone: by more of them it kept what once was in use too long (docs/notes.md). AGE_S is added to the age, so that of
     files that were all used just now those go that are quickly computed again. Of a file whose cost is not known that
     of a mean byte is taken: where nothing is known, what was used longest ago goes first.
     """
@@ -161,7 +173,7 @@ def ranking(record: Worth, files: Iterable[tuple[Path, int]], now: float) -> Cal
     def value(path: Path, size: int, used_at: float) -> float:
         found = record.files.get(key_of(path), FileWorth())
         cost = mean if not found.cost_s else found.cost_s / max(1, size)
-        return (1 + found.uses.hits) * cost / (max(0.0, now - used_at) + AGE_S)
+        return cost / (max(0.0, now - used_at) + AGE_S)
 
     return value
 
