@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from conftest import PACKAGE_ROOT
 
 from kvcli.runtime.host import ahead
 
-BEGIN = f"import sys, threading; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
+BEGIN = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
 
 
 def _run(code: str) -> str:
@@ -24,9 +25,12 @@ def _run(code: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="the libraries of a process are told by Linux")
 def test_libraries_of_torch_are_loaded_without_torch() -> None:
     code = """
+import time
 from kvcli.runtime.host import ahead
 ahead.load_torch()
-[each.join() for each in threading.enumerate() if each is not threading.current_thread()]
+until = time.monotonic() + 60
+while "libtorch_cpu" not in open("/proc/self/maps").read() and time.monotonic() < until:
+    time.sleep(0.01)
 print("torch" in sys.modules, "libtorch_cpu" in open("/proc/self/maps").read())
 import torch
 print((torch.ones(2, 3) @ torch.ones(3, 1)).tolist())
@@ -46,7 +50,14 @@ print("torch" in sys.modules, len(opened.text.tokenizer.encode("hi")) > 0)
 
 
 def test_what_cannot_be_loaded_is_left_to_torch(tmp_path: Path) -> None:
-    ahead._load([(bytes(tmp_path / "libnone.so"), 2)])
+    done = _thread.allocate_lock()
+    done.acquire()
+    ahead._load([(bytes(tmp_path / "libnone.so"), 2), (bytes(tmp_path / "libother.so"), 2)], done)
+    assert not done.locked()
+
+
+def test_a_process_may_end_while_libraries_are_loaded() -> None:
+    _run("from kvcli.runtime.host import ahead; ahead.load_torch()")
 
 
 def test_libraries_of_another_cuda_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

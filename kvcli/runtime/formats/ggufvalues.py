@@ -85,7 +85,7 @@ class NumberArray(Sequence[Any]):
 
 
 class StringArray(Sequence[str]):
-    """A long read-only array of strings, decoded on first use; ModelError then if one is not UTF-8."""
+    """A long read-only array of strings, decoded when they are used; ModelError then if one is not UTF-8."""
 
     def __init__(self, buffer: Buffer, starts: array[int], end: int, where: str, errors: str = "strict") -> None:
         """`starts`: where each string's 8-byte length is in `buffer`; `end`: where the last string ends."""
@@ -93,14 +93,12 @@ class StringArray(Sequence[str]):
         self._strings: list[str] | None = None
 
     def _decoded(self) -> list[str]:
-        if self._strings is None:
-            raw = self._buffer[self._starts[0] : self._end]
-            try:
-                several = len(self._starts) > LIST_LIMIT and self._errors == "strict"
-                self._strings = (several and _split_at_nul(raw, self._starts)) or self._split_one_by_one(raw)
-            except UnicodeDecodeError:
-                raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
-        return self._strings
+        raw = self._buffer[self._starts[0] : self._end]
+        try:
+            several = len(self._starts) > LIST_LIMIT and self._errors == "strict"
+            return (several and _split_at_nul(raw, self._starts)) or self._split_one_by_one(raw)
+        except UnicodeDecodeError:
+            raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
 
     def _split_one_by_one(self, raw: bytes) -> list[str]:
         cuts = [*(start - self._starts[0] for start in self._starts), len(raw)]
@@ -114,9 +112,11 @@ class StringArray(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        if self._strings is None and isinstance(index, int):
+        if isinstance(index, int):
             return self._one(range(len(self))[index])
-        return self._decoded()[index]
+        if self._strings is None:
+            self._strings = self._decoded()
+        return self._strings[index]
 
     def _one(self, index: int) -> str:
         """A string without those before it."""
@@ -128,7 +128,7 @@ class StringArray(Sequence[str]):
             raise ModelError(f"{self._where} holds a string that is not UTF-8", DAMAGED) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._decoded())
+        return iter(self._strings or self._decoded())  # not kept: whoever walks through all wants them once
 
     def __repr__(self) -> str:
         return f"<{len(self)} strings>"

@@ -3,11 +3,13 @@ ahead is done when it is needed, and told then. No torch."""
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import ctypes
 import importlib.util
 import os
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
 
 _SUFFIX = {"linux": ".so", "darwin": ".dylib"}.get(sys.platform)
@@ -25,7 +27,10 @@ def load_torch() -> None:
         return
     folder = Path(spec.submodule_search_locations[0]) / "lib"
     paths = [(bytes(folder / f"lib{name}{_SUFFIX}"), mode) for name, mode in _LIBRARIES]
-    threading.Thread(target=_load, args=(paths,), daemon=True).start()
+    done = _thread.allocate_lock()
+    done.acquire()
+    atexit.register(done.acquire)  # a process that ends while constructors of libraries run would crash
+    _thread.start_new_thread(_load, (paths, done))  # `threading` would wait until it runs
 
 
 def _has_other_cuda() -> bool:
@@ -34,12 +39,9 @@ def _has_other_cuda() -> bool:
     return any(next(Path(folder).glob(f"lib{kind}*.so*"), None) for folder in folders for kind in ("cu", "nv", "nccl"))
 
 
-def _load(libraries: list[tuple[bytes, int]]) -> None:
-    try:
+def _load(libraries: list[tuple[bytes, int]], done: _thread.LockType) -> None:
+    with suppress(AttributeError, OSError):
         dlopen = ctypes.CDLL(None).dlopen  # unlike `ctypes.CDLL` of a path, a call of it holds no lock of Python
-    except (AttributeError, OSError):
-        return
-    dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-    for path, mode in libraries:
-        if not dlopen(path, mode):
-            return
+        dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+        all(dlopen(path, mode) for path, mode in libraries)
+    done.release()
