@@ -93,6 +93,7 @@ class PromptCacheOptions:
     strict: bool = False  # a file that cannot be used is an error
     replace: bool = False  # a prompt cache that is there is not read, and is replaced whatever it has
     store: Path | None = None  # the store's folder; None = no store
+    scope: str = ""  # of the store: prompts of another scope are not found, nor told of
     min_tokens: int = 1024  # shorter prompts are not worth a file of the store
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed

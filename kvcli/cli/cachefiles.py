@@ -16,6 +16,7 @@ from kvcli.options import CacheOptions
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
+from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
 from kvcli.runtime.promptcache.starting import starts
 from kvcli.runtime.promptcache.store import SUFFIX, entries, folders, is_pinned
@@ -119,8 +120,14 @@ class Described:
             values["tail"] = o.tail, CacheOptions.tail
             found += [f"{name} {value}" for name, (value, default) in values.items() if value != default]
             found += [f"evict {o.evict.keep}+{o.evict.window}"] if o.evict.policy != "none" else []
+        found += [f"scope {self.scope}"] if self.scope else []
         device = self.identity.get("computed_on", "").split(" ")[0]
         return " ".join([*found, *([device] if device not in ("", "cpu") else [])])
+
+    @property
+    def scope(self) -> str:
+        """The scope that it is kept in; "" = the one of everything else."""
+        return self.identity.get(SCOPE, "")
 
     @property
     def source(self) -> str:
@@ -178,6 +185,7 @@ class Described:
             "evict": {"policy": o.evict.policy, "keep": o.evict.keep, "window": o.evict.window or None} if o else None,
             "lossless": lossless == "yes" if c else None,
             "losses": losses.split("; ") if losses else [],
+            "scope": self.scope or None,
             "source": about.get("source"),
             "chat": about.get("chat"),
             "begins": about.get("begins"),

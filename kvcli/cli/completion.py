@@ -183,6 +183,8 @@ _ARGUMENTS: dict[tuple[str, ...], _Known] = {
     ("cache", "explain", "name"): _prompt_caches,
     ("cache", "verify", "names"): _prompt_caches,
     ("cache", "rm", "names"): _prompt_caches,
+    ("cache", "pin", "names"): _prompt_caches,
+    ("cache", "unpin", "names"): _prompt_caches,
     ("storage", "rm", "names"): _kinds,
     ("config", "show", "command"): _commands,
     ("config", "set", "name"): _settings,

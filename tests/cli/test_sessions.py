@@ -16,6 +16,7 @@ from jsonchecks import check
 
 from kvcli.errors import UsageError
 from kvcli.runtime.promptcache import sessions
+from kvcli.words import human_bytes
 
 ANSWERS = ["one", "two", "three", "four", "five"]
 
@@ -85,7 +86,7 @@ def test_whatever_ends_an_answer_leaves_whole_turns(kv, tmp_path):
 def test_branches_begin_where_they_are_made_and_keep_apart(kv, tmp_path):
     outcome = chat(kv, "a\n/branch b\nb\n/branch main\nc\n/branch b\n/branch\nd\n", "--session", "ann")
     assert outcome.code == 0 and "in the new branch b" in outcome.err
-    assert outcome.err.splitlines()[-2:] == ["kv: * b", "kv:   main"]
+    assert outcome.err.splitlines()[-2:] == ["kv: * b: 2 turns", "kv:   main: 2 turns"]
     texts = [asked(kv, call) for call in range(4)]
     assert texts[2] == texts[0] + "one" + "user:cassistant:"
     assert texts[3] == texts[1] + "two" + "user:dassistant:"
@@ -205,10 +206,11 @@ def test_ls_has_the_last_used_first_and_damaged_ones_too(kv, two):
     (sessions.folder() / "old.json").write_text("{")
     os.utime(sessions.folder() / "old.json", (5, 5))
     head, bob, ann, old = kv("chat", "ls").out.splitlines()
-    assert head.split() == ["name", "turns", "branches", "saved", "model", "begins"]
+    assert head.split() == ["name", "turns", "branches", "size", "saved", "model", "begins"]
     assert bob.split()[:3] == ["bob", "1", "1"] and bob.endswith(" smollm2  third")
     saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9))
-    assert ann.split() == ["ann", "2", "2", *saved_at.split(), "smollm2", "first", "words"]
+    size = human_bytes(sessions.path_of("ann").stat().st_size)
+    assert ann.split() == ["ann", "2", "2", *size.split(), *saved_at.split(), "smollm2", "first", "words"]
     assert old.startswith("old") and "is not valid JSON" in old
     value = json.loads(kv("chat", "ls", "--json").out)
     check("chat ls", value)
@@ -216,7 +218,7 @@ def test_ls_has_the_last_used_first_and_damaged_ones_too(kv, two):
     assert value["sessions"][1] == {
         "session": "ann", "model": "smollm2", "turns": 2, "branch": "b", "branches": ["b", "main"],
         "saved_at": "2001-09-09T01:46:40+00:00", "begins": "first words", "problem": None,
-        "name": "ann", "error": None,
+        "name": "ann", "error": None, "text_bytes": sessions.path_of("ann").stat().st_size, "rows_bytes": 0,
     }  # fmt: skip
 
 
@@ -232,8 +234,10 @@ def test_show_and_export(kv, two, tmp_path):
     exported = kv("chat", "export", "ann").out
     assert exported.startswith("# ann\n\n## System\n\nbe kind\n\n## User\n\nfirst words\n")
     value = json.loads(kv("chat", "export", "ann", "--json").out)
-    assert value == json.loads(kv("chat", "show", "ann", "--json").out)
-    check("chat show", value)
+    shown = json.loads(kv("chat", "show", "ann", "--json").out)
+    assert value == {**shown, "whole": sessions.value_of("ann")}
+    check("chat show", shown)
+    assert json.loads(kv("chat", "export", "ann", "--json", "--branch", "main").out)["whole"] is None
     assert (value["session"], value["branch"], len(value["messages"])) == ("ann", "b", 5)
     assert value["messages"][0] == {"role": "system", "content": "be kind"}
     assert kv("chat", "export", "ann", "-o", str(tmp_path / "a.md")).out == ""

@@ -19,6 +19,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.errors import OutputError, UsageError
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.host.memory import parse_size
+from kvcli.runtime.promptcache import sessions
 
 _option = functools.partial(typer.Option, rich_help_panel=PROMPT_CACHE)
 CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
@@ -54,6 +55,11 @@ CacheDir = Annotated[
 ]
 
 
+def _check_scope(name: str) -> str:
+    """Raises UsageError for a name that is none; "" is the scope of everything else."""
+    return name and sessions.check_name(name, "scope")
+
+
 @dataclass(frozen=True)
 class StoreFlags:
     """The rows of long prompts are kept on disk, unless told otherwise."""
@@ -76,6 +82,17 @@ class StoreFlags:
         CACHE_TTL
     )
 
+    cache_scope: Annotated[
+        str,
+        _option(
+            "--cache-scope",
+            metavar="NAME",
+            help="Keep stored prompts apart: those of another scope are neither used nor told of.",
+            callback=checked(_check_scope),
+            show_default=False,
+        ),
+    ] = ""
+
     def options(self, invocation: Invocation) -> PromptCacheOptions:
         """A folder that cannot be made is told at once."""
         size = parse_size(self.cache_size, "--cache-size")
@@ -85,7 +102,9 @@ class StoreFlags:
             tell = render.warn if self.cache_dir else render.notice
             tell(f"cannot make the folder {folder}: long prompts are not kept", invocation)
             folder = None
-        return PromptCacheOptions(store=folder, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl)
+        return PromptCacheOptions(
+            store=folder, scope=self.cache_scope, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl
+        )
 
 
 @dataclass(frozen=True)

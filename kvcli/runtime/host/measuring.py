@@ -23,6 +23,7 @@ from kvcli.runtime.host.memory import gpus, main_memory, process_bytes
 
 BUFFER_BYTES = 320 << 20  # more than any processor caches
 GPU_BUFFER_BYTES = 1 << 30
+LINK_BYTES = 256 << 20
 REPEATS = 7
 TIMEOUT_S = 180
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -99,7 +100,8 @@ def memory_speed() -> dict[str, Any]:
 
 
 def cuda(index: str) -> dict[str, Any]:
-    """Of GPU `index`: bytes that a context with cuBLAS takes, and GB/s of reading and of copying."""
+    """Of GPU `index`: bytes that a context with cuBLAS takes, and GB/s of reading, of copying, and of the link from
+    main memory (pinned) to it."""
     import torch
 
     number = int(index)
@@ -123,6 +125,10 @@ def cuda(index: str) -> dict[str, Any]:
     read = _seconds(lambda: finished(source.sum))
     copy = _seconds(lambda: finished(lambda: target.copy_(source)))
     answer = {"bandwidth_gb_s": size / read / 1e9, "copy_gb_s": 2 * size / copy / 1e9}
+    part = min(size, LINK_BYTES) // 4
+    pinned = torch.ones(part, pin_memory=True)
+    link = _seconds(lambda: finished(lambda: target[:part].copy_(pinned)))
+    answer["link_gb_s"] = 4 * part / link / 1e9
     return answer | {"runtime_bytes": taken if taken > 0 else None}  # None: others freed memory meanwhile
 
 

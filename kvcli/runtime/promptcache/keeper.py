@@ -15,6 +15,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.lookups import Lookups
+from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import Limits
 from kvcli.runtime.promptcache.writer import CacheWriter
@@ -57,6 +58,7 @@ class Keeper:
         if self._store is None and self.options.store is not None:
             identity = {**self.engine.identity(), "computed_on": self.engine.computed_on}
             identity |= {"sums": self.engine.sums} if self.engine.sums else {}
+            identity |= {SCOPE: self.options.scope} if self.options.scope else {}
             limits = Limits(self.options.max_bytes, self.options.ttl_s)
             self._store = Shelves(self.options.store, identity, limits, self.tell.warn)
         return self._store
@@ -82,6 +84,6 @@ class Keeper:
         if not store.root.exists():
             room, time = human_bytes(self.options.max_bytes), human_time(self.options.ttl_s)
             self.tell.announce(
-                f"long prompts, their text included, are kept in {store.root}, at most {room} for {time}, and"
-                " need not be computed again; `store=None` turns that off"
+                f"long prompts are kept in {store.root}, at most {room} for {time}, and need not be computed again;"
+                " these files hold their tokens in clear, readable by you alone; `store=None` turns that off"
             )

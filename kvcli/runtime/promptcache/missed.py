@@ -9,6 +9,7 @@ from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.lookups import Choice
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.settings import differences, sentence
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import NEAR_MISSES, entries, folders
@@ -73,8 +74,10 @@ def _under_other_settings(store: Shelves, prompt: list[int], least: int) -> str:
                 contents = file.contents
         except CacheFileError:
             continue
-        shared = common_length(contents.tokens, prompt)
         found = contents.identity
+        if found.get(SCOPE) != store.identity.get(SCOPE):
+            continue  # what is there is nobody else's business
+        shared = common_length(contents.tokens, prompt)
         here = {name: value for name, value in store.identity.items() if name != "sums" or name in found}
         if shared > least and found.get("weights") == here["weights"]:
             differing, fields = differences(found, here, shared), sum(found.get(name) != here[name] for name in here)

@@ -17,7 +17,18 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.eviction import Retention
 
 ALL = 1 << 62  # rows: however many there are
-_ALWAYS = ("weights", "model_config", "cache_type_k", "cache_type_v", "positions", "byte_order", "computed_on", "sums")
+SCOPE = "scope"  # no row depends on it: it keeps prompts apart that must not be shared
+_ALWAYS = (
+    "weights",
+    "model_config",
+    "cache_type_k",
+    "cache_type_v",
+    "positions",
+    "byte_order",
+    "computed_on",
+    "sums",
+    SCOPE,
+)
 _SEALED = ("page_size", "sinks", "tail")
 Identity = Mapping[str, str]
 

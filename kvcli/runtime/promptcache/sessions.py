@@ -154,13 +154,7 @@ def read(name: str) -> Saved:
         value = load_object(raw, str(path), UsageError)
         if value["kv_session"] != VERSION:
             raise UsageError(f"the chat {name} was saved by another version of kv", f"see {path}")
-        attachments = Attachments()
-        attachments.set_state(value.get("files", {}))
-        states = dict(value["branches"])
-        found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at)
-        for branch in ("", *found.states):
-            if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
-                raise TypeError(branch)
+        found = parsed(name, value, saved_at)
     except FileNotFoundError:
         others = ", ".join(names()[:10])
         raise UsageError(
@@ -171,6 +165,41 @@ def read(name: str) -> Saved:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UsageError(f"{path} is damaged", "move it away, or use another name") from None
     return found
+
+
+def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
+    """What a session's file says. Raises KeyError, TypeError, ValueError and AttributeError for nonsense."""
+    attachments = Attachments()
+    attachments.set_state(value.get("files", {}))
+    states = dict(value["branches"])
+    found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at)
+    for branch in ("", *found.states):
+        if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
+            raise TypeError(branch)
+    return found
+
+
+def value_of(name: str) -> dict[str, Any]:
+    """All that a session's file has: what `create` makes the same session of. Raises UsageError."""
+    read(name)
+    return load_object(path_of(name).read_bytes(), str(path_of(name)), UsageError)
+
+
+def create(name: str, value: dict[str, Any]) -> None:
+    """A new session of what `value_of` gave, under this name. Raises UsageError where there is one already or another
+    process has it, OutputError."""
+    lock = _lock(name)
+    try:
+        if path_of(name).exists():
+            raise UsageError(
+                f"there is a saved chat '{name}' already", "--name gives another name; kv chat rm removes it"
+            )
+        data = json.dumps({**value, "name": name}, ensure_ascii=False).encode("utf-8", "replace")
+        paths.replace_file(path_of(name), data, flush=True)
+    except OSError as error:
+        raise OutputError(f"cannot save the chat in {path_of(name)}: {error.strerror or error}") from None
+    finally:
+        os.close(lock)
 
 
 def remove(name: str) -> None:

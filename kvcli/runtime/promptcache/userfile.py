@@ -12,10 +12,10 @@ from kvcli import __version__
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, is_prompt_cache, remove_parts, write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, foreign, is_prompt_cache, remove_parts, write
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
-from kvcli.runtime.promptcache.sameness import same_rows
+from kvcli.runtime.promptcache.sameness import SCOPE, same_rows
 
 Convert = Callable[[PromptCacheFile, int], Sequence]
 
@@ -27,7 +27,7 @@ class UserFile:
     def __init__(self, options: PromptCacheOptions) -> None:
         assert options.file is not None
         self.path: Path = options.file
-        self.read_only, self.replaces = options.read_only, options.replace
+        self.read_only, self.replaces, self.scope = options.read_only, options.replace, options.scope
         self.tokens: list[int] = []  # what it holds
         self.asked = False
         self.converts = False  # it is of another cache type
@@ -56,6 +56,9 @@ class UserFile:
         self.tokens = contents.tokens
         if "computed_on" in contents.identity or same_rows(contents.identity, identity) < len(contents.tokens):
             self._keep = True  # the store's, or with rows that this run does not have
+        if (scope := contents.identity.get(SCOPE, "")) not in ("", self.scope):
+            file.close()
+            raise foreign(self.path, f"scope {scope}, this run has {self.scope or 'none'}")
         if contents.start:
             file.close()
             what = f"holds only tokens {contents.start:,} to {contents.end:,} of a longer prompt"

@@ -18,7 +18,7 @@ import typer
 from kvcli.cli import engines, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
-from kvcli.cli.commands.chat import messages, saved, slash, transcript
+from kvcli.cli.commands.chat import importing, messages, saved, slash, transcript
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
 from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
@@ -49,6 +49,7 @@ kv chat ls
 kv chat show trip
 kv chat rm trip
 kv chat export trip -o trip.md
+kv chat import trip.json --name trip2
 printf 'Hello.\\nAnd in French?\\n' | kv chat --script
 """
 
@@ -56,8 +57,8 @@ printf 'Hello.\\nAnd in French?\\n' | kv chat --script
 def register(app: typer.Typer) -> None:
     group = App(cls=ChatGroup)
     group.callback(invoke_without_command=True, epilog=EXAMPLES)(chat)
-    for command in (saved.ls, saved.show, saved.export, saved.rm):
-        group.command(command.__name__, rich_help_panel="Saved chats")(command)
+    for command in (saved.ls, saved.show, saved.export, importing.import_, saved.rm):
+        group.command(command.__name__.rstrip("_"), rich_help_panel="Saved chats")(command)
     app.add_typer(group, name="chat", rich_help_panel=GENERATE)
 
 

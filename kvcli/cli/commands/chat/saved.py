@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcli.cli import cachefiles, jsonobjects, render
+from kvcli.cli import cachefiles, chatcost, jsonobjects, render
 from kvcli.cli.commands.chat import transcript
 from kvcli.cli.confirm import Removable, check_choice, remove
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
@@ -27,9 +27,10 @@ Branch = Annotated[
 ]
 
 
-def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
-    """List the saved chats, the last used first."""
-    found = [_described(name) for name in sessions.names()]
+def ls(ctx: typer.Context, cache_dir: CacheDir = None, json: JsonFlag = False) -> None:
+    """List the saved chats, the last used first, with what they take on disk: text, and rows of the chat alone."""
+    rows_of = chatcost.rows_of(store_folder(cache_dir)) if sessions.names() else {}
+    found = [_described(name, rows_of.get(name, 0)) for name in sessions.names()]
     if json:
         render.print_json("chat ls", {"sessions": found})
         return
@@ -37,20 +38,23 @@ def ls(ctx: typer.Context, json: JsonFlag = False) -> None:
         render.announce("no chat is saved; kv chat --session NAME saves one", ctx.obj)
         return
     rows = [_row(each) for each in found]
-    render.print_table(["name", "turns", "branches", "saved", "model", "begins"], rows, ctx.obj, right={1, 2})
+    heads = ["name", "turns", "branches", "size", "saved", "model", "begins"]
+    render.print_table(heads, rows, ctx.obj, right={1, 2, 3})
 
 
 def _row(chat: dict[str, Any]) -> list[str]:
+    size = human_bytes(chat["text_bytes"] + chat["rows_bytes"])
     if chat["problem"]:
-        return [chat["session"], "-", "-", "-", "-", chat["problem"]]
-    counts = [str(chat["turns"]), str(len(chat["branches"]))]
+        return [chat["session"], "-", "-", size, "-", "-", chat["problem"]]
+    counts = [str(chat["turns"]), str(len(chat["branches"])), size]
     when = datetime.fromisoformat(chat["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
     return [chat["session"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
 
 
-def _described(name: str) -> dict[str, Any]:
+def _described(name: str, rows_bytes: int) -> dict[str, Any]:
     """What is listed of a chat; of a damaged one, why it cannot be used."""
-    values: dict[str, Any] = {"session": name, "model": None, "turns": None, "branch": None, "branches": []}
+    sizes = {"text_bytes": chatcost.text_bytes(name), "rows_bytes": rows_bytes}
+    values: dict[str, Any] = {"session": name, "model": None, "turns": None, "branch": None, "branches": [], **sizes}
     try:
         found = sessions.read(name)
     except KVError as error:
@@ -65,6 +69,7 @@ def _described(name: str) -> dict[str, Any]:
         "branches": sorted(found.states),
         "saved_at": datetime.fromtimestamp(found.saved_at, timezone.utc).isoformat(timespec="seconds"),
         "begins": transcript.first_words(first, 40),
+        **sizes,
         "problem": None,
     }
 
@@ -89,7 +94,10 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a saved chat as Markdown or JSON."""
+    """Write a saved chat as Markdown or JSON, which kv chat import reads.
+
+    JSON has the messages, and all that the chat is (its branches, tokens and files), unless --branch names one.
+    """
     if md and json:
         raise UsageError("--md and --json cannot be used together", "give one of them")
     if output is not None and os.path.isfile(output) and not force:
@@ -97,6 +105,7 @@ def export(
     found = sessions.read(name)
     messages = found.messages(branch)
     value = transcript.as_object(messages, found.model, name, branch or found.branch)
+    value["whole"] = None if branch else sessions.value_of(name)
     as_json = json or (output is not None and output.endswith(".json") and not md)
     text = jsonobjects.line("chat export", value) if as_json else transcript.as_markdown(messages, name)
     if output is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from kvcli.cli import chatcost
 from kvcli.cli.answer import settle
 from kvcli.cli.commands.chat import hints, settings, transcript
 from kvcli.cli.commands.chat.session import ChatSession
@@ -195,8 +196,19 @@ def _ctx(session: ChatSession, size: str) -> None:
         say(f"kept: {facts.retention}, in whole pages; what was evicted is forgotten")
     pages = f"{counted(facts.pages, 'page')} of {facts.page_size}"
     say(f"cache: {pages}, {human_bytes(facts.nbytes)} as {facts.types}, {facts.use}")
+    if told := _on_disk(session):
+        say(told)
     if not size:
         session.tell_unread()
+
+
+def _on_disk(session: ChatSession) -> str:
+    """What a saved chat takes there; "" for one that is not saved."""
+    name, root = session.branches.saved_as, session.options.kept.store
+    if not name:
+        return ""
+    rows = "" if root is None else f", rows of it alone {human_bytes(chatcost.rows_of(root).get(name, 0))}"
+    return f"on disk: text {human_bytes(chatcost.text_bytes(name))}{rows}"
 
 
 def _evict(session: ChatSession, policy: str) -> None:
@@ -237,8 +249,10 @@ def _branch(session: ChatSession, name: str) -> None:
         say(f"in branch {name}" if there else f"in the new branch {name}, which begins here")
         session.begins_anew()
         return
-    for other in sorted({branches.branch, *branches.states}):
-        say(f"{'*' if other == branches.branch else ' '} {other}")
+    counts = {name: transcript.turns(state["messages"]) for name, state in branches.states.items()}
+    counts[branches.branch] = session.conversation.turns
+    for other, count in sorted(counts.items()):
+        say(f"{'*' if other == branches.branch else ' '} {other}: {counted(count, 'turn')}")
 
 
 def _stats(session: ChatSession, argument: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from kvcli.words import counted
 Messages = list[dict[str, str]]  # role and content; a system message, if any, in front
 
 SHOWN_LINES, SHOWN_CHARACTERS = 4, 300  # of a message that is shown in part
-_KEYS = ("role", "content", "reasoning_content")
+KEYS = ("role", "content", "reasoning_content")
+HEADING = re.compile(r"^(\\*)## (System|User|Assistant)[ \t]*$", re.MULTILINE)  # of a message, or escaped
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -66,9 +68,15 @@ def first_words(text: str, most: int = 60) -> str:
 
 
 def as_markdown(messages: Messages, title: str) -> str:
-    """A document with a heading for each message."""
-    parts = [f"# {title}", *(f"## {_NAMES[m['role']]}\n\n{m['content'].strip()}" for m in messages)]
+    """A document with a heading for each message. A line of a message that looks like such a heading gets a backslash
+    in front, which Markdown does not show."""
+    parts = [f"# {title}"]
+    parts += [f"## {_NAMES[m['role']]}\n\n{HEADING.sub(_escaped, m['content'].strip())}" for m in messages]
     return "\n\n".join(parts) + "\n"
+
+
+def _escaped(heading: re.Match[str]) -> str:
+    return f"\\{heading[0]}"
 
 
 def as_object(messages: Messages, model: str, session: str = "", branch: str = "") -> dict[str, Any]:
@@ -77,7 +85,7 @@ def as_object(messages: Messages, model: str, session: str = "", branch: str = "
         "session": session or None,
         "branch": branch or None,
         "model": model,
-        "messages": [{key: text for key, text in m.items() if key in _KEYS} for m in messages],
+        "messages": [{key: text for key, text in m.items() if key in KEYS} for m in messages],
     }
 
 

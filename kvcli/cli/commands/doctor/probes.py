@@ -20,6 +20,7 @@ from kvcli.runtime.host.memory import CPU, main_memory
 from kvcli.runtime.hub import inventory
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
+from kvcli.runtime.promptcache import lookups
 from kvcli.words import human_bytes
 
 
@@ -55,15 +56,19 @@ def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> I
         program = Finding("program", (size,), program.values)
     yield program
     measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
+    ways: dict[str, float | None] = {}  # on which rows of prompts come to the device, in GB/s
     begin("GPUs")
     for finding in _graphics():
         yield finding
         if finding.values.get("name"):
             values = finding.values
             measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
+            ways[lookups.link_to(values["name"])] = values.get("link_gb_s")
     begin("speed of the disk")
-    yield _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
-    yield _probe("stored", lambda: _store(measured, processor.values.get("name", "")), _stored)
+    disk = _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
+    yield disk
+    ways[lookups.DISK] = disk.values.get("read_gb_s")
+    yield _probe("stored", lambda: _store(measured, ways, processor.values.get("name", "")), _stored)
     yield _probe("models", _models, _names)
     yield _probe("storage", lambda: _kept(prompts), _sizes)
     yield settings
@@ -155,7 +160,8 @@ def _speeds_of_memory(values: dict[str, Any]) -> tuple[str, ...]:
 def _speeds(values: dict[str, Any]) -> tuple[str, ...]:
     if "not_measured" in values:
         return (f"speed not measured: {values['not_measured']}",)
-    return f"read {values['bandwidth_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s"
+    link = [f"from memory {values['link_gb_s']:,.1f} GB/s"] if "link_gb_s" in values else []
+    return f"read {values['bandwidth_gb_s']:,.1f} GB/s", f"copy {values['copy_gb_s']:,.1f} GB/s", *link
 
 
 def _graphics() -> Iterator[Finding]:
@@ -195,16 +201,16 @@ def _disk(values: dict[str, Any]) -> tuple[str, ...]:
     return f"read {values['read_gb_s']:,.1f} GB/s", free
 
 
-def _store(measured: list[tuple[str, int | None, float | None]], processor: str) -> dict[str, Any]:
-    """Keep what `kv estimate` reads, for each device its runtime bytes and the best read speed so far. `before_gb_s`:
-    speeds that this changes by more than a tenth; `best`: what is kept, and when it was measured."""
+def _store(
+    measured: list[tuple[str, int | None, float | None]], ways: dict[str, float | None], processor: str
+) -> dict[str, Any]:
+    """Keep what `kv estimate` reads, for each device its runtime bytes and the best read speed so far, and what decides
+    whether stored rows are read (`ways`). `before_gb_s`: speeds that this changes by more than a tenth; `best`: what is
+    kept, and when it was measured."""
     path, before, best = overheads.state_file(), {}, {}
     for device, runtime_bytes, speed in measured:
         old = overheads.load(device)[0].bandwidth
-        try:
-            path = overheads.store(device, Overheads(runtime_bytes, speed), processor if device == CPU else "")
-        except OSError as error:
-            raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
+        path = _keep(device, Overheads(runtime_bytes, speed), processor if device == CPU else "")
         kept = overheads.load(device)[0]
         if old and kept.bandwidth and abs(old - kept.bandwidth) > old / 10:
             before[device] = old
@@ -214,7 +220,18 @@ def _store(measured: list[tuple[str, int | None, float | None]], processor: str)
                 "measured_at": kept.measured_at,
                 "measured_now": kept.bandwidth == speed,
             }
+    for way, speed in ways.items():
+        _keep(way, Overheads(None, speed), "")
     return {"path": str(path), "before_gb_s": before, "best": best}
+
+
+def _keep(device: str, measured: Overheads, machine: str) -> Path:
+    """Raises ProbeFailed."""
+    try:
+        return overheads.store(device, measured, machine)
+    except OSError as error:
+        path = overheads.state_file()
+        raise ProbeFailed(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _stored(values: dict[str, Any]) -> tuple[str, ...]:
@@ -224,7 +241,7 @@ def _stored(values: dict[str, Any]) -> tuple[str, ...]:
         for device, best in values["best"].items()
         if not best["measured_now"]
     ]
-    return values["path"], "kv estimate uses it", *before, *kept
+    return values["path"], "kv estimate and prompt caches use it", *before, *kept
 
 
 def _moment(when: str | None) -> str:
