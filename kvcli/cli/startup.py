@@ -4,6 +4,7 @@ while modules are imported. A program that imports `kvcli` has neither."""
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,8 @@ def take_process() -> Deferring:
     is used, and `uncollected` means what it says."""
     global _alone
     _alone = True
+    # Of numpy's BLAS nothing is asked. It would start a thread for each core, each with memory of its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     deferring = Deferring()
     sys.meta_path.insert(0, deferring)
     return deferring
