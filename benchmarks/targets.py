@@ -64,6 +64,7 @@ CASES = {  # name: model, cache types
     "phi3": (Model("phi-3-mini"), SOME),
     "phi3 80": (Model("phi-3-mini", head_dim=80), SOME),
     "smollm2": (Model("smollm2", "Q4_1"), SOME),
+    "head 512": (Model("gemma-3-4b", "Q8_0", head_dim=512), PAIRS),
     **{f"8b {name}": (Model("llama-3.1-8b", name), [("f16", "f16")]) for name in WEIGHT_FORMATS},
 }
 SAMPLE = {  # for each card a case and a cache type

@@ -77,7 +77,7 @@ def test_estimate_shows_both_sizes(tmp_path: Path, kv_here: KvHere, monkeypatch:
         ((64, 64), {"blk.0.attn_q.weight": "Q4_K", "token_embd.weight": "Q6_K"}, ""),
         ((64, 64), {"blk.0.attn_q.weight": "Q8_K"}, "blk.0.attn_q.weight is stored as Q8_K"),
         ((60, 64), {}, "a head dim of 60"),
-        ((64, 512), {}, "a head dim of 512"),
+        ((64, 520), {}, "a head dim of 520"),
         ((64, 64), {"blk.0.ffn_gate.weight": "Q4_K", "blk.0.ffn_up.weight": "Q6_K"}, "gate and up of layer 0"),
     ],
 )

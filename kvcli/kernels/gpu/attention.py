@@ -165,6 +165,8 @@ def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     both = (codec_k, codec_v)
     parts, large, wide = min(tile_parts(c) for c in both), dim > 128, any(c.bits == 32 for c in both)
     above = any(4 < c.bits < 8 for c in both)  # a second plane of bits
+    if dim > 256:
+        return Tiling(16, 8 if wide or not decode else 4, 2, 16)
     if not decode:
         return Tiling(32, 4, 2) if large or wide else Tiling(64, 4, 2)
     if parts == 4:
@@ -186,7 +188,7 @@ def block_rows(record: RecordLayout, heads: int, rows: int, chip: Chip) -> tuple
     """
     group, pad = heads // record.kv_heads, max(padded(record.dim_k), padded(record.dim_v))
     few = pad > 128 or tile_parts(record.codec_k) != tile_parts(record.codec_v) or chip.capability[0] == 10
-    m = max(16 if rows == 1 else 32 if few else 64, triton.next_power_of_2(group))
+    m = max(16 if rows == 1 or pad > 256 else 32 if few else 64, triton.next_power_of_2(group))
     return 1 if rows == 1 else min(record.page_size, 1 << ((m // group).bit_length() - 1)), m
 
 

@@ -31,7 +31,7 @@ from kvcli.kernels.gpu.pages import (
     lists_of_step,
     page_lists,
 )
-from kvcli.kernels.gpu.rows import normed_together, prepare
+from kvcli.kernels.gpu.rows import normed_together, prepare, with_values
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import pointwise
@@ -213,6 +213,7 @@ class GpuBackend:
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
         kv, known = part.kv, part.kv.basis.known
+        qkv = with_values(qkv, layer, kv.record.kv_heads, (kv.record.dim_k, kv.record.dim_v))
         layer = normed_together(qkv, layer, kv.record.dim_k)
         queries = prepare(qkv, layer, self._pages(part, layer, None))
         angles = layer.seal(kv, part.start, part.start + len(qkv))

@@ -18,6 +18,7 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.settle import norm_heads_together
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
+from kvcli.kernels.reference.pointwise import rms_norm
 from kvcli.kernels.reference.rotation import block
 
 LOG2_E = 1.4426950408889634
@@ -54,7 +55,7 @@ class Queries:
 def hadamard(x, PAD: tl.constexpr, BLOCK: tl.constexpr):
     """x float32 [PAD] with each run of BLOCK elements rotated; the additions are those of `rotation.rotate`."""
     i = tl.arange(0, PAD)
-    for step in tl.static_range(8):
+    for step in tl.static_range(9):
         if (1 << step) < BLOCK:
             other = tl.gather(x, i ^ (1 << step), 0)
             x = tl.where((i & (1 << step)) == 0, x + other, other - x)
@@ -129,13 +130,14 @@ def _prepare(
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, STORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
-    Hadamard rotation; 0 = none. SPARE: see `PageLists`."""
+    Hadamard rotation; 0 = none. SPARE: see `PageLists`. Without STORES there are queries alone."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V
+    WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V if STORES else HEADS * DIM_K
     i = tl.arange(0, PAD_K)
     start = tl.load(position)  # no kernel of this token writes it
     at = start + t
@@ -148,7 +150,7 @@ def _prepare(
     inside = at
     to = t
     if TURNS:
-        FIRST: tl.constexpr = HEADS + 2 * KV_HEADS
+        FIRST: tl.constexpr = HEADS + 2 * KV_HEADS if STORES else HEADS
         if head >= FIRST:
             inside = at - tl.load(shift + t)
             to = t + tl.num_programs(0)
@@ -211,7 +213,10 @@ def prepare(
     out: Queries | None = None,
     pdl: int = SERIAL,
 ) -> Queries:
-    """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys, values go into their pages."""
+    """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys, values go into their pages.
+
+    Of a layer that does not store, qkv is [T, heads * dim_k].
+    """
     r, lists, rows, heads = pages.record, pages.lists, qkv.shape[0], layer.heads
     target, into = pages.where_rows_go
     frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
@@ -222,16 +227,33 @@ def prepare(
     present = (
         qkv if x is None else x for x in (frequencies, layer.bias, layer.q_norm, layer.k_norm, pages.centre)
     )  # something stands for what is not there
-    launch(_prepare, (rows, heads * (1 + lists.turns) + 2 * r.kv_heads))(
+    launch(_prepare, (rows, heads * (1 + lists.turns) + 2 * r.kv_heads * layer.stores))(
         qkv, lists.position, lists.shift, into, *present, out.q, out.qc, out.qb, target.offset, layer.eps,
         layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, r.kv_heads, r.dim_k,
         padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0,
         block(r.dim_v) if rotated_v else 0, layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None,
         pages.centre is not None, layer.norms_last, layer.amplitude != 1 or layer.temperature is not None, lists.turns,
-        lists.spare, pdl, **launch_options(pdl, 1),
+        lists.spare, layer.stores, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out
+
+
+def with_values(qkv: torch.Tensor, layer: AttentionLayer, kv_heads: int, dims: tuple[int, int]) -> torch.Tensor:
+    """Projections as `prepare` wants them, of a layer that takes its keys for values, or that norms values: a copy, or
+    qkv with its values changed. `dims`: dim_k and dim_v. Raises ValueError for such layers with a bias.
+    """
+    if not layer.stores or (layer.v_norm is None and not layer.keys_as_values):
+        return qkv
+    if layer.bias is not None:
+        raise ValueError("layers with a bias of values have no norm of them")
+    first = (layer.heads + kv_heads) * dims[0]
+    if layer.keys_as_values:
+        qkv = torch.cat([qkv, qkv[:, layer.heads * dims[0] :]], 1)
+    if layer.v_norm is not None:
+        values = qkv[:, first:].unflatten(1, (kv_heads, dims[1]))
+        values.copy_(rms_norm(values, layer.v_norm, layer.eps))
+    return qkv
 
 
 def normed_together(qkv: torch.Tensor, layer: AttentionLayer, dim_k: int) -> AttentionLayer:

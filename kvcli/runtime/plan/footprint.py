@@ -142,10 +142,14 @@ def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
     head, 2 with kept rows before evicted ones."""
     width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
+    return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows)
+
+
+def _beside(config: ModelConfig) -> int:
+    """Elements alive per row beside the residual stream and what a sublayer makes of it."""
     tokens = 3 * config.n_layers * config.d_token  # projected, looked up, and their sum
-    if config.altup:  # streams as they are and predicted, LAuReL and what goes into it
-        tokens += (2 * config.altup.streams + 3) * config.d_model
-    return rows * 4 * (width + tokens) + _angle_bytes(config, rows)
+    # Streams as they are and predicted, LAuReL and what goes into it.
+    return tokens + ((2 * config.altup.streams + 3) * config.d_model if config.altup else 0)
 
 
 def _angle_bytes(config: ModelConfig, rows: int) -> int:
@@ -178,7 +182,7 @@ def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
             partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
-    return rows * 4 * width + _angle_bytes(config, rows) + partials
+    return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows) + partials
 
 
 def _slice_rows(cols: int) -> int:

@@ -12,7 +12,7 @@ from math import prod
 from kvcli.blockformats import FORMS
 from kvcli.runtime.config import ModelConfig
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 VECTOR_BYTES = 4  # norms and other vectors are kept as float32
 
 
@@ -30,14 +30,7 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
         gate, up = (types.get(f"blk.{i}.ffn_{x}{kind}.weight") for x in ("gate", "up"))
         if gate and gate != up:
             return f"gate and up of layer {i} are stored as {gate} and {up}"
-    if config.altup:
-        return "it has several residual streams"
-    if config.block.v_norm:
-        return "values have a norm"
-    if config.d_token:
-        return "layers have embeddings of tokens of their own"
-    shared = any(layer.shares_kv_with is not None for layer in config.layers)
-    return "some layers read the rows of earlier ones" if shared else ""
+    return ""
 
 
 def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:

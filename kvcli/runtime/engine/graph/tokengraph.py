@@ -27,7 +27,7 @@ from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.gpu.settle import LAYER_NORM, NO_NORM, RMS_NORM, UNCHANGED, NextNorm, activate, settle
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import LAYER, RMS, RopeConfig
+from kvcli.runtime.config import LAYER, RMS, ModelConfig, RopeConfig
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.engine.graph.tokenexperts import TokenExperts, expert_matrices
 from kvcli.runtime.host.cores import usable_cpus
@@ -48,9 +48,20 @@ def unsupported(model: Decoder) -> str:
             return f"{name} is {size}, which is no multiple of {GROUP}"
         if size > GROUP * MAX_GROUPS:
             return f"{name} is {size:,}, more than {GROUP * MAX_GROUPS:,}"
+    return _unlike(c)
+
+
+def _unlike(c: ModelConfig) -> str:
+    """What the model has that no graph has been written for."""
     if c.experts is not None and c.experts.weighs_input:
         return "weights of experts multiply what these read"
-    return ""
+    if c.experts is not None and c.experts.beside:
+        return "a dense part stands beside the experts"
+    if c.d_token:
+        return "layers have embeddings of tokens of their own"
+    if c.block.v_norm:
+        return "values have a norm"
+    return "some layers read the rows of earlier ones" if any(x.shares_kv_with is not None for x in c.layers) else ""
 
 
 def _folds(model: Decoder) -> bool:
