@@ -64,8 +64,11 @@ def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, 
     return engine_of(load_model(load, cache, invocation, interrupts), invocation)
 
 
-def tell_of_thinking(template: ChatTemplate | None, styles: bool, invocation: Invocation) -> None:
-    """Say where options of thinking change nothing for a model; `styles`: it marks thinking in a way that kv knows."""
+def tell_of_template(template: ChatTemplate | None, styles: bool, invocation: Invocation) -> None:
+    """Say which options of templates and of thinking change nothing for a model; `styles`: it marks thinking in a way
+    that kv knows."""
+    for name in template.unread if template else ():
+        render.warn(f"--template-var {name} changes nothing: the chat template never reads it", invocation)
     if template is None or template.switch:
         return
     if template.options.reasoning == "on":

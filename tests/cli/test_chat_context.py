@@ -153,11 +153,22 @@ def test_a_full_chat_goes_on_in_a_larger_context(kv, talk):
 
 def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
     kv.engine.ctx_size = 200
-    script = ("first", "/evict", "/evict sink", "/evict", "/evict none", "/evict", "/evict lru", "/evict window")
+    script = (
+        "first",
+        "/evict",
+        "/evict sink",
+        "/evict",
+        "/evict none",
+        "/evict",
+        "/evict lru",
+        "/evict sink 9",
+        "/evict window",
+    )
     outcome = talk(*script, args=("--evict", "none"))
     assert [asked.policy for asked in kv.engine.changes] == ["sink", "none", "window"]
     assert "sink: the first 4 and the last 72 of the tokens stay" in outcome.err
     assert outcome.err.count("nothing is forgotten") == 3
+    assert "error: /evict takes a policy alone, not 'sink 9'" in outcome.err
     assert "error: /evict must be one of none, shift, sink, window, not 'lru'" in outcome.err
 
 

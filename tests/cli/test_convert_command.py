@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from conftest import KvHere
 from jsonchecks import check
 
 import kvcli
-from kvcli.errors import UsageError
+from kvcli.errors import ModelError, UsageError
 from kvcli.runtime.formats.gguf import GGUFFile
 
 
@@ -41,6 +43,52 @@ def test_json(kv_here: KvHere, tmp_path: Path) -> None:
     assert {t.type for t in GGUFFile.open(path).tensors.values() if len(t.shape) == 2} == {"BF16"}
 
 
+def test_matrices_that_are_packed_otherwise_are_told(kv_here: KvHere, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    code, out, err = kv_here("convert", str(tiny.folder("gemma3")), "-o", str(path), "--quantize", "q6_k", "--json")
+    others = json.loads(out)["other_types"]
+    there = {name: tensor.type for name, tensor in GGUFFile.open(path).tensors.items()}
+    assert code == 0 and others and all(there[name] == type != "Q6_K" for name, type in others.items())
+    assert err.startswith("kv: rows that are no whole blocks of Q6_K are stored otherwise: token_embd.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"num_hidden_layers": 2},
+            "num_hidden_layers in config.json is 2, and the folder has the tensor model.layers.2",
+        ),
+        ({"num_hidden_layers": 4}, "the file has no tensor blk.3.attn_q.weight"),
+        ({"hidden_size": 96}, "tensor blk.0.attn_q.weight has the shape [48, 48], [48, 96] is needed"),
+        ({"vocab_size": 400}, "vocab_size in config.json is 400, and the embedding has 377 rows"),
+        ({"vocab_size": 300}, "vocab_size in config.json is 300, and the embedding has 377 rows"),
+        ({"intermediate_size": 96}, "tensor blk.0.ffn_gate.weight has the shape [80, 48], [96, 48] is needed"),
+        ({"model_type": "gpt2"}, "kv neither runs nor converts models of the architecture 'gpt2'"),
+        (None, "config.json lacks the key num_hidden_layers\n  the file is incomplete: download it again"),
+    ],
+)
+def test_a_config_of_other_weights_is_refused(
+    change: dict[str, object] | None, told: str, kv_here: KvHere, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({} if change is None else config | change))
+    code, _, err = kv_here("convert", str(folder), "-o", str(tmp_path / "x.gguf"))
+    assert code == 3 and err.startswith(f"kv: error: {told}")
+    with pytest.raises(ModelError, match=re.escape(told.splitlines()[0])):
+        kvcli.load(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_nothing_beside_the_file_is_touched(kv_here: KvHere, tmp_path: Path) -> None:
+    path, part = tmp_path / "x.gguf", tmp_path / "x.gguf.part"
+    part.write_text("mine")
+    assert kv_here("convert", str(tiny.folder("llama")), "-o", str(path))[0] == 0
+    assert part.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -49,6 +97,7 @@ def test_json(kv_here: KvHere, tmp_path: Path) -> None:
         (["FOLDER", "-o", "x.gguf", "--quantize", "q4_9"], "kv: error: --quantize cannot be 'q4_9'"),
         (["FOLDER", "-o", "x.gguf", "--quantize", "q2_k"], "kv: error: --quantize cannot be 'q2_k'\n  there are q8_0"),
         (["FOLDER", "-o", "-"], "kv: error: - cannot be the GGUF file"),
+        (["FOLDER", "-o", "link", "--force"], "kv: error: link is a link to there, which kv does not replace"),
         (["FOLDER", "-o", "pipe", "--force"], "kv: error: pipe cannot be the GGUF file"),
         (["FOLDER"], "kv: error: --output is missing"),
     ],
@@ -59,6 +108,7 @@ def test_what_makes_no_sense(
     monkeypatch.chdir(tmp_path)
     Path("there").write_text("mine")
     os.mkfifo("pipe")
+    Path("link").symlink_to("there")
     code, _, err = kv_here("convert", *(str(tiny.folder("llama")) if word == "FOLDER" else word for word in words))
     assert code == 2 and err.startswith(told)
     assert Path("there").read_text() == "mine" and not Path("x.gguf").exists() and Path("pipe").is_fifo()

@@ -103,7 +103,9 @@ def test_an_answer_that_is_begun(ask):
 def test_variables_reach_the_template(ask, thinker):
     plain, greeted = (ask(*thinker, *more, "--json") for more in ((), ("--template-var", 'greeting="Oh, "')))
     counts = [json.loads(found.out)["usage"]["prompt_tokens"] for found in (plain, greeted)]
-    assert counts[0] < counts[1]
+    assert counts[0] < counts[1] and "greeting" not in greeted.err
+    told = ask(*thinker, "--template-var", "absent=1").err
+    assert "kv: warning: --template-var absent changes nothing: the chat template never reads it" in told
 
 
 def test_the_line_of_statistics_counts_it(ask, thinker):

@@ -153,6 +153,9 @@ def test_the_largest_context_that_evicts_is_true(small: Path) -> None:
     assert f"`ctx={engine.ctx_size}`;" in refused.value.hint
     with pytest.raises(UsageError, match="too short to evict"):
         open_small(small, None, ctx_size=100, evict=evict)
+    whole = r"the whole prompt \(`keep=-1`\) in whole pages \+ at least 64 of window \+ 64 more .* = 128 and the prompt"
+    with pytest.raises(UsageError, match=whole):
+        open_small(small, None, ctx_size=100, evict=EvictOptions("sink", keep=-1))
 
 
 def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

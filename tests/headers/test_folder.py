@@ -277,7 +277,7 @@ def test_tensors_that_are_wrong_are_named(tmp_path: Path):
         ),
         ({name: torch.ones(80, 48, dtype=torch.float8_e4m3fn)}, None, f"has no tensor {name}_scale"),
         ({"lm_head.weight": None}, None, "has no lm_head.weight"),
-        ({}, {"model_type": "nonsense"}, "kv does not read folders of the architecture 'nonsense'"),
+        ({}, {"model_type": "nonsense"}, "kv neither runs nor converts models of the architecture 'nonsense'"),
         ({}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1.0}}, "of the type 'odd'"),
         ({}, {"hidden_act": "gelu"}, "kv's llama has the activation silu, not 'gelu'"),
         ({}, {"clip_qkv": 8.0}, "kv's llama cannot obey clip_qkv = 8.0"),

@@ -140,6 +140,19 @@ def test_what_is_refused(how: dict, message: str, tmp_path: Path, monkeypatch: p
     assert message in caught.value.message and "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(("element", "scale"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, 1e40)])
+def test_numbers_that_are_none_are_the_fault_of_the_adapter(
+    element: float, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = tiny.make("llama").path
+    monkeypatch.setattr(
+        adapters, "parts_of", lambda *_: (torch.ones(5, 48).numpy(), torch.full((48, 5), element).numpy())
+    )
+    path = adapters.write(tmp_path / "a.gguf", model, ["blk.0.attn_q.weight"])
+    with pytest.raises(ModelError, match=r"the LoRA adapter .*a\.gguf has elements in blk\.0\.attn_q\.weight"):
+        kvcli.load(model, ctx=64, lora=f"{path}:{scale}")
+
+
 def test_parts_of_other_shapes_and_other_files_are_refused(tmp_path: Path):
     model, other = (GGUFFile.open(tiny.make(name).path) for name in ("llama", "phi3"))
     path = adapters.write(tmp_path / "a.gguf", other.path, ["blk.0.attn_qkv.weight"], arch="llama")
@@ -184,6 +197,9 @@ def test_estimate_counts_adapters(tmp_path: Path, kv_here: KvHere):
         return next(each["predicted_bytes"] for each in json.loads(out)["fixed"] if each["name"] == "weights")
 
     size = sum(tensor.nbytes for tensor in GGUFFile.open(path).tensors.values())
+    shown = kv_here("estimate", str(model), "--device", "cpu", "--lora", f"{path}:0.5", "--json")[1]
+    told = {"path": str(path), "scale": 0.5, "file_bytes": path.stat().st_size}
+    assert json.loads(shown)["model_info"]["lora"] == [told]
     assert weights("--lora", f"{path}:0.5") == weights() + size
     found = kv_here("estimate", str(model), "--device", "cpu", "--print-args", "--lora", f"{path}:0.5")
     assert found[0] == 0 and f"--lora {path}:0.5" in found[1]

@@ -46,17 +46,23 @@ def convert(
     from kvcli.runtime.headers.converting import write_gguf
     from kvcli.runtime.headers.folder import SafetensorsModel
     from kvcli.runtime.hub.store import check_disk
+    from kvcli.runtime.model.loading import check
 
     invocation: Invocation = ctx.obj
     if str(output) == "-" or (output.exists() and not output.is_file()):
         raise UsageError(f"{output} cannot be the GGUF file: a regular file is written", "name a new file with -o")
+    if output.is_symlink():
+        raise UsageError(
+            f"{output} is a link to {os.readlink(output)}, which kv does not replace", "name a file with -o"
+        )
     if os.path.lexists(output) and not force:
         raise UsageError(f"{output} is there already", "--force replaces it")
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder", "give a folder with config.json and model.safetensors")
     with SafetensorsModel(folder, named(quantize) if quantize else "") as model:
+        check(model)
         for notice in model.notices:
-            render.notice(notice, invocation)
+            render.announce(notice, invocation)
         if model.metadata.get("tokenizer.ggml.pre", model.metadata["tokenizer.ggml.model"]) == "gpt2":
             render.warn("llama.cpp has no name for how this tokenizer cuts words: kv alone will obey it", invocation)
         check_disk(output.absolute().parent, sum(tensor.nbytes for tensor in model.tensors.values()))
@@ -66,6 +72,7 @@ def convert(
         except OSError as error:
             raise OutputError(f"{output} cannot be written: {error.strerror or error}") from None
     if json:
-        render.print_json("convert", {"model": str(folder), "path": str(output), "file_bytes": output.stat().st_size})
+        found = {"model": str(folder), "path": str(output), "file_bytes": output.stat().st_size}
+        render.print_json("convert", {**found, "other_types": model.otherwise})
     else:
         render.write_out(f"{output}\n")

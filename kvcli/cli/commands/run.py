@@ -282,7 +282,7 @@ def run(
         if cut is not None:
             render.warn(str(cut), invocation)
         thinking = question.thinking(loaded.text)
-        engines.tell_of_thinking(loaded.text.template, bool(thinking and thinking.styles), invocation)
+        engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
         sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)

@@ -105,9 +105,7 @@ class DeviceTokens:
             self._events[number % 2].synchronize()
         token = int(self._ids[number % 2])
         if token < 0:
-            raise KVError(
-                self.device_sampler.error(token), "check `logit_bias`; the model file may be damaged: pull it again"
-            )
+            raise KVError(self.device_sampler.error(token), f"check `logit_bias`; {self.sampler.remedy}")
         return token
 
     def close(self) -> None:

@@ -297,5 +297,6 @@ class Engine:
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
-        sampler = Sampler(options, self.loaded.sampling_defaults, self.config.vocab_size, self.tokenizer.token_bytes)
+        loaded, vocabulary = self.loaded, self.config.vocab_size
+        sampler = Sampler(options, loaded.sampling_defaults, vocabulary, self.tokenizer.token_bytes, loaded.remedy)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking)

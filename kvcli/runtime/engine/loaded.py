@@ -99,6 +99,13 @@ class LoadedModel:
         if text:
             self.notices.append(text)
 
+    @property
+    def remedy(self) -> str:
+        """What to do where the model's output is not a number."""
+        if self.adapters:
+            return "the adapter may be of another model, or its scale too large: try it without `lora`"
+        return "the model file may be damaged; pull it again"
+
     def notice(self, text: str) -> None:
         """Note what the user should know, once, and tell it."""
         if text not in self.notices:

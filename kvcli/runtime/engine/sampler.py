@@ -64,9 +64,10 @@ class Sampler:
         defaults: Mapping[str, float],
         vocab_size: int,
         token_bytes: Callable[[int], bytes] = lambda token: b"",
+        remedy: str = "the model file may be damaged; pull it again",
     ) -> None:
         """`defaults`: the model's own, see `sampling.settled`, which also says what is raised. `token_bytes`: what a
-        token adds to the text, for DRY's sequence breakers."""
+        token adds to the text, for DRY's sequence breakers. `remedy`: what to do where logits are not numbers."""
         found = sampling.settled(options, defaults, vocab_size)
         self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
         self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
@@ -74,7 +75,7 @@ class Sampler:
         self.logprobs: list[tuple[int, float]] | None = None
         """Of the token that was sampled last, then of the likeliest ones, where they are asked for: natural logarithms
         by the model's own distribution."""
-        self._bias = found.logit_bias
+        self._bias, self.remedy = found.logit_bias, remedy
         dry = found.dry_multiplier > 0 and found.dry_penalty_last_n != 0
         self._dry = Dry(self.effective, token_bytes) if dry else None
 
@@ -84,7 +85,7 @@ class Sampler:
         `logits`: [vocab_size], on any device; not changed. Raises KVError if they are not numbers, or if bias
         rules out every token.
         """
-        token = self._drawn(_Blocks(self._adjusted(logits, history)), position)
+        token = self._drawn(_Blocks(self._adjusted(logits, history), self.remedy), position)
         if (most := self.effective["logprobs"]) is not None:
             self.logprobs = _logprobs(logits, token, most)
         return token
@@ -99,7 +100,7 @@ class Sampler:
 
     def distribution(self, logits: Tensor, history: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """What `sample` draws from: ids int64 [n] in ascending order and their probabilities, float64 [n]."""
-        found = _Blocks(self._adjusted(logits, history))
+        found = _Blocks(self._adjusted(logits, history), self.remedy)
         if self.effective["temperature"] == 0:
             return np.array([found.argmax()]), np.ones(1)
         ids, weights = self._weighted(found)
@@ -157,7 +158,7 @@ class _Blocks:
     Steps over the few blocks that matter are numpy's: they take less time than calling torch.
     """
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, logits: Tensor, remedy: str = "") -> None:
         logits = logits.cpu()
         self.values: np.ndarray = logits.numpy()
         if padding := -len(logits) % _BLOCK:
@@ -169,8 +170,7 @@ class _Blocks:
         if self.top == -math.inf:
             raise KVError("no token is left to choose from: every logit is -inf", "check `logit_bias`")
         if not math.isfinite(self.top):
-            hint = "the model file may be damaged; pull it again"
-            raise KVError(f"the model's output is not a number (largest logit {self.top})", hint)
+            raise KVError(f"the model's output is not a number (largest logit {self.top})", remedy)
 
     def argmax(self) -> int:
         """The lowest id of the largest logit."""

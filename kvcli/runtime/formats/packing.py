@@ -51,6 +51,27 @@ def packed_types(tensors: Mapping[str, tuple[tuple[int, ...], str]], type: str) 
     }  # fmt: skip
 
 
+def stored_otherwise(tensors: Mapping[str, tuple[tuple[int, ...], str]], type: str) -> dict[str, str]:
+    """Of `packed_types` those matrices that are no whole blocks of what they were to be packed as, and their types."""
+    meant = packed_types({name: ((*shape[:-1], 256), now) for name, (shape, now) in tensors.items() if shape}, type)
+    found = packed_types(tensors, type)
+    return {name: found[name] for name, wanted in meant.items() if found[name] != wanted}
+
+
+def narrower_notice(otherwise: Mapping[str, str], type: str) -> str:
+    """What is said of these matrices in one line; "" where there are none."""
+    if not otherwise:
+        return ""
+    kinds: dict[str, list[str]] = {}
+    for name, each in otherwise.items():
+        kinds.setdefault(each, []).append(name)
+    told = [
+        f"{names[0]} as {each}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more as {each}"
+        for each, names in kinds.items()
+    ]
+    return f"rows that are no whole blocks of {type} are stored otherwise: {listed(told)}"
+
+
 def _of_head(type: str) -> str:
     form = FORMATS[type]
     return type if 8 * form.bytes / form.elements >= _HEAD_BITS else "Q6_K"

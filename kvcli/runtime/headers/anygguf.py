@@ -244,4 +244,5 @@ def config_from_hf(data: Mapping[str, Any], given: Given | None = None) -> Model
 
     Raises ModelError that names the key of it, UsageError for flags that contradict the model.
     """
+    given = given or Given()
     return config_from_gguf_any(metadata_of(data, given), {}, given)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.blockformats import FORMATS
 from kvcli.runtime.formats.modelfile import ModelFile, Tensor
+from kvcli.runtime.hub.store import Progress, no_progress
 from kvcli.runtime.text.vocabulary import UNUSED
+
+if TYPE_CHECKING:
+    import gguf
 
 _ARCHITECTURE = "general.architecture"  # which the writer itself adds
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
@@ -20,16 +25,23 @@ _FILE_TYPES = {
 }  # fmt: skip
 
 
-def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int], None] | None = None) -> None:
+def write_gguf(model: ModelFile, path: Path, progress: Progress | None = None) -> None:
     """Write `model` to `path`, which is there afterwards, whole, or not at all after an error.
 
     `progress(stage, done, total)` counts bytes. Raises ModelError for a folder that changes meanwhile, and OSError.
     """
     import gguf
+
+    with tempfile.TemporaryDirectory(prefix=".kv-convert-", dir=path.parent) as place:
+        part = Path(place) / path.name
+        _write(model, gguf.GGUFWriter(part, model.metadata[_ARCHITECTURE]), progress or no_progress)
+        part.replace(path)
+
+
+def _write(model: ModelFile, writer: gguf.GGUFWriter, progress: Progress) -> None:
+    import gguf
     import numpy as np
 
-    part = path.with_name(f"{path.name}.part")
-    writer = gguf.GGUFWriter(part, model.metadata[_ARCHITECTURE])
     try:
         for key, value in (model.metadata | _file_type(model) | _padded(model)).items():
             if key != _ARCHITECTURE:
@@ -55,13 +67,9 @@ def write_gguf(model: ModelFile, path: Path, progress: Callable[[str, int, int],
             writer.write_tensor_data(data)
             model.check()
             done += tensor.nbytes
-            if progress:
-                progress("convert", done, total)
-        writer.close()
-        part.replace(path)
+            progress("convert", done, total)
     finally:
         writer.close()
-        part.unlink(missing_ok=True)
 
 
 def _rows_lacking(model: ModelFile, tensor: Tensor) -> int:

@@ -36,7 +36,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsModel(ModelFile):
-    """An open, checked folder. Tensors are read one at a time; those that lie there as presented stay mapped."""
+    """An open, checked folder. Tensors are read one at a time; those that lie there as presented stay mapped.
+
+    `otherwise`: matrices that are not packed as was asked for, since their rows are no whole blocks, and their types.
+    """
 
     def __init__(self, folder: Path, quantize: str = "") -> None:
         """`quantize`: the block format that matrices are packed in ("Q8_0", "Q4_K"), "" = as they are.
@@ -55,6 +58,7 @@ class SafetensorsModel(ModelFile):
             folder, list(dict.fromkeys([*(folder / name for name in opened), *beside])), list(opened.values())
         )
         self._opened, self._where, self._stored, self.form = opened, where, merged, quantize
+        self.otherwise: dict[str, str] = {}
         self._metadata = {**metadata_of(config), **_general(folder, config), **texts.folder_metadata(folder)}
         self._presented = self._present(merged, config, quantize)
         self._infos = {name: _info(tensor) for name, tensor in self._presented.items()}
@@ -66,7 +70,7 @@ class SafetensorsModel(ModelFile):
     ) -> dict[str, Presented]:
         from kvcli.runtime.formats.packedweights import sources_of
         from kvcli.runtime.headers.hfarithmetic import check_arithmetic
-        from kvcli.runtime.headers.hftensors import present, quantized
+        from kvcli.runtime.headers.hftensors import present
 
         sizes = config_of(config)
         check_arithmetic(sizes)
@@ -76,7 +80,16 @@ class SafetensorsModel(ModelFile):
         if layouts:
             into = quantize or next(x.type for x in sources.values() if x.layout != "plain")
             self.notices.append(self._told(" and ".join(layouts), into, presented, quantize))
-        return quantized(presented, quantize) if quantize else presented
+        return self._quantized(presented, quantize) if quantize else presented
+
+    def _quantized(self, presented: Mapping[str, Presented], type: str) -> dict[str, Presented]:
+        from kvcli.runtime.formats.packing import narrower_notice, stored_otherwise
+        from kvcli.runtime.headers.hftensors import quantized
+
+        self.otherwise = stored_otherwise({name: (x.shape, x.type) for name, x in presented.items()}, type)
+        if notice := narrower_notice(self.otherwise, type):
+            self.notices.append(notice)
+        return quantized(presented, type)
 
     def _told(self, layouts: str, into: str, presented: Mapping[str, Presented], quantize: str) -> str:
         nbytes = sum(_info(tensor).nbytes for tensor in presented.values())

@@ -149,9 +149,9 @@ def _typed(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, A
 
 
 class HFConfig:
-    """The sizes of one language model; `given` stands in for those that are missing."""
+    """The sizes of one language model; `given` stands in for those that are missing (None: nobody could give any)."""
 
-    def __init__(self, data: Mapping[str, Any], given: Given) -> None:
+    def __init__(self, data: Mapping[str, Any], given: Given | None) -> None:
         self.given, self.data = given, language_model(data)
         kind = self.data.get("model_type")
         self.model_type = kind if isinstance(kind, str) and kind else "unknown"
@@ -167,11 +167,15 @@ class HFConfig:
         if defaults is None:
             raise ModelError(
                 f"kv cannot tell the shape of a model of the type {self.model_type} from its config.json",
-                "the shape can be given by flags",
+                self._by_flags,
             )
         self.kinds = str(defaults.get("kinds", ""))
         self._assumed = {name: value for name, value in defaults.items() if name not in said and name != "kinds"}
         self.n_layers = self._count_layers()
+
+    @property
+    def _by_flags(self) -> str:
+        return "kv neither runs nor converts it" if self.given is None else "the shape can be given by flags"
 
     def spread_kinds(self) -> str:
         """The kinds of the layers as the class has them where the file says nothing."""
@@ -213,12 +217,16 @@ class HFConfig:
 
     def _found(self, name: str, flag: str, default: int | None) -> Any:
         value = self.get(name)
-        if value is None and flag:
+        if value is None and flag and self.given is not None:
             value = getattr(self.given, flag)
         if value is None:
             value = default
         if value is None:
-            hint = f"{flag_of(flag)} supplies it" if flag else "the file is incomplete"
+            hint = (
+                f"{flag_of(flag)} supplies it"
+                if flag and self.given is not None
+                else "the file is incomplete: download it again"
+            )
             raise ModelError(f"config.json lacks the key {name}", hint)
         return value
 
@@ -284,7 +292,7 @@ class HFConfig:
             if _SHAPE_WORDS.search(key) and not _HARMLESS.search(key) and not key.startswith("_"):
                 raise ModelError(
                     f"kv does not know what {key} = {_shown(value)} in config.json does to the shape of the model",
-                    "the shape can be given by flags",
+                    self._by_flags,
                 )
 
 

@@ -38,7 +38,7 @@ _SIGMOID = ("llama4_text", "glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "ba
 
 def config_of(data: Mapping[str, Any]) -> HFConfig:
     """The sizes in a parsed config.json."""
-    return HFConfig(data, Given())
+    return HFConfig(data, None)
 
 
 def metadata_of(data: Mapping[str, Any], given: Given | None = None) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def metadata_of(data: Mapping[str, Any], given: Given | None = None) -> dict[str
 
     Raises ModelError that names a key which is missing, odd, or not understood although it may change the shape.
     """
-    config = HFConfig(data, given or Given())
+    config = HFConfig(data, given)
     arch = families.gguf_name(config.model_type)
     keys = {**_sizes(config), **_layers(config), **_experts(config), **_numbers(config), **rope_keys(config)}
     config.refuse_unread()
@@ -194,7 +194,7 @@ def _kv_heads(config: HFConfig, heads: list[int]) -> list[int]:
         return one if config.get("multi_query", True) else heads
     if config.get("multi_query") is True and not config.has("num_key_value_heads"):
         return one
-    if config.get("num_key_value_heads") is None and config.given.kv_heads is None:
+    if config.get("num_key_value_heads") is None and (config.given is None or config.given.kv_heads is None):
         return heads
     return config.each("num_key_value_heads", "kv_heads")
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcli.errors import ModelError
+from kvcli.runtime.formats.adapter import EMBEDDING
 from kvcli.runtime.formats.packedweights import Source
 from kvcli.runtime.formats.packing import pack, packed_types
 from kvcli.runtime.headers import families, hfexperts
@@ -23,8 +24,6 @@ from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
 from kvcli.words import listed
 
-# Architectures beside those that kv runs whose tensors are those of llama.cpp's converter.
-_CONVERTED = ("gpt-oss", "llama4")
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
 _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
@@ -36,6 +35,8 @@ _ELSEWHERE = re.compile(
 _COMPUTED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\..*))$"
 )
+_LAYER = re.compile(r"(?:model\.|transformer\.)?(?:encoder\.)?(?:layers|h|blocks)\.(\d+)\.")
+_OTHER_CONFIG = "config.json belongs to other weights, or was edited: download the whole model again"
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
     (re.compile(r"^language_model\."), ""),
@@ -59,7 +60,7 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
     experts: dict[str, dict[int, Presented]] = {}
     for original, source in sources.items():
         spelled = _spelled(original)
-        if _left_out(spelled, config.n_layers) or (spelled == "lm_head.weight" and tied):
+        if _left_out(spelled, config) or (spelled == "lm_head.weight" and tied):
             continue
         if parts := {part.name: part for part in hfexperts.together(spelled, source, config)}:
             found |= parts
@@ -78,13 +79,26 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
     found |= {f"{name}.weight": _vector(f"{name}.weight", values) for name, values in factor_tensors(config).items()}
     if "output.weight" not in found and tied is False:
         raise ModelError("the folder has no lm_head.weight, and its config.json does not tie it to the embedding")
+    _check_vocabulary(found, config)
     return found
+
+
+def _check_vocabulary(found: Mapping[str, Presented], config: HFConfig) -> None:
+    """Raises ModelError where config.json counts other tokens than the embedding has rows."""
+    rows, tokens = found[EMBEDDING].shape[0] if EMBEDDING in found else None, config.count("vocab_size")
+    if rows not in (None, tokens):
+        raise ModelError(
+            f"{config.called('vocab_size')} in config.json is {tokens}, and the embedding has {rows} rows",
+            _OTHER_CONFIG,
+        )
 
 
 def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
     """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that was not compared."""
     if arch not in RUNNABLE:
-        raise ModelError(f"kv does not read folders of the architecture '{arch}'", f"it reads {listed(RUNNABLE)}")
+        raise ModelError(
+            f"kv neither runs nor converts models of the architecture '{arch}'", f"it runs {listed(RUNNABLE)}"
+        )
     import gguf
 
     known = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
@@ -107,10 +121,22 @@ def _spelled(name: str) -> str:
     return name
 
 
-def _left_out(name: str, n_layers: int) -> bool:
-    """Whether a tensor is no part of the language model, or is computed from the config."""
-    layer = _LAYER.match(name)
-    return bool(_ELSEWHERE.match(name) or _COMPUTED.search(name) or (layer and int(layer[1]) >= n_layers))
+def _left_out(name: str, config: HFConfig) -> bool:
+    """Whether a tensor is no part of the language model, is computed from the config, or predicts tokens further ahead.
+
+    Raises ModelError for one of a layer that config.json does not count.
+    """
+    if _ELSEWHERE.match(name) or _COMPUTED.search(name):
+        return True
+    layer, n_layers = _LAYER.match(name), config.n_layers
+    if layer is None or int(layer[1]) < n_layers:
+        return False
+    if int(layer[1]) < n_layers + config.count("num_nextn_predict_layers", default=0):
+        return True
+    raise ModelError(
+        f"{config.called('num_hidden_layers')} in config.json is {n_layers}, and the folder has the tensor {name}",
+        _OTHER_CONFIG,
+    )
 
 
 def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:

@@ -47,6 +47,7 @@ class PlannedModel:
     problem: str = ""
     remedy: str = ""
     run_as: str = ""
+    lora: Sequence[tuple[LoraOption, int]] = ()  # the adapters, with the bytes of each file
 
 
 def planned_model(
@@ -122,15 +123,18 @@ def _from_header(
     if header.metadata:
         problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
         config = config_from_gguf_any(header.metadata, shapes, given)
-    elif header.config:
+    elif header.config or given.shapes:
         config = config_from_hf(header.config, given)
     else:
-        raise ModelError(f"{header.source} has no config.json beside its weights", "the shape can be given by flags")
+        what = "has no config.json beside its weights, or an empty one"
+        raise ModelError(f"{header.source} {what}", "the shape can be given by flags: --layers and so on")
     params = sum(prod(shape) for shape in shapes.values())
+    adapters: Sequence[adapter.Adapter] = ()
     if given.params is not None or given.bpw is not None:
         weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)
     else:
-        weights = footprint.weights_of_tensors(header.tensors, config, kind, adapter.open_all(lora, header))
+        adapters = adapter.open_all(lora, header)
+        weights = footprint.weights_of_tensors(header.tensors, config, kind, adapters)
     notices = tuple(header.notices)
     if kind != CPU and header.metadata:
         reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
@@ -150,6 +154,7 @@ def _from_header(
         problem,
         remedy if problem else "",
         "" if problem else label,
+        [(option, opened.file.size) for option, opened in zip(lora, adapters, strict=True)],
     )
 
 

@@ -14,8 +14,11 @@ import torch
 
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
+from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.runtime.config import ALL, LAYER, PLAIN, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.model.altup import AltUpDecoder, load_altup
+from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.decoder import (
     Attention,
     Decoder,
@@ -31,7 +34,7 @@ from kvcli.runtime.model.experts import load_experts
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
-from kvcli.runtime.model.weights import Weights, half_split, half_split_rows
+from kvcli.runtime.model.weights import UnreadWeights, Weights, half_split, half_split_rows
 
 
 def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
@@ -62,6 +65,12 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
         raise ModelError(f"the adapter changes {missed[0]}, which kv does not compute as a matrix")
     made = DecoderWeights(embedding, sublayers, norm, head, norm_bias, tokens)
     return Decoder(config, made, ops, ropes) if altup is None else AltUpDecoder(config, made, ops, ropes, altup)
+
+
+def check(file: ModelFile) -> None:
+    """Raises ModelError where `load` would for the model in that file; reads none of its weights."""
+    config = from_gguf(file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()})
+    load(config, UnreadWeights(file), ReferenceBackend(1))
 
 
 def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:

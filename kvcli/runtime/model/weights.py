@@ -39,7 +39,7 @@ class Weights:
         self.changed.add(name)
         pairs = [(each.file, each.pairs[name]) for each in self.adapters if name in each.pairs]
         changes = tuple(_low_rank(file, pair, name == EMBEDDING) for file, pair in pairs)
-        return QuantTensor(info.type, _bytes(self.file, name).view(info.shape[0], -1), cols, changes).part(0, rows)
+        return QuantTensor(info.type, self._bytes(name).view(info.shape[0], -1), cols, changes).part(0, rows)
 
     def experts(self, name: str, experts: int, rows: int, cols: int) -> ExpertTensor:
         """The matrices [rows, cols] of that name, one of each expert. Raises ModelError likewise.
@@ -56,17 +56,17 @@ class Weights:
             blocks = tuple(_bytes(self.file, each).view(rows, -1) for each in apart)
             return ExpertTensor(types.pop(), blocks, cols)
         info = self._info(name, (experts, rows, cols))
-        return ExpertTensor(info.type, _bytes(self.file, name).view(experts, rows, -1), cols)
+        return ExpertTensor(info.type, self._bytes(name).view(experts, rows, -1), cols)
 
     def row(self, name: str, cols: int) -> QuantTensor:
         """The vector of that name as a matrix of one row."""
         shape = (1, cols) if name in self and len(self.file.tensors[name].shape) == 2 else (cols,)
-        return QuantTensor(self._info(name, shape).type, _bytes(self.file, name).view(1, -1), cols)
+        return QuantTensor(self._info(name, shape).type, self._bytes(name).view(1, -1), cols)
 
     def vector(self, name: str, *shape: int) -> torch.Tensor:
         """The vector (or the vectors) of that name as float32 [*shape]."""
         info = self._info(name, shape)
-        return ggml.decode(info.type, _bytes(self.file, name)).view(shape).clone()
+        return ggml.decode(info.type, self._bytes(name)).view(shape).clone()
 
     def embedding(self, config: ModelConfig) -> QuantTensor:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""
@@ -84,6 +84,10 @@ class Weights:
         """
         return self.matrix(HEAD, config.vocab_size, config.d_model, padded=True)
 
+    def _bytes(self, name: str) -> torch.Tensor:
+        """The packed bytes of a tensor: uint8 [nbytes]."""
+        return _bytes(self.file, name)
+
     def _info(self, name: str, shape: tuple[int, ...], padded: bool = False):
         info = self.file.tensors.get(name)
         self.used.add(name)
@@ -99,6 +103,18 @@ class Weights:
         return info
 
 
+class UnreadWeights(Weights):
+    """Weights of which no byte is read, to check a model by: matrices have no memory, vectors are of ones."""
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        return torch.empty(self.file.tensors[name].nbytes, dtype=torch.uint8, device="meta")
+
+    def vector(self, name: str, *shape: int) -> torch.Tensor:
+        """Ones [*shape] for the vector of that name. Raises ModelError like that of weights that are read."""
+        self._info(name, shape)
+        return torch.ones(shape)
+
+
 def _bytes(file: ModelFile, name: str) -> torch.Tensor:
     with warnings.catch_warnings():  # the map is read-only and torch has no read-only tensors; nothing writes
         warnings.simplefilter("ignore", UserWarning)
@@ -108,6 +124,13 @@ def _bytes(file: ModelFile, name: str) -> torch.Tensor:
 def _low_rank(file: ModelFile, pair: Pair, embedding: bool) -> LowRank:
     """What an adapter adds to a matrix. For the embedding the adapter has both parts turned."""
     a, b = (QuantTensor(x.type, _bytes(file, x.name).view(x.shape[0], -1), x.shape[1]) for x in (pair.a, pair.b))
+    largest = [float(x.decode().abs().max()) for x in (a, b)]  # NaN where an element is
+    if not abs(pair.scale) * pair.rank * largest[0] * largest[1] < torch.finfo(torch.float32).max:
+        raise ModelError(
+            f"the LoRA adapter {file.path} has elements in {pair.a.name} and its pair that are no numbers, or are none"
+            f" when they are multiplied by {pair.scale:g}",
+            "the adapter is damaged, or its scale is too large (`lora`)",
+        )
     if embedding:
         return LowRank(LowRank(b, a, 1.0).a_turned, a, pair.scale)
     return LowRank(a, b, pair.scale)

@@ -196,6 +196,15 @@ class ChatTemplate:
         values = {name: when_on if on else when_off for name, (when_on, when_off) in _SWITCHES.items() if name in read}
         return {name: value for name, value in values.items() if value is not None}
 
+    @property
+    def unread(self) -> list[str]:
+        """Variables that were given and that this template never reads."""
+        from kvcli.runtime.text import sandbox
+
+        given = self.options.variables
+        sources = [self.source, self._with_tools] if given else []
+        return sorted(set(given).difference(*(sandbox.variables_of(source) for source in sources)))
+
     def answered(self, text: str, reasoning: str, raw: str) -> dict[str, str]:
         """An answer as a message for this template: with its thinking apart where it knows that, else as it was written
         (`raw`), so that the template strips or keeps it. Marks that are control tokens would become letters in a

@@ -106,7 +106,7 @@ def chat(
             say(report.sampling_line(settle(loaded, sampling)))
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
         thinking = conversation.thinking()
-        engines.tell_of_thinking(loaded.text.template, bool(thinking and thinking.styles), invocation)
+        engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
         with closing(_branches(name, load.model, loaded)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)

@@ -212,6 +212,9 @@ def _on_disk(session: ChatSession) -> str:
 
 
 def _evict(session: ChatSession, policy: str) -> None:
+    if len(policy.split()) > 1:
+        told = "kv chat --window N and --keep N set how much stays; /evict then goes on with that policy"
+        raise UsageError(f"/evict takes a policy alone, not '{policy}'", told)
     if policy and policy != session.evict.policy:
         asked = session.options.evict
         with _called("/evict"):

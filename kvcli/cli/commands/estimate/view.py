@@ -103,6 +103,8 @@ def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
         named = [one_line(name) + (f" {size(nbytes, units)}" if nbytes else "") for name, nbytes in model.alternatives]
         more = f", and {len(named) - 3} more" if len(named) > 3 else ""
         yield "others", ", ".join(named[:3]) + more
+    for option, nbytes in model.lora:
+        yield "adapter", f"{one_line(os.path.basename(option.path))} · scale {option.scale:g} · {size(nbytes, units)}"
     yield "attention", _attention(config)
     name, each = "KV/token", f", on each of {ranks}" if ranks > 1 else ""
     for group in KVLayout.build(report.config, "f16", "f16").groups:
@@ -304,6 +306,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "runs": model.runs == "yes", "problem": model.problem or None, "run_as": model.run_as or None,
             "layers": config.n_layers, "file_bytes": model.file_bytes or None, "bytes_read": model.bytes_read,
             "alternatives": [{"model": name, "file_bytes": nbytes} for name, nbytes in model.alternatives],
+            "lora": [{"path": x.path, "scale": x.scale, "file_bytes": nbytes} for x, nbytes in model.lora],
         },
         "attention": {"kind": model.config.attention_kind.lower(), "groups": _group_objects(config),
                       "state_bytes": sum(layer.state_bytes for layer in config.layers)},

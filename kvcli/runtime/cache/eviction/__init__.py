@@ -174,10 +174,13 @@ def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention |
         wanted = f"{asked.window:,} of window" if asked.window else f"at least {page_size} of window"
         least = least_context(asked, page_size)
         more = least - kept - (asked.window or page_size)
+        held, beside = f"{kept:,} for the {keep:,} kept in whole pages", ""
+        if asked.keep == WHOLE_PROMPT:  # whose length nobody knows yet
+            held, beside = "the whole prompt (`keep=-1`) in whole pages", " and the prompt"
         raise UsageError(
-            f"the context of {ctx_size:,} tokens is too short to evict: {kept:,} for the {keep:,} kept in whole pages"
-            f" + {wanted} + {more:,} more before old ones go = {least:,}",
-            f"use a context of {least} or more (`ctx`)"
+            f"the context of {ctx_size:,} tokens is too short to evict: {held}"
+            f" + {wanted} + {more:,} more before old ones go = {least:,}{beside}",
+            f"use a context of {least} or more{beside and ' beside the prompt'} (`ctx`)"
             + (f", or `window={largest}`" if asked.window and largest >= page_size else ", or a smaller `page_size`"),
         )
     return chosen.retention(keep, window, page_size)
