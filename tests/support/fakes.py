@@ -65,6 +65,7 @@ class FakeTemplate:
     options: ChatOptions = MODELS_OWN
     budget: int = -1
     switch: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def thinking(self, segments: object, tokenizer: object, lead: str = "") -> None:
         """Fakes do not think."""
