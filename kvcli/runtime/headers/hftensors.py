@@ -35,7 +35,7 @@ _ELSEWHERE = re.compile(
 _COMPUTED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\..*))$"
 )
-_LAYER = re.compile(r"(?:model\.|transformer\.)?(?:encoder\.)?(?:layers|h|blocks)\.(\d+)\.")
+_COUNTED = re.compile(r"(?:model\.|transformer\.)?(?:encoder\.)?(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_CONFIG = "config.json belongs to other weights, or was edited: download the whole model again"
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
@@ -128,7 +128,7 @@ def _left_out(name: str, config: HFConfig) -> bool:
     """
     if _ELSEWHERE.match(name) or _COMPUTED.search(name):
         return True
-    layer, n_layers = _LAYER.match(name), config.n_layers
+    layer, n_layers = _COUNTED.match(name), config.n_layers
     if layer is None or int(layer[1]) < n_layers:
         return False
     if int(layer[1]) < n_layers + config.count("num_nextn_predict_layers", default=0):
