@@ -16,21 +16,32 @@ if TYPE_CHECKING:
 def find_runnable(
     name: str, offline: bool, progress: Progress | None = None, notice: Callable[[str], None] | None = None
 ) -> Path:
-    """The .gguf file meant by `name`, downloaded first if need be: `find_model`, but a model that kv cannot run is
-    refused before it is downloaded. Raises ModelError, DownloadError."""
+    """The .gguf file or the folder meant by `name`, downloaded first if need be: `find_model`, but a model that kv
+    cannot run is refused before it is downloaded. Raises ModelError, DownloadError."""
     from kvcli.runtime.hub.modelfiles import find_model
 
     return find_model(name, offline, progress, notice, _refuse_unrunnable)
 
 
 def _refuse_unrunnable(files: Sequence[RemoteFile]) -> None:
-    from kvcli.runtime.headers.modelheaders import gguf_model
-    from kvcli.runtime.hub.runnable import judge
-
     try:
-        header = gguf_model(files)
+        problem = _problem_of(files)
     except DownloadError:  # a server without ranges, say; then the download itself tells what can be had
         return
-    _, problem = judge(header.metadata, header.tensors)
     if problem:
         raise ModelError(f"kv cannot run {files[0].label}: {problem}", "kv pull downloads it all the same")
+
+
+def _problem_of(files: Sequence[RemoteFile]) -> str:
+    """Why these files, of which only the first bytes are read, do not run: GGUF files, or those of a folder."""
+    from kvcli.runtime.formats.boundedjson import load_object
+    from kvcli.runtime.headers.anygguf import config_problem
+    from kvcli.runtime.headers.modelheaders import MAX_CONFIG_BYTES, document, gguf_model
+    from kvcli.runtime.hub.runnable import judge
+    from kvcli.runtime.text.foldernames import CONFIG
+
+    if files[0].label.endswith(".gguf"):
+        header = gguf_model(files)
+        return judge(header.metadata, header.tensors)[1]
+    config = next(file for file in files if file.label.endswith(f"/{CONFIG}"))
+    return config_problem(load_object(document(config, MAX_CONFIG_BYTES), config.label))

@@ -14,6 +14,7 @@ from kvcli.cli.locate import showing_download
 EXAMPLES = """
 kv pull smollm2
 kv pull org/name-GGUF:Q4_K_M
+kv pull org/name:safetensors
 kv run -m "$(kv pull smollm2)" "Hello"
 """
 
@@ -33,7 +34,8 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help="Download again even if the file is already here.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Download a model, verify it and print the path of its file."""
+    """Download a model, verify it and print the path of its file or folder."""
+    from kvcli.runtime.formats.safetensors import weight_files
     from kvcli.runtime.formats.splitgguf import part_paths
     from kvcli.runtime.hub import modelfiles
 
@@ -41,7 +43,8 @@ def pull(
     with showing_download(invocation) as (progress, notice):
         path = modelfiles.pull(model, force, invocation.offline, progress, notice)
     if json:
-        size = sum(part.stat().st_size for part in part_paths(path))
+        opened = weight_files(path)[0].values() if path.is_dir() else ()
+        size = sum(file.size for file in opened) or sum(part.stat().st_size for part in part_paths(path))
         render.print_json("pull", {"model": model, "path": str(path), "file_bytes": size})
     else:
         render.write_out(f"{path}\n")

@@ -16,7 +16,8 @@ from kvcli.errors import ModelError
 from kvcli.routing import Routing
 from kvcli.runtime.config import CHUNKED, FULL, LATENT, RECURRENT, SLIDING, Experts, LayerConfig, ModelConfig
 from kvcli.runtime.headers import families
-from kvcli.runtime.headers.hfkeys import metadata_of
+from kvcli.runtime.headers.hfarithmetic import check_arithmetic
+from kvcli.runtime.headers.hfkeys import config_of, metadata_of
 from kvcli.runtime.headers.shapes import Given, flag_of, override, planning_config
 from kvcli.runtime.model.architecture import check_is_model, share_last, tokens_with_rows
 from kvcli.runtime.model.archs import from_gguf
@@ -237,6 +238,16 @@ class _Reader:
         if not 0 < first < len(layers):
             return layers
         return share_last(layers, first)
+
+
+def config_problem(data: Mapping[str, Any]) -> str:
+    """Why kv cannot run a model with that config.json, whatever its weights are like; "" = nothing in it says so."""
+    try:
+        from_gguf(metadata_of(data), {})
+        check_arithmetic(config_of(data))
+    except ModelError as error:
+        return error.message
+    return ""
 
 
 def config_from_hf(data: Mapping[str, Any], given: Given | None = None) -> ModelConfig:

@@ -16,8 +16,10 @@ from kvcli.runtime.formats.ggufvalues import DAMAGED, quote
 from kvcli.runtime.formats.localfile import LocalFile
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.hfkeys import config_of, metadata_of
-from kvcli.runtime.headers.modelheaders import CONFIG, MAX_CONFIG_BYTES, document
+from kvcli.runtime.headers.modelheaders import MAX_CONFIG_BYTES, document
+from kvcli.runtime.hub import hubcache
 from kvcli.runtime.text import folder as texts
+from kvcli.runtime.text.foldernames import CONFIG, FILES
 from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class SafetensorsModel(ModelFile):
         if not (folder / CONFIG).exists():
             raise ModelError(f"{folder} has no {CONFIG} beside its weights", "download the whole model")
         config = read_object(folder / CONFIG)
-        beside = [folder / name for name in (CONFIG, *texts.FILES) if (folder / name).is_file()]
+        beside = [folder / name for name in (CONFIG, *FILES) if (folder / name).is_file()]
         super().__init__(
             folder, list(dict.fromkeys([*(folder / name for name in opened), *beside])), list(opened.values())
         )
@@ -140,7 +142,8 @@ def _info(tensor: Presented) -> TensorInfo:
 
 def _general(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """What a GGUF file says of the model as a whole."""
-    found: dict[str, Any] = {"general.type": "model", "general.name": folder.resolve().name}
+    name = hubcache.repository_of(folder).rpartition("/")[2] or folder.resolve().name
+    found: dict[str, Any] = {"general.type": "model", "general.name": name}
     path = folder / "generation_config.json"
     settings = read_object(path) if path.is_file() else {}
     for name, key in _SAMPLING_KEYS.items():

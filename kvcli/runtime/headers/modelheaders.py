@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from kvcli.errors import ModelError
 from kvcli.runtime.formats import ggufheader, safetensors, splitgguf
 from kvcli.runtime.formats.ggufvalues import DAMAGED, Buffer, NeedMoreBytes
+from kvcli.runtime.hub.hubnames import SAFETENSORS
 
-GGUF, SAFETENSORS = "gguf", "safetensors"
-CONFIG = "config.json"
+GGUF = "gguf"
 FIRST_GGUF_BYTES, MAX_GGUF_BYTES = 1 << 20, 64 << 20  # of the growing prefix
 FIRST_PART_BYTES = 1 << 16  # later parts of a split model have no vocabulary
 MAX_CONFIG_BYTES = 4 << 20

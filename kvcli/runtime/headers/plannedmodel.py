@@ -11,11 +11,12 @@ from kvcli.errors import ModelError, UsageError
 from kvcli.options import LoraOption
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats import adapter
-from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf
-from kvcli.runtime.headers.modelheaders import SAFETENSORS, HeaderTensor, ModelHeader
+from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf, config_problem
+from kvcli.runtime.headers.modelheaders import HeaderTensor, ModelHeader
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.hub import store
+from kvcli.runtime.hub.hubnames import SAFETENSORS
 from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.hub.recipes import Recipe
 from kvcli.runtime.hub.runnable import judge
@@ -114,14 +115,16 @@ def _from_header(
     from kvcli.runtime.headers.reading import read_header
 
     header = read_header(ref, offline=offline)
-    problem, remedy = "kv downloads GGUF files, and this is a safetensors model", "kv runs its folder once it is here"
+    problem, remedy = "", "kv models ls lists the models that run"
     if header.container == SAFETENSORS and ref.is_path:
         header, problem = _as_it_runs(header, Path(ref.name).expanduser())
+    elif header.container == SAFETENSORS and header.config:
+        problem = config_problem(header.config)
     if lora and not header.metadata:
         raise UsageError("`lora` is counted for models that are here, or in GGUF files", "download the model first")
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     if header.metadata:
-        problem, remedy = judge(header.metadata, header.tensors)[1], "kv models ls lists the models that run"
+        problem = judge(header.metadata, header.tensors)[1]
         config = config_from_gguf_any(header.metadata, shapes, given)
     elif header.config or given.shapes:
         config = config_from_hf(header.config, given)

@@ -8,9 +8,10 @@ from pathlib import Path
 from kvcli.runtime.formats import safetensors, splitgguf
 from kvcli.runtime.formats.localfile import LocalFile
 from kvcli.runtime.headers.folder import read_object
-from kvcli.runtime.headers.modelheaders import CONFIG, ModelHeader, Prefix, gguf_model, safetensors_model
+from kvcli.runtime.headers.modelheaders import ModelHeader, Prefix, gguf_model, safetensors_model
 from kvcli.runtime.hub import hubcache, modelfiles
 from kvcli.runtime.hub.modelref import ModelRef
+from kvcli.runtime.text.foldernames import CONFIG
 
 
 def read_header(ref: ModelRef, *, offline: bool = False) -> ModelHeader:
@@ -23,7 +24,7 @@ def read_header(ref: ModelRef, *, offline: bool = False) -> ModelHeader:
     if reference is None:
         return _read_local(ref.name)
     if offline and (cached := hubcache.find(reference, loose=True)):
-        return _read_local(str(cached.paths[0]))
+        return _read_local(str(cached.path))
     from kvcli.runtime.headers.remote import read_remote  # TLS and HTTP: nothing that a local file needs
 
     return read_remote(reference, offline)

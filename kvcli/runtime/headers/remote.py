@@ -10,9 +10,7 @@ from kvcli.runtime.formats import safetensors
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.formats.safetensors import INDEX, SINGLE
 from kvcli.runtime.headers.modelheaders import (
-    CONFIG,
     MAX_CONFIG_BYTES,
-    SAFETENSORS,
     Alternative,
     ModelHeader,
     document,
@@ -20,9 +18,10 @@ from kvcli.runtime.headers.modelheaders import (
     safetensors_model,
 )
 from kvcli.runtime.hub import hubnames
-from kvcli.runtime.hub.hubnames import Reference, Variant
+from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference, Variant
 from kvcli.runtime.hub.listing import Listing, list_repository, stored_token
 from kvcli.runtime.hub.websession import Limits, Session
+from kvcli.runtime.text.foldernames import CONFIG
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors", re.ASCII)
 

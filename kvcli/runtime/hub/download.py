@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcli.errors import DownloadError
+from kvcli.runtime.formats import safetensors
+from kvcli.runtime.formats.safetensors import INDEX, SINGLE
 from kvcli.runtime.hub import fetching, hubcache, hubnames
 from kvcli.runtime.hub.fetching import Wanted
-from kvcli.runtime.hub.hubnames import Reference, Variant
+from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference, Variant
 from kvcli.runtime.hub.listing import HubFile, Listing, list_repository, stored_token
-from kvcli.runtime.hub.ranges import RemoteFile
+from kvcli.runtime.hub.ranges import RemoteFile, read_document
 from kvcli.runtime.hub.store import Progress, check_disk, install
 from kvcli.runtime.hub.websession import Session
+from kvcli.runtime.text.foldernames import CONFIG, FILES, SENTENCEPIECE, TOKENIZER
 from kvcli.words import human_bytes
 
 Notice = Callable[[str], None]
@@ -36,7 +39,7 @@ class _File:
 def download(
     reference: Reference, force: bool, progress: Progress, notice: Notice, approve: Approve | None = None
 ) -> Path:
-    """Bring the model that is meant into the hub's cache; the path of its (first) file.
+    """Bring the model that is meant into the hub's cache; the path of its (first) file, of safetensors of their folder.
 
     What is here of it stays and counts, except with `force`. `approve` sees the first bytes of its files before they
     are downloaded, and raises ModelError for a model that is of no use. Raises DownloadError, ModelError.
@@ -47,11 +50,13 @@ def download(
     variant = _choose(reference, listing)
     session = Session(home, token, fetching.LIMITS)
     place = hubcache.repo_folder(listing.repo)
+    if variant.label == SAFETENSORS:
+        variant = _folder_of(listing, briefly)
     files = [_file(session, listing, place, name) for name in variant.files]
     if approve is not None and any(not file.blob.exists() for file in files):
         approve([listing.open(briefly, name) for name in variant.files])
     try:
-        hubcache.sweep(place, (file.version for name, file in listing.files.items() if name.endswith(".gguf")))
+        hubcache.sweep(place, (file.version for file in listing.files.values()))
         _bring(session, place, variant, [f for f in files if force or not f.blob.exists()], force, progress, notice)
         links = [hubcache.publish(place, file.version, listing.revision, file.name) for file in files]
         hubcache.remember(place, reference.revision, listing.revision)
@@ -59,14 +64,31 @@ def download(
         where = error.filename or place
         hint = "HF_HUB_CACHE sets where files of the hub are kept"
         raise DownloadError(f"cannot write to the hub's cache ({where}): {error.strerror or error}", hint) from error
-    return links[0]
+    return links[0].parent if variant.label == SAFETENSORS else links[0]
 
 
 def _choose(reference: Reference, listing: Listing) -> Variant:
-    offered = hubnames.variants(listing.files)
+    offered = hubnames.with_folder(reference, hubnames.variants(listing.files), listing.files)
     if not offered and not hubnames.in_pieces(listing.files, reference.wanted):
-        raise DownloadError(f"the repository {listing.repo} has no GGUF file", "kv runs models in .gguf files")
+        what = f"the repository {listing.repo} has neither a GGUF file nor model.safetensors"
+        raise DownloadError(what, "kv runs models in .gguf and .safetensors files")
     return hubnames.choose(reference, offered, listing.files)
+
+
+def _folder_of(listing: Listing, session: Session) -> Variant:
+    """The safetensors of a repository with all that belongs to them. Raises DownloadError, ModelError for its index."""
+    names, there = [SINGLE], [name for name in FILES if name in listing.files]
+    if INDEX in listing.files:
+        label = f"{listing.repo}/{INDEX}"
+        raw = read_document(session, f"{session.endpoint}/{listing.address(INDEX)}", label)
+        names = sorted(set(safetensors.parse_index(raw, label).values()))
+        there.append(INDEX)
+    if missing := [name for name in (*names, CONFIG) if name not in listing.files]:
+        raise DownloadError(f"the repository {listing.repo} lacks {missing[0]}", "its model is incomplete")
+    if not {TOKENIZER, SENTENCEPIECE}.intersection(there):
+        what = f"the repository {listing.repo} has neither {TOKENIZER} nor {SENTENCEPIECE}"
+        raise DownloadError(what, "kv reads no other tokenizer")
+    return Variant(SAFETENSORS, (*there, *names))
 
 
 def _file(session: Session, listing: Listing, place: Path, name: str) -> _File:

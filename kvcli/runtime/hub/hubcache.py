@@ -22,8 +22,8 @@ from pathlib import Path
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.splitgguf import part_of
-from kvcli.runtime.hub import hubnames, store
-from kvcli.runtime.hub.hubnames import MAIN, Reference, Variant
+from kvcli.runtime.hub import folderfiles, hubnames, store
+from kvcli.runtime.hub.hubnames import MAIN, SAFETENSORS, Reference, Variant
 
 _UNFINISHED = ".incomplete"
 _MOST_NAME_BYTES = 170  # of a file's name within the name of its piece
@@ -31,7 +31,8 @@ _MOST_NAME_BYTES = 170  # of a file's name within the name of its piece
 
 @dataclass(frozen=True)
 class CachedModel:
-    """One model of the cache: all of it, or (`finished` false) what an interrupted download left of it."""
+    """One model of the cache: all of it, or (`finished` false) what an interrupted download left of it. `paths` are all
+    its files."""
 
     repo: str
     label: str
@@ -42,6 +43,11 @@ class CachedModel:
     def name(self) -> str:
         """What the user types for it."""
         return f"{self.repo}:{self.label}"
+
+    @property
+    def path(self) -> Path:
+        """What is opened of a whole one: its first file, or the folder of safetensors."""
+        return self.paths[0].parent if self.label == SAFETENSORS else self.paths[0]
 
     @property
     def size(self) -> int:
@@ -72,6 +78,12 @@ def _repo_of(place: Path) -> str:
     return place.name.removeprefix("models--").replace("--", "/", 1)
 
 
+def repository_of(path: Path) -> str:
+    """org/repo of the snapshot that is this folder; "" = it is none."""
+    place = path.parent.parent
+    return _repo_of(place) if path.parent.name == "snapshots" and re.match("models--.+--.", place.name) else ""
+
+
 # --- what is there ---
 
 
@@ -91,6 +103,8 @@ def _models_in(place: Path, revision: str) -> list[CachedModel]:
         for variant in hubnames.variants(_files(snapshot)):
             paths = tuple(snapshot / name for name in variant.files)
             found.setdefault(variant.label, CachedModel(_repo_of(place), variant.label, paths))
+        if files := folderfiles.of_folder(snapshot):
+            found.setdefault(SAFETENSORS, CachedModel(_repo_of(place), SAFETENSORS, files))
     return list(found.values())
 
 
@@ -128,7 +142,7 @@ def unfinished(repo: str = "") -> list[CachedModel]:
             found.setdefault((_repo_of(place), _label(path.name)), []).append(path)
         for path in sorted(place.glob(f"blobs/*{_UNFINISHED}")):
             version, name = _piece_of(path)
-            label = _label(name) if name.endswith(".gguf") else version[:12]
+            label = _label(name) if name.endswith(".gguf") else SAFETENSORS if _is_ours(name) else version[:12]
             found.setdefault((_repo_of(place), label), []).append(path)
     return [CachedModel(repo, label, tuple(paths), False) for (repo, label), paths in found.items()]
 
@@ -143,6 +157,11 @@ def _label(name: str) -> str:
     part = part_of(name)
     whole = part[0] if part else name
     return hubnames.quant_of(whole) or whole
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a piece is of a download of kv's, by the file's name in it; other programs have random letters there."""
+    return name.endswith((".gguf", *folderfiles.SUFFIXES))
 
 
 def _piece_of(path: Path) -> tuple[str, str]:
@@ -201,7 +220,7 @@ def sweep(place: Path, versions: Iterable[str]) -> None:
     current = set(versions)
     for path in place.glob(f"blobs/*{_UNFINISHED}"):
         version, name = _piece_of(path)
-        if not name.endswith(".gguf") or not current & {version, ""}:
+        if not _is_ours(name) or not current & {version, ""}:
             with suppress(BlockingIOError):
                 _remove_piece(place, path)
 

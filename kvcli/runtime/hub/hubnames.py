@@ -14,10 +14,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from kvcli.errors import DownloadError, ModelError
+from kvcli.runtime.formats.safetensors import INDEX, SINGLE
 from kvcli.runtime.formats.splitgguf import part_of
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_QUANT = "Q4_K_M"
+SAFETENSORS = "safetensors"  # the label of a repository's safetensors, which are one model
 MAIN = "main"
 
 _HOME = r"(?:hf:(?://)?|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)"
@@ -112,6 +114,14 @@ def _bare(label: str) -> str:
     """'UD-Q4_K_XL' -> 'Q4_K_XL'."""
     match = _QUANT.search(label.removesuffix(".gguf"))
     return _short_float(match[2].upper()) if match else ""
+
+
+def with_folder(reference: Reference, offered: Sequence[Variant], names: Iterable[str]) -> list[Variant]:
+    """The models of a repository with its safetensors, which are meant by their name, or where there is no other."""
+    there = {INDEX, SINGLE}.intersection(names)
+    if there and (not offered or reference.wanted.lower() == SAFETENSORS):
+        return [*offered, Variant(SAFETENSORS, tuple(sorted(there)))]
+    return list(offered)
 
 
 def is_projector(name: str) -> bool:

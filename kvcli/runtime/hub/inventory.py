@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvcli.errors import CheckFailed, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.hub import hubcache, store
-from kvcli.runtime.hub.hubnames import Reference
+from kvcli.runtime.hub import folderfiles, hubcache, store
+from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference
 from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.hub.recipes import Recipe, find_recipe, load_recipes
 from kvcli.runtime.hub.runnable import judge
@@ -104,10 +104,10 @@ def _of_recipe(recipe: Recipe) -> Entry:
 
 
 def _unopened(model: hubcache.CachedModel) -> Entry:
-    path = model.paths[0]
+    path = model.path
     entry = Entry(
         name=model.name,
-        title=path.name,
+        title=model.repo.rpartition("/")[2] if model.label == SAFETENSORS else path.name,
         kind="",
         arch="",
         parameters=0,
@@ -129,6 +129,8 @@ def _of_cached(model: hubcache.CachedModel) -> Entry:
     entry = _unopened(model)
     if entry.path is None:
         return entry
+    if model.label == SAFETENSORS:
+        return replace(entry, **folderfiles.facts(entry.path))
     try:
         with GGUFFile.open(entry.path) as opened:
             config, problem = judge(opened.metadata, opened.tensors)

@@ -34,9 +34,10 @@ def find_model(
     notice: Notice | None = None,
     approve: Approve | None = None,
 ) -> Path:
-    """The .gguf file meant by `name`; a known model that is missing is downloaded after `notice` said so.
+    """The .gguf file, or the folder of safetensors, meant by `name`; a known model that is missing is downloaded after
+    `notice` said so.
 
-    `progress(stage, done, total)` counts bytes. `approve`: see hubdownload. Raises ModelError (no such model or file)
+    `progress(stage, done, total)` counts bytes. `approve`: see download.py. Raises ModelError (no such model or file)
     or DownloadError. That the file is a GGUF file is checked by whoever opens it.
     """
     ref = ModelRef.parse(name)
@@ -154,7 +155,7 @@ def _pull_reference(
 ) -> Path:
     cached = hubcache.find(reference, loose=offline)
     if cached is not None and not force:
-        return cached.paths[0]
+        return cached.path
     if offline:
         raise _offline(str(reference), cached is not None)
     from kvcli.runtime.hub import download  # TLS and HTTP: nothing that a model that is here needs

@@ -11,14 +11,8 @@ from typing import Any
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.text import sentencemodel
+from kvcli.runtime.text.foldernames import SENTENCEPIECE, SETTINGS, TOKENIZER
 from kvcli.runtime.text.vocabulary import BYTE, BYTE_TEXTS, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
-
-TOKENIZER, SENTENCEPIECE, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
-FILES = (
-    *(TOKENIZER, SENTENCEPIECE, SETTINGS, "generation_config.json", "config.json"),
-    *("chat_template.jinja", "chat_template.json", "added_tokens.json"),
-)
-"""What `folder_metadata` reads, where it is there."""
 
 Json = dict[str, Any]
 
