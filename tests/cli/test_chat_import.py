@@ -49,6 +49,9 @@ def test_json_makes_the_same_session(kv, tmp_path):
         assert chat(kv, "more\n", "--resume", name).code == 0
         prompts.append(asked(kv))
     assert prompts[0] == prompts[1] and TRICKY in prompts[0]
+    inside = str(tmp_path / "inside.json")
+    assert chat(kv, f"/export {inside}\n", "--resume", "ann").code == 0
+    assert json.loads(Path(inside).read_text())["whole"] == sessions.value_of("ann")
     assert kv("chat", "rm", "ann", "-y").code == 0
     value = json.loads(kv("chat", "import", file, "--json").out)
     check("chat import", value)

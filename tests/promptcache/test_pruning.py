@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ from promptkills import segment, store_at
 
 from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.store import (
+    Entry,
     Limits,
     PromptStore,
+    _ends_first,
     entries,
     is_pinned,
     pin,
@@ -22,6 +25,7 @@ from kvcli.runtime.promptcache.store import (
 )
 from kvcli.runtime.promptcache.worth import FileWorth, Worth, key_of
 
+TRACE = Path(__file__).parent.parent / "data" / "cache_trace.csv"
 LONG = Limits(1 << 30, 1e6)
 
 
@@ -79,3 +83,33 @@ def test_pinned_files_and_what_they_go_on_from_stay(tmp_path: Path) -> None:
     remove(head)
     assert not head.exists() and not is_pinned(head)
     prune(store.root, LONG)
+
+
+@pytest.mark.parametrize("room", [0.1, 0.2, 0.4])
+def test_a_recorded_trace(room: float) -> None:
+    """Prompts that two models computed, with their sizes and seconds (benchmarks/cache_trace.py): of a store with room
+    for a part of them all, the rule saves more seconds than removing what was used longest ago."""
+    rows = [
+        (float(r["at_s"]), r["prompt"], int(r["bytes"]), float(r["compute_s"])) for r in csv.DictReader(TRACE.open())
+    ]
+    capacity = int(room * sum({prompt: size for _, prompt, size, _ in rows}.values()))
+    assert _saved(rows, capacity, by_worth=True) > 1.03 * _saved(rows, capacity, by_worth=False)
+
+
+def _saved(rows: list[tuple[float, str, int, float]], capacity: int, by_worth: bool) -> float:
+    """The seconds that a store of `capacity` bytes saves."""
+    record, kept, saved = Worth(), dict[str, Entry](), 0.0
+    for at, prompt, size, seconds in rows:
+        path = Path(f"folder/x-x-{prompt}.safetensors")
+        record.file(key_of(path)).cost_s = seconds
+        saved += seconds if prompt in kept else 0.0
+        kept[prompt] = Entry(path, "folder", prompt, size, at)
+        excess = sum(entry.size for entry in kept.values()) - capacity
+        value = worth.ranking(record, [(entry.path, entry.size) for entry in kept.values()], at)
+        of_worth = {entry: value(entry.path, entry.size, entry.used_at) for entry in kept.values()}
+        for entry in _ends_first(list(kept.values()), of_worth.__getitem__ if by_worth else lambda e: e.used_at):
+            if excess <= 0:
+                break
+            excess -= entry.size
+            del kept[entry.first]
+    return saved

@@ -150,6 +150,18 @@ def test_nobody_waits_long_for_the_lock(tmp_path: Path, monkeypatch: pytest.Monk
     assert ours.flush() and next(iter(worth.read(tmp_path).models.values())).lookups == 2
 
 
+def test_a_full_disk_is_no_reason_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    ours = lookups(tmp_path)
+    ours.looked_up(100, 0, None, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(worth.paths, "replace_file", full)
+        assert not ours.flush()
+    assert ours.flush() and next(iter(worth.read(tmp_path).models.values())).lookups == 1
+
+
 def test_no_store_no_record(tmp_path: Path) -> None:
     ours = lookups(tmp_path / "none")
     ours.looked_up(100, 0, None, 1.0)

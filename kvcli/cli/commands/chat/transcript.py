@@ -89,8 +89,16 @@ def as_object(messages: Messages, model: str, session: str = "", branch: str = "
     }
 
 
-def export(name: str, messages: Messages, model: str, session: str = "", branch: str = "") -> Path:
-    """Write a file, .json or .md, that is not there yet; `name` as it was typed. Raises UsageError, OutputError."""
+def export(
+    name: str,
+    messages: Messages,
+    model: str,
+    session: str = "",
+    branch: str = "",
+    whole: dict[str, Any] | None = None,
+) -> Path:
+    """Write a file, .json or .md, that is not there yet; `name` as it was typed. `whole`: for JSON, all that a saved
+    chat is. Raises UsageError, OutputError."""
     name = path_of(name)
     path = Path(name)
     if path.suffix not in (".md", ".json"):
@@ -98,7 +106,8 @@ def export(name: str, messages: Messages, model: str, session: str = "", branch:
     if path.suffix == ".md":
         text = as_markdown(messages, session or f"Chat with {model_name(model)}")
     else:
-        value = jsonobjects.finished("chat export", as_object(messages, model, session, branch))
+        described = {**as_object(messages, model, session, branch), "whole": whole}
+        value = jsonobjects.finished("chat export", described)
         text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
