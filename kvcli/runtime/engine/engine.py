@@ -199,7 +199,11 @@ class Engine:
             self._compute(work)
         else:
             for request, ids in work:
-                if not request.pull():
+                if request.pull():
+                    continue
+                if self.graph and len(ids) == 1:
+                    request.feed(self._one_row(self.graph, request.seq, ids[0]))
+                else:
                     self._compute([(request, ids)])
         return [request.take_events() for request in requests]
 
@@ -210,9 +214,17 @@ class Engine:
         hidden = self.forward_all([(request.seq, ids) for request, ids in work])
         ends = itertools.accumulate(len(ids) for _, ids in work)
         newest = [end - 1 for (request, _), end in zip(work, ends, strict=True) if request.newest]
-        logits = iter(self.logits(hidden[newest])) if newest else iter(())
+        rows = hidden[newest] if len(newest) > 1 else hidden[newest[0] :][:1] if newest else hidden[:0]
+        logits = iter(self.logits(rows)) if newest else iter(())
         for request, _ in work:
             request.feed(next(logits) if request.newest else None)
+
+    def _one_row(self, graph: TokenGraph, seq: Sequence, token: int) -> torch.Tensor:
+        """Run one token as the next row, as those of an answer are -> its logits [vocab]."""
+        graph.unbind()
+        logits = graph.run(seq, token)
+        self.loaded.check_weights()
+        return logits.clone()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

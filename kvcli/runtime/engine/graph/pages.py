@@ -15,7 +15,7 @@ from kvcli.kernels.gpu.combine import MOST_PARTS
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
 from kvcli.kernels.gpu.places import check_slots
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
-from kvcli.kernels.paged import CENTRE_ROWS
+from kvcli.kernels.paged import CENTRE_ROWS, Basis
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part
@@ -157,6 +157,7 @@ class GraphPages:
         self.model, self.layout = model, layout
         self.tables = [GroupTables(g, ctx_size, position, model.config.n_heads, rows) for g in layout.groups]
         self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
+        self._based: list[Basis | None] = [None] * model.config.n_layers  # whose known numbers are there
         self.layers = self._made()
 
     def _made(self) -> list[DevicePages]:
@@ -212,6 +213,9 @@ class GraphPages:
         """The means and scales of the part's sequence, where they are known: else no page is sealed yet."""
         for i, pages in enumerate(self.layers):
             basis = part.kv(i).basis
+            if self._based[i] is basis:
+                continue
+            self._based[i] = basis if basis.known else None
             for mine, theirs in (
                 (pages.centre, basis.centre), (pages.scale_k, basis.scale_k), (pages.scale_v, basis.scale_v)
             ):  # fmt: skip
