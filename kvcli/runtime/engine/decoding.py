@@ -70,24 +70,33 @@ class DeviceTokens:
     def iterate(self, logits: torch.Tensor) -> Iterator[int]:
         """Ids, the first by the logits [vocab] of the prompt's last row, until the context is full: without end where
         old rows are evicted."""
-        position, read = self.seq.length, 0
+        position, read, token = self.seq.length, 0, -1
         self._choose(logits, position)
         full: DoesNotFit | None = None  # told when the tokens that were chosen before are out
         while read < self._chosen:
-            if full is None and (self.seq.retention or self.seq.length < self.graph.ctx_size):
-                self.graph.token.copy_(self._token)
-                try:
-                    self._choose(self.graph.run(self.seq), self.seq.length)
-                except DoesNotFit as error:
-                    full = error
             token = self._read(read)
             if position < self.seq.length:
                 self.seq.tokens[position] = token
             read, position = read + 1, position + 1
             self._known = min(position, self.seq.length)
-            yield token
+            yield token  # the first one before anything else is launched: it is waited for
+            while full is None and self._chosen - read < 2 and self._has_room:
+                try:
+                    self._choose(self._next_logits(token if read == self._chosen else None), self.seq.length)
+                except DoesNotFit as error:
+                    full = error
         if full is not None:
             raise full
+
+    @property
+    def _has_room(self) -> bool:
+        return bool(self.seq.retention) or self.seq.length < self.graph.ctx_size
+
+    def _next_logits(self, known: int | None) -> torch.Tensor:
+        """Of the row of the newest token; `known`: its id, where it was read."""
+        if known is None:
+            self.graph.token.copy_(self._token)
+        return self.graph.run(self.seq, known)
 
     def _choose(self, logits: torch.Tensor, position: int) -> None:
         """Choose the token that is to stand at `position`, and send it to the host."""
