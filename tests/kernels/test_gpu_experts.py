@@ -92,7 +92,7 @@ def test_products_of_rows_with_their_experts(type_: str, cols: int, rows: int, t
         for pair, expert in enumerate(ids.flatten().tolist()):
             w, row = weights.parts[0].of(expert).decode().half().double(), pair // (2 * t // n)
             expected = scales[row] * (w @ x[row].double()) + weights.bias[expert]
-            assert error(found[pair], expected) < 1e-5
+            assert error(found[pair], expected) < (1e-3 if cols == 256 else 1e-5)  # scales of 256 are rounded
 
 
 def test_the_largest_of_many_experts_and_tiles():

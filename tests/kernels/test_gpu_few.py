@@ -1,4 +1,4 @@
-"""Products of packed matrices with a few rows, against the same weights expanded to float16."""
+"""Products of packed matrices with a few rows, against exact ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from gpucases import DEVICE, OPS, error
 from kernelcases import packed
 
-from kvcli.blockformats import FORMATS, FORMS, PLAIN
+from kvcli.blockformats import EXPONENT, FORMATS, FORMS, PLAIN, D
 from kvcli.kernels import LowRank, QuantTensor
 from kvcli.kernels.gpu import few, formats
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -26,9 +26,12 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
     out = torch.full((parts, t, rows + 9), torch.nan, device=DEVICE)
     few.product(x.to(DEVICE), matrix, out[:, :, 4 : 4 + rows])
-    expected = x.double() @ weights.decode().half().double().T
+    exact = FORMS[type_].kind in (D, EXPONENT)  # in float16; else scales are rounded to it
+    expected = x.double() @ (weights.decode().half() if exact else weights.decode()).double().T
     found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
-    assert float((found - expected).norm() / expected.norm()) < 3e-6  # what tensor cores make of float32 sums
+    assert float((found - expected).norm() / expected.norm()) < (
+        3e-6 if exact else 6e-4
+    )  # what tensor cores make of float32 sums
     assert out[:, :, :4].isnan().all() and out[:, :, 4 + rows :].isnan().all()
 
 

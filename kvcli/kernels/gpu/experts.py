@@ -18,8 +18,8 @@ import triton.language as tl
 
 from kvcli.errors import ModelError
 from kvcli.kernels.gpu import expand
-from kvcli.kernels.gpu.expand import decode_groups
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants, repack
+from kvcli.kernels.gpu.halves import half_dot
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.wide import COLUMNS, HalfRows
@@ -168,34 +168,12 @@ class Grouping(NamedTuple):
 
 
 @triton.jit
-def scaled_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, G: tl.constexpr, CODING: tl.constexpr,
-               WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
-               N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Rows `row` int64 [N] of a packed matrix times rows `x_row` int64 [T] of X [*, 32 G], where `there` -> [N, T]."""
-    p_row = tl.reshape(tl.broadcast_to(row[:, None], (N, STEP)), (N * STEP,))
-    p_group = tl.reshape(tl.broadcast_to(tl.arange(0, STEP)[None, :], (N, STEP)), (N * STEP,))
-    i = tl.arange(0, STEP * 16)
-    column = i // 16 * 32 + i % 16
-    x_at = X + x_row[:, None] * (32 * G) + column[None, :]
-    acc = tl.zeros((N, T), tl.float32)
-    for step in range(tl.cdiv(G, STEP)):
-        group = step * STEP + p_group
-        low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, TABLE, p_row, group, group < G, G, CODING, WORDS, KIND,
-                                  OFFSET, SPAN, UNIT, N * STEP)  # fmt: skip
-        here = there[:, None] & (step * (STEP * 32) + column < 32 * G)[None, :]
-        x_low = tl.load(x_at + step * (STEP * 32), mask=here, other=0.0)
-        x_high = tl.load(x_at + step * (STEP * 32) + 16, mask=here, other=0.0)
-        acc = tl.dot(tl.reshape(low.to(tl.float16), (N, STEP * 16)), tl.trans(x_low), acc)
-        acc = tl.dot(tl.reshape(high.to(tl.float16), (N, STEP * 16)), tl.trans(x_high), acc)
-    return acc
-
-
-@triton.jit
-def plain_dot(X, W, row, x_row, there, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr):
-    """As `scaled_dot`, of a matrix of floats [*, K]."""
+def plain_dot(X, W, row, x_row, there, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
+              STAGES: tl.constexpr):  # fmt: skip
+    """As `half_dot`, of a matrix of floats [*, K]."""
     k = tl.arange(0, 32 * STEP)
     acc = tl.zeros((N, T), tl.float32)
-    for first in range(0, K, 32 * STEP):
+    for first in tl.range(0, K, 32 * STEP, num_stages=STAGES):
         w = tl.load(W + row[:, None] * K + (first + k)[None, :], mask=(first + k < K)[None, :], other=0.0)
         here = there[:, None] & (first + k < K)[None, :]
         x = tl.load(X + x_row[:, None] * K + (first + k)[None, :], mask=here, other=0.0)
@@ -208,7 +186,7 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
                    EACH: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, CODING: tl.constexpr,
                    WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
                    UNIT: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-                   STEP: tl.constexpr):  # fmt: skip
+                   STEP: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """N rows of an expert's matrix times a tile of the pairs that have it, into OUT [pairs, rows]."""
     tile = tl.program_id(1)
     e = tl.arange(0, triton.next_power_of_2(EXPERTS))
@@ -224,10 +202,10 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
         row = expert.to(tl.int64) * rows + tl.minimum(n, rows - 1)
         x_row = pair // EACH
         if KIND == 0:
-            y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP)
+            y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP, STAGES)
         else:
-            y = scaled_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, K // 32, CODING, WORDS, KIND,
-                           OFFSET, SPAN, UNIT, N, T, STEP)  # fmt: skip
+            y = half_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K // 32, STEP), K // 32,
+                         CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STEP, STAGES)  # fmt: skip
         if SCALED:
             y *= tl.load(X_SCALES + x_row, mask=there, other=0.0)[None, :]
         if BIASED:
@@ -238,7 +216,7 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
 def grouped_product(x: HalfRows, weights: DeviceExperts, grouping: Grouping) -> torch.Tensor:
     """Rows times the matrices of their experts, with the bias: x [T or pairs, cols] -> float32 [pairs, rows].
 
-    Weights are rounded to float16 as by `expand`, sums are float32.
+    Weights and their scales are rounded to float16, sums are float32.
     """
     m, pairs = weights.matrix, grouping.order.numel()
     out = torch.empty(pairs, weights.rows, device=x.values.device)
@@ -248,7 +226,7 @@ def grouped_product(x: HalfRows, weights: DeviceExperts, grouping: Grouping) -> 
         grouping.order, grouping.starts, grouping.ends, out, weights.rows, EACH=pairs // x.values.shape[0],
         EXPERTS=weights.experts, K=m.cols, **constants(m.format), SCALED=x.scales is not None,
         BIASED=weights.bias is not None, N=ROWS, T=grouping.tile, STEP=STEP, num_warps=4,
-        num_stages=2 if m.format.kind == PLAIN or grouping.tile == TILES[-1] else 3,
+        STAGES=2 if m.format.kind == PLAIN or grouping.tile == TILES[-1] else 3,
     )  # fmt: skip
     return out
 

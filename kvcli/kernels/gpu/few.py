@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.expand import arrays, decode_groups
+from kvcli.kernels.gpu.expand import arrays
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
+from kvcli.kernels.gpu.halves import half_dot
 from kvcli.kernels.gpu.launching import launch
 
 MOST = 64  # rows
@@ -38,23 +39,8 @@ def _few(
     t = tl.arange(0, T)
     part = tl.program_id(1)
     row = tl.minimum(n, rows - 1).to(tl.int64)  # what is behind the last one is not stored
-    p_row = tl.reshape(tl.broadcast_to(row[:, None], (N, STEP)), (N * STEP,))
-    p_group = tl.reshape(tl.broadcast_to(tl.arange(0, STEP)[None, :], (N, STEP)), (N * STEP,))
-    i = tl.arange(0, STEP * 16)
-    column = i // 16 * 32 + i % 16
-    x_at = X + t[:, None].to(tl.int64) * (32 * G) + column[None, :]
-    acc = tl.zeros((N, T), tl.float32)
-    for step in tl.range(part * each, part * each + each, num_stages=STAGES):
-        group = step * STEP + p_group
-        low, high = decode_groups(
-            CODES, HIGH, SCALES, SUPERS, TABLE, p_row, group, group < G, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT,
-            N * STEP,
-        )  # fmt: skip
-        here = (t < count)[:, None] & (step * (STEP * 32) + column < 32 * G)[None, :]
-        x_low = tl.load(x_at + step * (STEP * 32), mask=here, other=0.0)
-        x_high = tl.load(x_at + step * (STEP * 32) + 16, mask=here, other=0.0)
-        acc = tl.dot(tl.reshape(low.to(tl.float16), (N, STEP * 16)), tl.trans(x_low), acc)
-        acc = tl.dot(tl.reshape(high.to(tl.float16), (N, STEP * 16)), tl.trans(x_high), acc)
+    acc = half_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each,
+                   part * each + each, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STEP, STAGES)  # fmt: skip
     out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
 
@@ -74,7 +60,7 @@ def parts(matrices: Sequence[DeviceMatrix]) -> int:
 def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
     """float16 x [T, cols] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be summed.
 
-    Weights are rounded to float16 as by `expand`, sums are float32.
+    Weights and their scales are rounded to float16, sums are float32.
     """
     count, t, _ = out.shape
     each = triton.cdiv(triton.cdiv(matrix.groups, STEP), count)
