@@ -32,7 +32,7 @@ kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats
 kvcli.runtime.text
 kvcli.runtime.formats.boundedjson
-kvcli.environment
+kvcli.environment kvcli.startup
 kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.routing kvcli.versions kvcli.words
 kvcli.errors
 kvcli kvcli.runtime

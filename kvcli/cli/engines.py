@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.cli import locate, render, startup
+from kvcli import startup
+from kvcli.cli import locate, render
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation

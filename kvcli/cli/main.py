@@ -140,7 +140,7 @@ def _call(args: list[str], invocation: Invocation, interrupts: Interrupts | None
     """Parse and run; the exit code where nothing was raised."""
     import typer
 
-    from kvcli.cli import startup
+    from kvcli import startup
     from kvcli.cli.interrupt import UNWIND
 
     with startup.uncollected():
@@ -199,8 +199,7 @@ def _shared_names() -> set[str]:
 
 def _prepare_process() -> None:
     """Missing standard streams, and what libraries find when they are imported."""
-    from kvcli import environment
-    from kvcli.cli import startup
+    from kvcli import environment, startup
 
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process lives

@@ -9,8 +9,9 @@ from kvcli.errors import ModelError
 from kvcli.options import LoadOptions
 from kvcli.runtime.headers.opening import open_model
 from kvcli.runtime.headers.titles import title_of
-from kvcli.runtime.host import ahead
-from kvcli.runtime.host.memory import gpus
+from kvcli.runtime.host import ahead, machine
+from kvcli.runtime.host.device import AUTO, check_there, parse_device
+from kvcli.runtime.host.memory import CUDA, gpus
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.tokenizer import import_library
@@ -24,7 +25,8 @@ class Opened:
     """
 
     def __init__(self, path: Path, load: LoadOptions) -> None:
-        """Raises ModelError, and UsageError for a GGUF file that is to be quantized."""
+        """Raises ModelError, DeviceError for a GPU that is not there, and UsageError for a GGUF file that is to be
+        quantized."""
         self.began = time.perf_counter()
         self.cards = gpus()
         self.file = file = open_model(path, load.quantize)
@@ -32,6 +34,9 @@ class Opened:
         ahead.load_torch()
         self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        kind, index = parse_device(load.device)
+        if kind == CUDA and load.backend == AUTO:
+            check_there(load.device, index, len(machine.graphics()))
         self.notices: list[str] = list(file.notices)
         self.tell = self.notices.append
         how = load.force, load.chat_anyway, load.chat, lambda text: self.tell(text)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcli import startup
 from kvcli.errors import KVError
 from kvcli.runtime.host import machine
 from kvcli.runtime.host.machine import ProbeFailed
@@ -69,6 +70,7 @@ def main(arguments: list[str]) -> None:
 
 def program() -> dict[str, Any]:
     """Memory of `kv run` before it opens a model, its threads, and the state of the native kernels."""
+    startup.take_process()
     for name in _IMPORTS_OF_A_RUN:
         importlib.import_module(name)
     import torch

@@ -12,9 +12,9 @@ import pytest
 import tiny
 from conftest import PACKAGE_ROOT
 
-from kvcli.cli import startup
+from kvcli import startup
 
-BEGIN = f"import json, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\nfrom kvcli.cli import startup\n"
+BEGIN = f"import json, sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\nfrom kvcli import startup\n"
 
 
 def _json_of(code: str) -> Any:
