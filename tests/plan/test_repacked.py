@@ -96,15 +96,16 @@ def test_a_model_that_a_gpu_cannot_compute_is_told_before_loading(
 
     from kvcli.errors import ModelError
     from kvcli.options import CacheOptions, LoadOptions
-    from kvcli.runtime.engine import loaded
+    from kvcli.runtime.engine import loaded, opened
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.host.device import Device
 
     monkeypatch.setattr(loaded, "choose", lambda name: Device(CUDA, 0, "a card"))
+    monkeypatch.setattr(opened, "check_there", lambda *card: None)
     monkeypatch.setattr(repacked, "MOST_HEAD_DIM", 4)
     path = tiny.make("llama").path
-    opened = Engine.open(path, LoadOptions("llama"), CacheOptions())
-    assert opened.device.kind == CPU and "runs on the CPU" in opened.notices[0] and "head dim" in opened.notices[0]
+    engine = Engine.open(path, LoadOptions("llama"), CacheOptions())
+    assert engine.device.kind == CPU and "runs on the CPU" in engine.notices[0] and "head dim" in engine.notices[0]
     with pytest.raises(ModelError, match="head dim"):
         Engine.open(path, LoadOptions("llama", device="cuda"), CacheOptions())
     assert "cannot be computed on a GPU: a head dim" in kv_here("estimate", "-v", str(path), "--vram", "8G")[2]
