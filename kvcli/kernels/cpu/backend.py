@@ -22,21 +22,28 @@ from kvcli.blockformats import FORMATS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
+from kvcli.kernels.cpu.interleaved import GROUP, Interleaved
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.experts import experts
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, place_experts
-from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
+from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
 
 ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "clamped": 3}
-ISAS = ("avx512", "avx2", "base")  # instruction sets that cpu.c is compiled for, the best first
+ISAS = ("avx512vnni", "avx512", "avxvnni", "avx2", "base")  # that cpu.c is compiled for, the best first
+
+
+Matrix = QuantTensor | Interleaved
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = [("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64)]
+    _fields_ = [
+        ("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64),
+        ("interleaved", c_int64),
+    ]  # fmt: skip
 
 
 class _Routing(ctypes.Structure):
@@ -81,6 +88,7 @@ class _Paged(ctypes.Structure):
 
 _SIGNATURES = {
     "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    "kv_interleave": [c_void_p, c_int64, c_void_p],
     "kv_matmul_experts": [
         c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64,
     ],
@@ -117,6 +125,7 @@ def library() -> ctypes.CDLL:
     lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
     lib.kv_has_codec.argtypes, lib.kv_has_codec.restype = [c_void_p], c_int
     lib.kv_block.argtypes, lib.kv_block.restype = [c_int64], c_int64
+    lib.kv_interleaves.argtypes, lib.kv_interleaves.restype = [c_int64], c_int
     lib.kv_grids.argtypes, lib.kv_grids.restype = [c_void_p], None
     lib.kv_grids((c_void_p * len(grids()))(*(grid.ctypes.data for grid in grids().values())))
     for name, arguments in _SIGNATURES.items():
@@ -140,10 +149,14 @@ def asked_isa() -> str:
     return isa
 
 
-def _weights(weights: Sequence[QuantTensor]) -> ctypes.Array:
-    return (_Weight * len(weights))(
-        *(_Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type].id) for w in weights)
-    )
+def _weight(w: Matrix) -> _Weight:
+    interleaved = isinstance(w, Interleaved)
+    row_bytes = w.blocks.stride(0) // (GROUP if interleaved else 1)
+    return _Weight(w.blocks.data_ptr(), w.rows, row_bytes, FORMATS[w.type].id, interleaved)
+
+
+def _weights(weights: Sequence[Matrix]) -> ctypes.Array:
+    return (_Weight * len(weights))(*map(_weight, weights))
 
 
 def _experts(weights: Sequence[ExpertTensor]) -> ctypes.Array:
@@ -192,25 +205,29 @@ def _entries(kv: PagedKV) -> np.ndarray:
 
 
 class NativeBackend:
-    """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding."""
+    """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding.
+
+    `exact`: rows of products stay float32. Else `place` interleaves weights of formats that are worth it, and rows of
+    their products are in fixed point (see reference/fixed.py).
+    """
 
     name: Literal["native"] = "native"
     device = torch.device("cpu")
-    place = staticmethod(place)
     place_experts = staticmethod(place_experts)
 
-    def __init__(self, threads: int, isa: str = "") -> None:
+    def __init__(self, threads: int, isa: str = "", exact: bool = False) -> None:
         self._lib = library()
         chosen = self._lib.kv_init(threads, isa.encode())
         if chosen is None:
             raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
-        self.arithmetic = f"cpu native {self.isa}"
         self.sums_by_page = True
+        self.exact = exact or not self._lib.kv_interleaves(FORMATS["Q8_0"].id)
+        self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
     def _table(
-        self, weights: Sequence[QuantTensor] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
+        self, weights: Sequence[Matrix] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
     ) -> ctypes.Array:
         key = tuple(map(id, weights))
         table = self._tables.get(key)
@@ -218,11 +235,23 @@ class NativeBackend:
             table = self._tables[key] = made(weights)
             table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
             table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
-            table.changed = any(isinstance(w, QuantTensor) and w.changes for w in weights)  # type: ignore[attr-defined]
+            table.changed = any(isinstance(w, Matrix) and w.changes for w in weights)  # type: ignore[attr-defined]
         return table
 
+    def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[Matrix, ...]:
+        """Matrices whose rows `matmul` stacks: interleaved, or where the file is mapped."""
+        return tuple(map(self._placed, weights))
+
+    def _placed(self, w: QuantTensor) -> Matrix:
+        if self.exact or not self._lib.kv_interleaves(FORMATS[w.type].id):
+            return w
+        row_bytes = w.blocks.shape[1]
+        blocks = torch.empty(-(-w.rows // GROUP), GROUP * row_bytes, dtype=torch.uint8)
+        self._lib.kv_interleave(_weights([w]), w.cols, blocks.data_ptr())
+        return Interleaved(w.type, blocks, w.rows, w.cols, w.changes)
+
     def matmul(
-        self, x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None
+        self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         table, (m, k) = self._table(weights), x.shape
         out = torch.empty(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
@@ -261,7 +290,7 @@ class NativeBackend:
         self._lib.kv_mix(y.data_ptr(), weights.data_ptr(), t, n, d, out.data_ptr())
         return out
 
-    def rows(self, weight: QuantTensor, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def rows(self, weight: Matrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         low, high = torch.aminmax(ids)
         if low < 0 or high >= weight.rows:
             raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")

@@ -20,9 +20,9 @@
 
 /* ---- shapes shared with backend.py (keep the two in step) ------------------------------------------------ */
 
-typedef struct { /* rows of one packed weight matrix */
+typedef struct { /* rows of one packed weight matrix; interleaved: as cpu_interleave.h has them */
     const uint8_t *blocks;
-    int64_t rows, row_bytes, format;
+    int64_t rows, row_bytes, format, interleaved;
 } kv_weight;
 
 typedef struct { /* a cache type; `Numbers` of codecs.py says what they are */
@@ -191,7 +191,79 @@ typedef struct {
                       const kv_part *, int64_t, float *);
 } kernels;
 
+/* ---- products with rows in fixed point ----------------------------------------------------------------------- */
+
+#include "cpu_interleave.h"
+
+#define FIXED_MOST 16256.0f /* multiples of its scale that the largest of 32 numbers is */
+#define FIXED_LEAST 1e-30f  /* a largest number below it counts as zero */
+#define FIXED_ROWS 8        /* that a task makes */
+#define FIXED_SLAB 256      /* rows that are there at a time */
+
+typedef struct { /* 32 numbers of a row of x: whole multiples of `scale` */
+    union {
+        struct {
+            int8_t high[32], low[32]; /* 128 * high + low */
+        };
+        int16_t pairs[32]; /* of four: the first and the third, the second and the fourth */
+    };
+    float scale, sum; /* `sum` of the numbers */
+    int32_t less, less_first; /* minus the sum of all multiples, and of the first 16 */
+} kv_fixed;
+
+typedef struct {
+    const char *name;
+    void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
+    void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
+} fixed_kernels;
+
+/* Room for so many blocks, kept from call to call. */
+static kv_fixed *fixed_rows(int64_t blocks) {
+    static kv_fixed *rows;
+    static int64_t room;
+    if (blocks > room) {
+        free(rows);
+        rows = aligned_alloc(64, (size_t)(blocks + 3) / 4 * 4 * sizeof(kv_fixed));
+        if (!rows) abort();
+        room = blocks;
+    }
+    return rows;
+}
+
 #if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#define NAME(x) x##_avx512vnni
+#define LANES 16
+#define VNNI 1
+#include "cpu_fixed.h"
+#undef NAME
+#undef LANES
+#undef VNNI
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avxvnni,avx2,fma,f16c")
+#define NAME(x) x##_avxvnni
+#define LANES 8
+#define VNNI 1
+#include "cpu_fixed.h"
+#undef NAME
+#undef LANES
+#undef VNNI
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define NAME(x) x##_avx2
+#define LANES 8
+#define VNNI 0
+#include "cpu_fixed.h"
+#undef NAME
+#undef LANES
+#undef VNNI
+#pragma GCC pop_options
+
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define NAME(x) x##_avx512
@@ -221,6 +293,26 @@ typedef struct {
 #include "cpu_body.h"
 
 static const kernels *active = &kernels_base;
+static const fixed_kernels *fixed; /* NULL = there are none here */
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static int has_avx2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+static int has_avx_vnni(void) { /* which compilers do not all know by name */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+}
+#endif
 
 /* ---- entry points ------------------------------------------------------------------------------------------ */
 
@@ -245,20 +337,34 @@ void kv_grids(const int8_t *const *given) { memcpy(grids, given, sizeof grids); 
 
 /* Choose the instruction set ("" = the best here) and start the workers. Returns its name, NULL if unknown here. */
 const char *kv_init(int threads, const char *isa) {
-    const kernels *choice = NULL;
+    const struct {
+        int here;
+        const char *name;
+        const kernels *all;
+        const fixed_kernels *products;
+    } *choice, choices[] = {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && (!*isa || !strcmp(isa, "avx512"))) choice = &kernels_avx512;
-    else if (avx2 && (!*isa || !strcmp(isa, "avx2"))) choice = &kernels_avx2;
+        {has_avx512() && __builtin_cpu_supports("avx512vnni"), "avx512vnni", &kernels_avx512, &fixed_avx512vnni},
+        {has_avx512(), "avx512", &kernels_avx512, &fixed_avx2},
+        {has_avx2() && has_avx_vnni(), "avxvnni", &kernels_avx2, &fixed_avxvnni},
+        {has_avx2(), "avx2", &kernels_avx2, &fixed_avx2},
 #endif
-    if (!choice && (!*isa || !strcmp(isa, "base"))) choice = &kernels_base;
-    if (!choice) return NULL;
-    active = choice;
+        {1, "base", &kernels_base, NULL},
+    };
+    size_t count = sizeof choices / sizeof *choices;
+    for (choice = choices; choice < choices + count; choice++)
+        if (choice->here && (!*isa || !strcmp(isa, choice->name))) break;
+    if (choice == choices + count) return NULL;
+    active = choice->all, fixed = choice->products;
     start_threads(threads);
-    return active->name;
+    return choice->name;
+}
+
+/* Whether matrices of that format are interleaved here. */
+int kv_interleaves(int64_t format) {
+#define IS(upper, lower, id, elements, size, bits, offset, halves, bytes, sixteens) || format == id
+    return fixed && (0 INTERLEAVED(IS));
+#undef IS
 }
 
 /* Threads that may take part in a call. */
@@ -267,7 +373,17 @@ int kv_threads(void) { return (int)pool.tuner.limit; }
 /* y[m, 0..n) = x[m, 0..k) . W^T (+ y when accumulate) for the stacked rows of `n_weights` matrices. */
 void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
                int64_t ldy, int64_t accumulate) {
-    active->matmul(w, n_weights, x, m, k, ldx, y, ldy, accumulate);
+    for (int64_t first = 0, end; first < n_weights; first = end) { /* a run of those that are computed alike */
+        int64_t rows = w[first].rows;
+        for (end = first + 1; end < n_weights && w[end].interleaved == w[first].interleaved; end++) rows += w[end].rows;
+        if (w[first].interleaved)
+            for (int64_t i = 0; i < m; i += FIXED_SLAB)
+                fixed->matmul(w + first, end - first, x + i * ldx, m - i < FIXED_SLAB ? m - i : FIXED_SLAB, k, ldx, y + i * ldy,
+                              ldy, accumulate);
+        else
+            active->matmul(w + first, end - first, x, m, k, ldx, y, ldy, accumulate);
+        y += rows;
+    }
 }
 
 /* y[p, 0..n) = x[p / each, 0..k) . W^T for the stacked rows of the matrices of expert ids[p], which are `n_weights` from
@@ -290,7 +406,7 @@ void kv_mix(const float *y, const float *weights, int64_t t, int64_t n, int64_t 
 
 /* out[i] = scale * row ids[i] of the matrix, decoded to float32. */
 void kv_rows(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
-    active->rows(w, ids, n, k, scale, out);
+    (w->interleaved ? fixed->rows : active->rows)(w, ids, n, k, scale, out);
 }
 
 /* y[i] = (x[i] - m) / sqrt(mean((x[i] - m)^2) + eps) * weight + bias for n rows of length d; m is 0, or where `centred` the

@@ -1,0 +1,374 @@
+/* Products of interleaved weights with rows in fixed point, for one instruction set. Included by cpu.c with NAME(x), LANES
+ * (weight rows per vector: 16 or 8) and VNNI (whether bytes are multiplied, four at a time, or numbers of 16 bits) defined.
+ *
+ * A row of x is cut into blocks of 32, which are whole multiples, of 15 bits and a sign, of a scale of their own. Sums of
+ * codes times multiples are exact integers, so their order does not matter, and neither does the instruction set; what is
+ * float32 is one fixed sequence for each output, block by block (for Q6_K, whose scales are of 16 columns, half by half):
+ *     acc = fma(sum of codes * multiples, weight scale * row scale, acc)
+ *     acc = fma(weight minimum, row scale * sum of multiples, acc)      of formats with a minimum */
+
+#define qv NAME(qv)
+#define fv NAME(fv)
+#define iv NAME(iv)
+typedef uint16_t qv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef float fv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef int32_t iv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define TILE (LANES == 16 ? 8 : 4) /* rows of x whose sums have room in registers */
+#define SIDES (GROUP / LANES)
+
+INLINE fv NAME(madd)(fv a, fv b, fv c) {
+#if LANES == 16
+    return (fv)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (fv)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
+INLINE fv NAME(splat)(float x) { return x - (fv){0}; }
+
+INLINE fv NAME(halves)(const uint8_t *p) {
+#if LANES == 16
+    return (fv)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    return (fv)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#endif
+}
+
+INLINE fv NAME(small)(const uint8_t *p, int is_signed) {
+#if LANES == 16
+    __m128i b = _mm_loadu_si128((const __m128i *)p);
+    return (fv)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(b) : _mm512_cvtepu8_epi32(b));
+#else
+    __m128i b = _mm_loadl_epi64((const __m128i *)p);
+    return (fv)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
+#endif
+}
+
+/* ---- weights ----------------------------------------------------------------------------------------------------------- */
+
+typedef struct { /* what stands at the head of an interleaved block, of the rows of one side */
+    fv d, m;
+    uint8_t scales[8 * GROUP], mins[8 * GROUP]; /* of formats with 12 bytes of them */
+    const uint8_t *bytes;                       /* of formats with a byte for each scale */
+} NAME(fixed_head);
+
+INLINE void NAME(read_head)(const uint8_t *b, int side, int halves, int bytes, NAME(fixed_head) *h) {
+    h->d = NAME(halves)(b + 2 * LANES * side);
+    if (halves == 2) h->m = NAME(halves)(b + 2 * GROUP + 2 * LANES * side);
+    h->bytes = b + 2 * GROUP * halves + LANES * side;
+    if (bytes == 12) {
+        typedef uint16_t v64 __attribute__((vector_size(64), aligned(1), may_alias));
+        const v64 *s = (const v64 *)(b + 2 * GROUP * halves);
+        *(v64 *)h->scales = s[0] & 0x3f3f, *(v64 *)h->mins = s[1] & 0x3f3f;
+        *(v64 *)(h->scales + 4 * GROUP) = (s[2] & 0x0f0f) | (s[0] >> 2 & 0x3030);
+        *(v64 *)(h->mins + 4 * GROUP) = (s[2] >> 4 & 0x0f0f) | (s[1] >> 2 & 0x3030);
+    }
+}
+
+/* Scale and minimum (0 = none) of columns 32 * part on; for scales of 16 columns, of those from there or from the middle on. */
+INLINE void NAME(fixed_scales)(const NAME(fixed_head) *h, int side, int part, int half, int halves, int bytes, fv *scale, fv *min) {
+    if (bytes == 12) {
+        *scale = h->d * NAME(small)(h->scales + GROUP * part + LANES * side, 0);
+        *min = -(h->m * NAME(small)(h->mins + GROUP * part + LANES * side, 0));
+        return;
+    }
+    *scale = h->d;
+    if (bytes) *scale = h->d * NAME(small)(h->bytes + GROUP * (2 * part + half), 1);
+    if (halves == 2) *min = h->m;
+    else *min = (fv){0};
+}
+
+INLINE void NAME(unpack)(const uint8_t *p, int bits, qv *u) {
+    if (bits == 8) {
+        for (int j = 0; j < 8; j++) u[j] = *(const qv *)(p + 64 * j);
+        return;
+    }
+    for (int j = 0; j < 4; j++) {
+        qv both = *(const qv *)(p + 64 * j);
+        u[j] = both & 0x0f0f, u[j + 4] = both >> 4 & 0x0f0f;
+    }
+    if (bits == 5) {
+        qv high = *(const qv *)(p + 256);
+        UNROLL for (int j = 0; j < 8; j++) u[j] |= (j <= 4 ? high << (4 - j) : high >> (j - 4)) & 0x1010;
+    }
+    if (bits == 6)
+        UNROLL for (int j = 0; j < 8; j++) {
+            qv high = *(const qv *)(p + 256 + 64 * (j / 4));
+            u[j] |= (j % 4 < 3 ? high << (4 - 2 * (j % 4)) : high >> 2) & 0x3030;
+        }
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------------- */
+
+INLINE iv NAME(four)(const void *p) { /* four bytes, in every lane */
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return bits - (iv){0};
+}
+
+#if VNNI
+INLINE iv NAME(dot4)(iv sum, qv codes, iv x) {
+#if LANES == 16
+    return (iv)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#else
+    return (iv)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#endif
+}
+#define CODES 8
+
+/* sums[r] = codes, each less `offset`, times the multiples of row r, over the j-th to the last of eight times four columns;
+ * starts[r]: minus the sum of those multiples. Sums of different rows are in flight at once; of few rows, of both bytes. */
+INLINE void NAME(sums)(const qv *u, const kv_fixed *x, int64_t pitch, int j, int end, int offset, const iv *starts, iv *sums, int rows) {
+    iv low[4] = {0};
+    const int apart = rows <= 4;
+    UNROLL for (int r = 0; r < rows; r++) {
+        if (offset == 128) sums[r] = starts[r];
+        else sums[r] = (iv){0};
+    }
+    UNROLL for (int i = j; i < end; i++)
+        UNROLL for (int r = 0; r < rows; r++) {
+            sums[r] = NAME(dot4)(sums[r], u[i], NAME(four)(x[r * pitch].high + 4 * i));
+            if (apart) low[r] = NAME(dot4)(low[r], u[i], NAME(four)(x[r * pitch].low + 4 * i));
+        }
+    UNROLL for (int r = 0; r < rows; r++) {
+        sums[r] <<= 7;
+        if (offset && offset < 128) sums[r] += starts[r] * offset;
+        if (apart) sums[r] += low[r];
+    }
+    if (!apart)
+        UNROLL for (int i = j; i < end; i++)
+            UNROLL for (int r = 0; r < rows; r++) sums[r] = NAME(dot4)(sums[r], u[i], NAME(four)(x[r * pitch].low + 4 * i));
+}
+
+INLINE void NAME(widen)(const qv *u, qv *out) { memcpy(out, u, 8 * sizeof(qv)); }
+#else
+INLINE iv NAME(dot2)(qv codes, iv x) {
+#if LANES == 16
+    return (iv)_mm512_madd_epi16((__m512i)codes, (__m512i)x);
+#else
+    return (iv)_mm256_madd_epi16((__m256i)codes, (__m256i)x);
+#endif
+}
+#define CODES 16
+
+INLINE void NAME(sums)(const qv *u, const kv_fixed *x, int64_t pitch, int j, int end, int offset, const iv *starts, iv *sums, int rows) {
+    UNROLL for (int r = 0; r < rows; r++) {
+        if (offset) sums[r] = starts[r] * offset;
+        else sums[r] = (iv){0};
+    }
+    UNROLL for (int i = 2 * j; i < 2 * end; i++)
+        UNROLL for (int r = 0; r < rows; r++) sums[r] += NAME(dot2)(u[i], NAME(four)(x[r * pitch].pairs + 2 * i));
+}
+
+INLINE void NAME(widen)(const qv *u, qv *out) { /* 16 bits: columns 0 and 2 of four, then 1 and 3 */
+    for (int j = 0; j < 8; j++) out[2 * j] = u[j] & 0x00ff, out[2 * j + 1] = u[j] >> 8;
+}
+#endif
+
+/* One side of a group of weight rows times `rows` rows of x, which are `pitch` blocks apart. */
+INLINE void NAME(fixed_tile)(const uint8_t *w, int side, const kv_fixed *x, int64_t pitch, int64_t blocks, fv *out, int rows, int elements,
+                       int size, int bits, int offset, int halves, int bytes, int sixteens) {
+    fv acc[TILE] = {0};
+    const kv_fixed *end = x + blocks;
+    for (; x < end; w += GROUP * size) {
+        NAME(fixed_head) h;
+        NAME(read_head)(w, side, halves, bytes, &h);
+        const uint8_t *codes = w + GROUP * (2 * halves + bytes) + 4 * LANES * side;
+        for (int part = 0; part < elements / 32; part++, x++) {
+            fv scale[2], min;
+            qv u[8], wide[CODES];
+            NAME(unpack)(codes + part * 64 * bits, bits, u);
+            NAME(widen)(u, wide);
+            for (int half = 0; half < 1 + sixteens; half++)
+                NAME(fixed_scales)(&h, side, part, half, halves, bytes, scale + half, &min);
+            UNROLL for (int half = 0; half < 1 + sixteens; half++) {
+                iv starts[TILE], sums[TILE];
+                UNROLL for (int r = 0; r < rows && offset; r++) {
+                    const kv_fixed *xr = x + r * pitch;
+                    starts[r] = NAME(four)(sixteens && !half ? &xr->less_first : &xr->less);
+                    if (half) starts[r] -= NAME(four)(&xr->less_first);
+                }
+                NAME(sums)(wide, x, pitch, 4 * half, sixteens ? 4 * half + 4 : 8, offset, starts, sums, rows);
+                UNROLL for (int r = 0; r < rows; r++)
+                    acc[r] = NAME(madd)(__builtin_convertvector(sums[r], fv), scale[half] * x[r * pitch].scale, acc[r]);
+            }
+            UNROLL for (int r = 0; r < rows && halves == 2; r++) acc[r] = NAME(madd)(min, NAME(splat)(x[r * pitch].sum), acc[r]);
+        }
+    }
+    for (int r = 0; r < rows; r++) out[r] = acc[r];
+}
+
+typedef void (*NAME(fixed_tile_fn))(const uint8_t *, int, const kv_fixed *, int64_t, int64_t, fv *);
+typedef struct {
+    NAME(fixed_tile_fn) tiles[3]; /* of 1, 4 and, where there is room, 8 rows */
+    void (*decode)(const uint8_t *, int, int64_t, float, float *);
+} NAME(fixed_ops);
+
+/* Row `row` of a group, times `factor`. */
+INLINE void NAME(decode_row)(const uint8_t *w, int row, int64_t k, float factor, float *out, int elements, int size, int bits,
+                             int offset, int halves, int bytes, int sixteens) {
+    int side = row / LANES, lane = row % LANES;
+    for (const float *end = out + k; out < end; w += GROUP * size) {
+        NAME(fixed_head) h;
+        NAME(read_head)(w, side, halves, bytes, &h);
+        for (int part = 0; part < elements / 32; part++, out += 32) {
+            qv u[8];
+            NAME(unpack)(w + GROUP * (2 * halves + bytes) + part * 64 * bits + 4 * LANES * side, bits, u);
+            for (int half = 0; half < 2; half++) {
+                fv scale, min;
+                NAME(fixed_scales)(&h, side, part, sixteens ? half : 0, halves, bytes, &scale, &min);
+                float d = scale[lane], m = min[lane];
+                for (int i = 16 * half; i < 16 * half + 16; i++) {
+                    float code = (float)(((const uint8_t *)(u + i / 4))[4 * lane + i % 4] - offset);
+                    out[i] = (code * d + m) * factor;
+                }
+            }
+        }
+    }
+}
+
+#define ROWS(n, lower, ...)                                                                                                     \
+    static void NAME(tile##n##_##lower)(const uint8_t *w, int side, const kv_fixed *x, int64_t pitch, int64_t blocks, fv *out) { \
+        NAME(fixed_tile)(w, side, x, pitch, blocks, out, n, __VA_ARGS__);                                                       \
+    }
+#if LANES == 16
+#define MANY_ROWS(lower, ...) ROWS(8, lower, __VA_ARGS__)
+#define TILES(lower) {NAME(tile1_##lower), NAME(tile4_##lower), NAME(tile8_##lower)}
+#else
+#define MANY_ROWS(lower, ...)
+#define TILES(lower) {NAME(tile1_##lower), NAME(tile4_##lower)}
+#endif
+#define FORMAT(upper, lower, id, elements, size, bits, offset, halves, bytes, sixteens)                                          \
+    ROWS(1, lower, elements, size, bits, offset, halves, bytes, sixteens)                                                        \
+    ROWS(4, lower, elements, size, bits, offset, halves, bytes, sixteens)                                                        \
+    MANY_ROWS(lower, elements, size, bits, offset, halves, bytes, sixteens)                                                      \
+    static void NAME(row_##lower)(const uint8_t *w, int row, int64_t k, float factor, float *out) {                              \
+        NAME(decode_row)(w, row, k, factor, out, elements, size, bits, offset, halves, bytes, sixteens);                         \
+    }
+INTERLEAVED(FORMAT)
+#undef FORMAT
+
+static const NAME(fixed_ops) *NAME(fixed_of)(int64_t format) {
+#define OPS(upper, lower, id, elements, size, bits, offset, halves, bytes, sixteens) \
+    [id] = {TILES(lower), NAME(row_##lower)},
+    static const NAME(fixed_ops) table[] = {INTERLEAVED(OPS)};
+#undef OPS
+    return table + format;
+}
+
+/* ---- rows of x --------------------------------------------------------------------------------------------------------- */
+
+static void NAME(to_fixed)(const float *x, int64_t k, kv_fixed *out) {
+    for (int64_t i = 0; i < k; i += 32, out++) {
+        uint32_t bits, most = 0;
+        int32_t n[32], sums[2] = {0, 0};
+        for (int j = 0; j < 32; j++) memcpy(&bits, x + i + j, 4), bits &= 0x7fffffff, most = bits > most ? bits : most;
+        float largest = bits_f32(most), factor = FIXED_MOST / largest; /* NaN is the largest of all: sums are NaN then */
+        if (largest < FIXED_LEAST) largest = 0, factor = 0;
+        for (int j = 0; j < 32; j++) n[j] = (int32_t)(x[i + j] * factor + 12582912.0f - 12582912.0f);
+        if (!(largest < INFINITY)) memset(n, 0, sizeof n), largest = NAN;
+        for (int j = 0; j < 16; j++) sums[0] += n[j], sums[1] += n[j + 16];
+#if VNNI
+        for (int j = 0; j < 32; j++) {
+            int32_t high = (n[j] + 64) >> 7;
+            out->high[j] = (int8_t)high, out->low[j] = (int8_t)(n[j] - high * 128);
+        }
+#else
+        for (int j = 0; j < 32; j++) out->pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = (int16_t)n[j];
+#endif
+        out->scale = largest / FIXED_MOST;
+        out->sum = out->scale * (float)(sums[0] + sums[1]);
+        out->less = -sums[0] - sums[1], out->less_first = -sums[0];
+    }
+}
+
+typedef struct {
+    const kv_weight *w;
+    int64_t m, k, ldx, ldy, accumulate, groups, groups_per_task;
+    const float *x;
+    float *y;
+    kv_fixed *fixed; /* [m, k / 32] */
+} NAME(fixed_args);
+
+static void NAME(to_fixed_task)(void *arg, int64_t task, int thread) {
+    const NAME(fixed_args) *a = arg;
+    (void)thread;
+    for (int64_t m = task * FIXED_ROWS; m < a->m && m < (task + 1) * FIXED_ROWS; m++)
+        NAME(to_fixed)(a->x + m * a->ldx, a->k, a->fixed + m * (a->k / 32));
+}
+
+INLINE void NAME(put_side)(const NAME(fixed_args) *a, int64_t m, int64_t column, int64_t left, fv sums) {
+    float *y = a->y + m * a->ldy + column;
+    if (left >= LANES) {
+        if (a->accumulate) sums += *(const fv *)y;
+        *(fv *)y = sums;
+    } else {
+        for (int64_t i = 0; i < left; i++) y[i] = a->accumulate ? y[i] + sums[i] : sums[i];
+    }
+}
+
+/* Some groups of weight rows times all rows of x. */
+static void NAME(fixed_task)(void *arg, int64_t task, int thread) {
+    const NAME(fixed_args) *a = arg;
+    int64_t blocks = a->k / 32, first = task * a->groups_per_task, last = first + a->groups_per_task;
+    if (last > a->groups) last = a->groups;
+    (void)thread;
+    for (int64_t m = 0; m < a->m;) {
+        int64_t left = a->m - m;
+        int size = left == 1 ? 0 : left > 4 && TILE > 4 ? 2 : 1, most = size ? 2 << size : 1, rows = left < most ? (int)left : most;
+        const kv_weight *w = a->w;
+        int64_t group = first, column = 0; /* of the first row of `w` among all stacked ones */
+        for (; group >= (w->rows + GROUP - 1) / GROUP; w++) group -= (w->rows + GROUP - 1) / GROUP, column += w->rows;
+        for (int64_t g = first; g < last; g++) {
+            const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
+            for (int side = 0; side < SIDES; side++) {
+                fv sums[TILE];
+                int64_t row = group * GROUP + side * LANES;
+                ops->tiles[size](w->blocks + group * GROUP * w->row_bytes, side, a->fixed + m * blocks, blocks, blocks, sums);
+                for (int r = 0; r < rows; r++) NAME(put_side)(a, m + r, column + row, w->rows - row, sums[r]);
+            }
+            if (++group * GROUP >= w->rows) column += w->rows, group = 0, w++;
+        }
+        m += rows;
+    }
+}
+
+static void NAME(fixed_matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
+                               int64_t ldy, int64_t accumulate) {
+    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows((m + TILE) * (k / 32))};
+    for (int64_t i = 0; i < n_weights; i++) a.groups += (w[i].rows + GROUP - 1) / GROUP;
+    a.groups_per_task = a.groups / (pool.tuner.limit * 8);
+    if (a.groups_per_task < 1) a.groups_per_task = 1;
+    parallel((m + FIXED_ROWS - 1) / FIXED_ROWS, NAME(to_fixed_task), &a);
+    parallel((a.groups + a.groups_per_task - 1) / a.groups_per_task, NAME(fixed_task), &a);
+}
+
+static void NAME(fixed_decode)(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
+    const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
+    for (int64_t i = 0; i < n; i++)
+        ops->decode(w->blocks + ids[i] / GROUP * GROUP * w->row_bytes, (int)(ids[i] % GROUP), k, scale, out + i * k);
+}
+
+static const fixed_kernels NAME(fixed) = {
+#if VNNI
+    LANES == 16 ? "avx512vnni" : "avxvnni",
+#else
+    LANES == 16 ? "avx512" : "avx2",
+#endif
+    NAME(fixed_matmul), NAME(fixed_decode),
+};
+
+#undef qv
+#undef fv
+#undef iv
+#undef INLINE
+#undef UNROLL
+#undef TILE
+#undef ROWS
+#undef MANY_ROWS
+#undef TILES
+#undef SIDES
+#undef CODES
