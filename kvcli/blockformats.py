@@ -112,5 +112,8 @@ FORMATS: dict[str, BlockFormat] = {
     "NVFP4": BlockFormat(40, 64, 36, Form(OF_16, E4M3, table="DOUBLED_E2M1")),
     "Q1_0": BlockFormat(41, 128, 18, Form(1, D, offset=1, span=4)),
 }
+INTERLEAVED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Formats of which a CPU keeps `INTERLEAVED_ROWS` rows side by side: see kernels/cpu/cpu_interleave.h."""
+INTERLEAVED_ROWS = 16
 FORMS = {name: row.form for name, row in FORMATS.items() if row.form is not None}
 WEIGHT_FORMATS = tuple(FORMS)

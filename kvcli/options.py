@@ -41,7 +41,7 @@ class LoadOptions:
     memory_limit: str | None = None  # most memory of the process, as --vram-limit takes it; None = what is free
     device: str = "auto"  # "auto" = the first GPU that can be used, else the CPU; "cpu", "cuda", "cuda:1"
     quantize: str = ""  # what the matrices of a folder are packed as: a key of FORMATS; "" = as they are
-    exact: bool = False  # on a GPU: 16-bit activations in every product, tokens without the 8-bit kernels
+    exact: bool = False  # activations of products: 16 bits throughout on a GPU, float32 on a CPU
     chat_anyway: bool = False  # take the architecture's chat template where the file has none
     chat: ChatOptions = MODELS_OWN
     lora: tuple[LoraOption, ...] = ()  # what is added to the weights

@@ -53,7 +53,7 @@ def load(
     window, keep: how many of the recent and of the first tokens stay then.
     device: "auto", "cpu", "cuda" or "cuda:N".
     threads: most threads of a CPU; 0 = one for each physical core.
-    exact: on a GPU, 16-bit activations throughout.
+    exact: activations of products are not rounded: on a GPU 16 bits throughout, on a CPU float32.
     lora: LoRA adapters, "FILE" or "FILE:SCALE", one or several, which are added to the weights.
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.

@@ -16,7 +16,7 @@
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
-`place(matrices, paired)` and `place_experts(matrices, paired)` take matrices to where the backend computes, and
+`place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, and `place_experts(matrices, paired)` take matrices to where the backend computes, and
 `device` is where that is; `arithmetic` says what decides the last bits, in words that change with them;
 `sums_by_page`: whether the size of pages does, too. `attend` is all that a layer does with its cache (see attend.py),
 `experts` a whole mixture of experts (experts.py); on a CPU they are written in more operations, on a GPU kernels do
@@ -71,11 +71,12 @@ def on_host(ops: Backend, threads: int) -> HostBackend:
     return ops if isinstance(ops, (NativeBackend, ReferenceBackend)) else _cpu_backend("auto", threads)[0]
 
 
-def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]:
+def backend(name: str, threads: int, device: str = "cpu", exact: bool = False) -> tuple[Backend, str]:
     """The backend of that name, and a notice ("" = nothing to say).
 
     `device`: "cpu", or a GPU as torch writes it, which has one backend. "auto" takes the compiled CPU kernels; if they
-    are missing it takes the reference and the notice says why.
+    are missing it takes the reference and the notice says why. `exact`: on a CPU, rows of products are float32, not
+    rounded (see reference/fixed.py).
     Raises UsageError for an unknown name or instruction set (KV_CPU_ISA), and KVError if "native" was asked for and is
     not there.
     """
@@ -88,15 +89,15 @@ def backend(name: str, threads: int, device: str = "cpu") -> tuple[Backend, str]
 
         torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
         return GpuBackend(torch.device(device)), ""
-    return _cpu_backend(name, threads)
+    return _cpu_backend(name, threads, exact)
 
 
-def _cpu_backend(name: str, threads: int) -> tuple[HostBackend, str]:
+def _cpu_backend(name: str, threads: int, exact: bool = False) -> tuple[HostBackend, str]:
     if name == "reference":
         return ReferenceBackend(threads), ""
     isa = asked_isa()
     try:
-        return NativeBackend(threads, isa), ""
+        return NativeBackend(threads, isa, exact), ""
     except KVError as e:
         if name == "native" or isinstance(e, UsageError):
             raise

@@ -409,6 +409,33 @@ def test_workspace_grows_with_rows() -> None:
 
 @pytest.mark.models
 @pytest.mark.parametrize("fixture", ["smollm2_path", "gemma3_path"])
+def test_interleaved_weights_are_counted_as_the_engine_keeps_them(fixture: str, request: pytest.FixtureRequest) -> None:
+    """Matrices of the loaded model and the file's vectors add up to `packed`, decoded vectors to `copies`."""
+    import torch
+
+    from kvcli import kernels
+    from kvcli.kernels.cpu.interleaved import Interleaved
+    from kvcli.runtime.formats.gguf import GGUFFile
+    from kvcli.runtime.model.archs import from_gguf
+    from kvcli.runtime.model.loading import load
+    from kvcli.runtime.model.weights import Weights
+
+    file = GGUFFile.open(request.getfixturevalue(fixture))
+    model_config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    ops = kernels.backend("auto", 1)[0]
+    if getattr(ops, "exact", True):
+        pytest.skip("nothing is interleaved on this processor")
+    counted = footprint.weights_of_tensors(file.tensors, model_config, CPU)
+    values = list(_reachable(load(model_config, Weights(file), ops)))
+    matrices = {x.blocks.data_ptr(): x.nbytes for x in values if isinstance(x, Interleaved)}
+    vectors = {x.data_ptr(): 4 * x.numel() for x in values if isinstance(x, torch.Tensor)}
+    in_file = sum(t.nbytes for t in file.tensors.values() if len(t.shape) == 1)
+    assert counted.packed == sum(matrices.values()) + in_file
+    assert counted.copies == sum(vectors.values())
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("fixture", ["smollm2_path", "gemma3_path"])
 def test_weights_are_counted_as_the_engine_keeps_them(fixture: str, request: pytest.FixtureRequest) -> None:
     """Every tensor of the loaded model: mapped ones add up to `packed`, all others to `copies`."""
     import torch
@@ -423,7 +450,7 @@ def test_weights_are_counted_as_the_engine_keeps_them(fixture: str, request: pyt
     path: Path = request.getfixturevalue(fixture)
     file = GGUFFile.open(path)
     model_config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
-    counted = footprint.weights_of_tensors(file.tensors, model_config, CPU)
+    counted = footprint.weights_of_tensors(file.tensors, model_config, CPU, interleaved=False)
     mapped = {file.data(name).ctypes.data: t.nbytes for name, t in file.tensors.items()}
     model = load(model_config, Weights(file), kernels.backend("reference", 1)[0])
     kept: dict[int, int] = {}

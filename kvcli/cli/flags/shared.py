@@ -161,7 +161,7 @@ class ModelFlags:
     ] = "auto"
     exact: Annotated[
         bool,
-        _model("--exact", help="On a GPU: keep activations in 16 bits (slower). A CPU always computes in float32."),
+        _model("--exact", help="Do not round activations to 8 bits (GPU) or 15 bits (CPU) in products; slower."),
     ] = False
     quantize: Annotated[
         str | None,

@@ -18,17 +18,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kvcli.blockformats import FORMATS
+from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
-from kvcli.kernels.cpu.interleaved import GROUP, Interleaved
+from kvcli.kernels.cpu.interleaved import Interleaved
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.experts import experts
 from kvcli.kernels.grids import grids
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, place_experts
-from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes
+from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
 
@@ -125,7 +125,7 @@ def library() -> ctypes.CDLL:
     lib.kv_init.argtypes, lib.kv_init.restype = [c_int, c_char_p], c_char_p
     lib.kv_has_codec.argtypes, lib.kv_has_codec.restype = [c_void_p], c_int
     lib.kv_block.argtypes, lib.kv_block.restype = [c_int64], c_int64
-    lib.kv_interleaves.argtypes, lib.kv_interleaves.restype = [c_int64], c_int
+    lib.kv_has_fixed.argtypes, lib.kv_has_fixed.restype = [], c_int
     lib.kv_grids.argtypes, lib.kv_grids.restype = [c_void_p], None
     lib.kv_grids((c_void_p * len(grids()))(*(grid.ctypes.data for grid in grids().values())))
     for name, arguments in _SIGNATURES.items():
@@ -151,7 +151,7 @@ def asked_isa() -> str:
 
 def _weight(w: Matrix) -> _Weight:
     interleaved = isinstance(w, Interleaved)
-    row_bytes = w.blocks.stride(0) // (GROUP if interleaved else 1)
+    row_bytes = w.blocks.stride(0) // (INTERLEAVED_ROWS if interleaved else 1)
     return _Weight(w.blocks.data_ptr(), w.rows, row_bytes, FORMATS[w.type].id, interleaved)
 
 
@@ -213,6 +213,7 @@ class NativeBackend:
 
     name: Literal["native"] = "native"
     device = torch.device("cpu")
+    place_rows = staticmethod(place)
     place_experts = staticmethod(place_experts)
 
     def __init__(self, threads: int, isa: str = "", exact: bool = False) -> None:
@@ -222,7 +223,7 @@ class NativeBackend:
             raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
         self.sums_by_page = True
-        self.exact = exact or not self._lib.kv_interleaves(FORMATS["Q8_0"].id)
+        self.exact = exact or not self._lib.kv_has_fixed()
         self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
 
@@ -243,16 +244,14 @@ class NativeBackend:
         return tuple(map(self._placed, weights))
 
     def _placed(self, w: QuantTensor) -> Matrix:
-        if self.exact or not self._lib.kv_interleaves(FORMATS[w.type].id):
+        if self.exact or w.type not in INTERLEAVED:
             return w
-        row_bytes = w.blocks.shape[1]
-        blocks = torch.empty(-(-w.rows // GROUP), GROUP * row_bytes, dtype=torch.uint8)
+        groups = -(-w.rows // INTERLEAVED_ROWS)
+        blocks = torch.empty(groups, INTERLEAVED_ROWS * w.blocks.shape[1], dtype=torch.uint8)
         self._lib.kv_interleave(_weights([w]), w.cols, blocks.data_ptr())
         return Interleaved(w.type, blocks, w.rows, w.cols, w.changes)
 
-    def matmul(
-        self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None) -> torch.Tensor:
         table, (m, k) = self._table(weights), x.shape
         out = torch.empty(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
         self._lib.kv_matmul(

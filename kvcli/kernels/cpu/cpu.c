@@ -360,12 +360,8 @@ const char *kv_init(int threads, const char *isa) {
     return choice->name;
 }
 
-/* Whether matrices of that format are interleaved here. */
-int kv_interleaves(int64_t format) {
-#define IS(upper, lower, id, elements, size, bits, offset, halves, bytes, sixteens) || format == id
-    return fixed && (0 INTERLEAVED(IS));
-#undef IS
-}
+/* Whether there are products of interleaved matrices here. */
+int kv_has_fixed(void) { return fixed != NULL; }
 
 /* Threads that may take part in a call. */
 int kv_threads(void) { return (int)pool.tuner.limit; }

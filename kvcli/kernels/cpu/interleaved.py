@@ -8,13 +8,13 @@ import torch
 
 from kvcli.kernels.reference.matmul import LowRank
 
-GROUP = 16  # rows side by side
-
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A weight matrix [rows, cols] of GGML type `type`: `blocks` uint8 [ceil(rows / 16), 16 * row bytes]. `changes`: see
-    `QuantTensor`."""
+    """A weight matrix [rows, cols] of GGML type `type`: `blocks` uint8 [ceil(rows / 16), 16 * row bytes].
+
+    `changes`: see `QuantTensor`.
+    """
 
     type: str
     blocks: torch.Tensor

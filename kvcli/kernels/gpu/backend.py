@@ -73,6 +73,8 @@ class GpuBackend:
         self._most = max(self._most, *map(expand.room_for, matrices))
         return matrices
 
+    place_rows = place
+
     @cached_property
     def _room(self) -> torch.Tensor:
         """For expanded weights; one for all, also for graphs, whose buffers never move. Made when all are placed."""

@@ -29,7 +29,7 @@ class ReferenceBackend:
     arithmetic = "cpu reference exact products"
     sums_by_page = True
     device = torch.device("cpu")
-    place = staticmethod(place)
+    place = place_rows = staticmethod(place)
     place_experts = staticmethod(place_experts)
     route = staticmethod(route)
     mix = staticmethod(mix)

@@ -4,8 +4,8 @@ A block of 32 numbers of a row becomes whole multiples, up to `MOST`, of a scale
 element is off by at most 1/32,000 of the largest one beside it. Its product with packed weights is then a sum of
 integers, times scales.
 
-Rows of 8 bits, as llama.cpp rounds them (Q8_0, Q8_K), were not good enough: predictions of SmolLM2 135M then have a mean
-KL divergence of 0.0027 from those of float32.
+Rows of 8 bits were not good enough: predictions of SmolLM2 135M then have a mean KL divergence of 0.0027 from those of
+float32, with 15 bits of 0.0000006.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ LEAST = 1e-30  # a largest number below it counts as zero
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """float32 [T, K], K a multiple of 32 -> float64 [T, K]: what its rows are in fixed point. Blocks with an infinity or
-    a NaN are NaN."""
+    """float32 [T, K], K a multiple of 32 -> float64 [T, K]: what its rows are in fixed point.
+
+    Blocks with an infinity or a NaN are NaN.
+    """
     blocks = x.unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     factor = torch.where(largest < LEAST, 0.0, torch.full_like(largest, MOST) / largest)  # not times a reciprocal

@@ -60,13 +60,15 @@ class LoadedModel:
         self.threads = load.threads or physical_cores()
         if self.device.kind == CPU:
             self._note(too_many(self.threads))
-        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind, self.adapters)
+        ops = self._on_cpu(load) if self.device.kind == CPU else None
+        interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
+        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind, self.adapters, interleaved)
         budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
         self.sampling_defaults = sampling.model_defaults(file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
-        self._read_weights(load, cache)
+        self._read_weights(ops or self._on_gpu(load), cache)
         file.check()
         self.load_s = time.perf_counter() - opened.began
 
@@ -82,10 +84,16 @@ class LoadedModel:
         self._note(device.notice)
         return device
 
-    def _read_weights(self, load: LoadOptions, cache: CacheOptions) -> None:
-        torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
-        ops, notice = kernels.backend(load.backend, self.threads, str(self.device))
+    def _on_cpu(self, load: LoadOptions) -> kernels.Backend:
+        ops, notice = kernels.backend(load.backend, self.threads, exact=load.exact)
         self._note(notice)
+        return ops
+
+    def _on_gpu(self, load: LoadOptions) -> kernels.Backend:
+        return kernels.backend(load.backend, self.threads, str(self.device))[0]
+
+    def _read_weights(self, ops: kernels.Backend, cache: CacheOptions) -> None:
+        torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         self.backend, self.weights = ops.name, Weights(self.file, self.adapters)
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
         if doubt:

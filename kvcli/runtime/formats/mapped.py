@@ -56,6 +56,11 @@ class MappedFile:
             self._truncated = flag
             weakref.finalize(self.buffer, library.kv_forget, flag)
 
+    def release(self) -> None:
+        """Give back the memory of what was read so far; what is read again comes from the file."""
+        if hasattr(self.buffer, "madvise"):
+            self.buffer.madvise(mmap.MADV_DONTNEED)
+
     def check(self) -> None:
         """Raises ModelError if the file was truncated since it was mapped."""
         if self._truncated[0] or self.buffer.size() < self.size:

@@ -68,6 +68,11 @@ class Weights:
         info = self._info(name, shape)
         return ggml.decode(info.type, self._bytes(name)).view(shape).clone()
 
+    def release(self) -> None:
+        """Give back the memory of what was read so far and is kept in another form."""
+        for file in self.file.open_files():
+            file.release()
+
     def embedding(self, config: ModelConfig) -> QuantTensor:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""
         return self.matrix("token_embd.weight", config.vocab_size, config.d_model, padded=True)

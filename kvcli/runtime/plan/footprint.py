@@ -26,6 +26,7 @@ _OF_EXPERTS = re.compile(r"_exps\.|\.experts\.|\.ffn_(gate|up|down)\.\d+\.")
 _ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, and nothing else does
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
+_FIXED_ROWS, _FIXED_BYTES = 256 + 8, 80  # CPU: rows in fixed point that are there at a time, bytes of 32 numbers
 _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
 _GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
@@ -74,11 +75,15 @@ class WeightBytes:
 
 
 def weights_of_tensors(
-    tensors: Mapping[str, Tensor], config: ModelConfig, kind: str, adapters: Sequence[Adapter] = ()
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    kind: str,
+    adapters: Sequence[Adapter] = (),
+    interleaved: bool = True,
 ) -> WeightBytes:
-    """The weights of a file, with adapters. On a CPU it stays mapped, so copies come on top; a GPU gets one form of
-    each."""
-    weights = _weights_on_gpu(tensors, config) if kind != CPU else _weights_on_cpu(tensors, config)
+    """The weights of a file, with adapters. A GPU gets one form of each. On a CPU matrices are `interleaved` where
+    that is worth it; the file stays mapped for the others, so copies of these come on top."""
+    weights = _weights_on_gpu(tensors, config) if kind != CPU else _weights_on_cpu(tensors, config, interleaved)
     if not adapters:
         return weights
     more, copied = (adapterbytes.on_cpu if kind == CPU else adapterbytes.on_gpu)(tensors, config, adapters)
@@ -87,13 +92,16 @@ def weights_of_tensors(
     return replace(weights, packed=packed, copies=copies, read=read, detail=detail)
 
 
-def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> WeightBytes:
+def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interleaved: bool) -> WeightBytes:
     packed = copies = read = 0
     for name, tensor in _run(tensors, config):
-        packed += tensor.nbytes
+        looked_up = name == _ROWS_ALONE or (name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors))
+        size = 0 if looked_up else repacked.interleaved_bytes(tensor.type, tensor.shape, tensor.nbytes)
+        alone = not interleaved or not size
+        packed += tensor.nbytes if alone else size
         if len(tensor.shape) == 1 or name.endswith(".bias"):
             copies += 4 * prod(tensor.shape)
-        elif config.block.rope_pairs and name.endswith((".attn_q.weight", ".attn_k.weight")):
+        elif alone and config.block.rope_pairs and name.endswith((".attn_q.weight", ".attn_k.weight")):
             copies += tensor.nbytes  # rows reordered for half-split RoPE
         read += _bytes_read(name, tensor.nbytes, tensors, config)
     return WeightBytes(packed, copies, read, EXACT, "header")
@@ -142,7 +150,8 @@ def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
     head, 2 with kept rows before evicted ones."""
     width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
-    return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows)
+    fixed = min(rows + 8, _FIXED_ROWS) * _FIXED_BYTES * -(-_longest_row(config) // 32)
+    return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows) + fixed
 
 
 def _beside(config: ModelConfig) -> int:
@@ -150,6 +159,12 @@ def _beside(config: ModelConfig) -> int:
     tokens = 3 * config.n_layers * config.d_token  # projected, looked up, and their sum
     # Streams as they are and predicted, LAuReL and what goes into it.
     return tokens + ((2 * config.altup.streams + 3) * config.d_model if config.altup else 0)
+
+
+def _longest_row(config: ModelConfig) -> int:
+    """Numbers of the longest row that a product reads."""
+    outputs = [_projections(config, layer)[2] for layer in set(config.layers)]
+    return max(config.d_model, _dense_width(config), *outputs)
 
 
 def _angle_bytes(config: ModelConfig, rows: int) -> int:

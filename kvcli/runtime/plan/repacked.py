@@ -1,7 +1,7 @@
-"""How many bytes weights take on a GPU, where they lie in other arrays than in the file. No torch.
+"""How many bytes weights take where they lie in other arrays than in the file. No torch.
 
-The arrays are described in `kvcli/kernels/gpu/formats.py`; this is their size, which a plan needs before anything is
-loaded.
+The arrays are described in `kvcli/kernels/gpu/formats.py` and `kvcli/kernels/cpu/cpu_interleave.h`; this is their size,
+which a plan needs before anything is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from kvcli.blockformats import FORMS
+from kvcli.blockformats import FORMS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.runtime.config import ModelConfig
 
 MOST_HEAD_DIM = 512
@@ -39,3 +39,11 @@ def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:
         return VECTOR_BYTES * prod(shape)
     form = FORMS.get(type_)
     return int(form.bits_per_weight * prod(shape) / 8) if form else in_file
+
+
+def interleaved_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:
+    """Bytes of a matrix on a CPU that interleaves rows, in whole groups; 0 = it stays as in the file."""
+    if type_ not in INTERLEAVED or len(shape) != 2:
+        return 0
+    rows = shape[0]
+    return in_file // rows * (-(-rows // INTERLEAVED_ROWS) * INTERLEAVED_ROWS)

@@ -1,0 +1,106 @@
+"""Products of rows in fixed point with interleaved weights, against their torch reference and float32."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from kernelcases import ISAS, native, one_thread, packed, same_bits
+
+from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
+from kvcli.errors import UsageError
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.interleaved import Interleaved
+from kvcli.kernels.reference.fixed import MOST, fixed_matmul, rounded
+from kvcli.kernels.reference.matmul import QuantTensor, matmul
+
+WITH_FIXED = ISAS[:-1]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def rows_of(m: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Rows with an outlier, a block of zeros and one of nearly nothing."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
+    x[:, 3] *= 50
+    x[0, 32:64], x[-1, k - 32 :] = 0, 1e-36
+    return x
+
+
+def test_rounded_rows_are_near():
+    x = rows_of(4, 256)
+    off = (rounded(x) - x).abs().unflatten(1, (-1, 32)).amax(-1)
+    assert (off <= x.abs().unflatten(1, (-1, 32)).amax(-1) * (0.501 / MOST) + 1e-30).all()
+
+
+@pytest.mark.parametrize("isa", WITH_FIXED)
+@pytest.mark.parametrize("type", INTERLEAVED)
+def test_products_are_the_references_and_rows_do_not_depend_on_each_other(type: str, isa: str):
+    ops = native(isa)
+    k = 3 * FORMATS[type].elements
+    stacked = packed(type, 45, k), packed(type, 5, k, seed=1), packed(type, 32, k, seed=2)
+    placed = ops.place(stacked)
+    assert all(isinstance(w, Interleaved) for w in placed)
+    for m in (1, 2, 4, 5, 8, 13):
+        x = rows_of(m, k)
+        found, wanted = ops.matmul(x, placed), fixed_matmul(x, stacked)
+        size = matmul(x.abs(), [QuantTensor("F32", w.decode().abs().view(torch.uint8), k) for w in stacked])
+        assert ((found - wanted).abs() <= 4e-6 * size).all()
+        assert ((found - matmul(x, stacked)).abs() <= 2e-3 * size + 1e-6).all()
+        alone = torch.cat([ops.matmul(x[i : i + 1], placed) for i in range(m)])
+        assert same_bits(found, alone)
+
+
+@pytest.mark.parametrize("isa", WITH_FIXED)
+@pytest.mark.parametrize("type", INTERLEAVED)
+def test_interleaved_rows_decode_to_the_bit(type: str, isa: str):
+    w = packed(type, 37, 2 * FORMATS[type].elements, wild=True)
+    (placed,) = native(isa).place((w,))
+    assert placed.nbytes == -(-37 // INTERLEAVED_ROWS) * INTERLEAVED_ROWS * w.blocks.shape[1]
+    ids = torch.tensor([36, 0, 16, 15, 31, 0])
+    assert torch.equal(native(isa).rows(placed, ids, 3.0), w.decode()[ids] * 3.0)
+
+
+def test_instruction_sets_and_threads_give_the_same_bits():
+    k, x = 512, rows_of(9, 512)
+    stacked = tuple(packed(type, 48, k) for type in INTERLEAVED)
+    found = []
+    for isa in WITH_FIXED:
+        for threads in (1, 3):
+            with suppress(UsageError):  # this processor lacks it
+                ops = NativeBackend(threads, isa)
+                found.append(ops.matmul(x, ops.place(stacked)))
+    assert all(same_bits(each, found[0]) for each in found[1:])
+
+
+def test_products_add_in_place_beside_matrices_of_other_formats():
+    ops, x = native(), rows_of(3, 256)
+    stacked = packed("Q4_K", 20, 256), packed("F16", 7, 256), packed("Q8_0", 33, 256), packed("IQ4_NL", 16, 256)
+    placed = ops.place(stacked)
+    start = torch.randn(3, 76)
+    wanted = start + torch.cat([(fixed_matmul if w.type in INTERLEAVED else matmul)(x, (w,)) for w in stacked], 1)
+    found = start.clone()
+    assert ops.matmul(x, placed, add_to=found) is found
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_no_number_stays_in_its_row():
+    ops, x = native(), rows_of(3, 64)
+    placed = ops.place((packed("Q8_0", 16, 64),))
+    clean = ops.matmul(x, placed)
+    x[1, 5] = torch.inf
+    found = ops.matmul(x, placed)
+    assert found[1].isnan().all()
+    assert same_bits(found[[0, 2]], clean[[0, 2]])
+
+
+def test_exact_products_take_weights_as_they_are():
+    w = packed("Q4_0", 16, 64)
+    ops = NativeBackend(1, exact=True)
+    assert ops.place((w,)) == (w,)
+    assert ops.arithmetic != native().arithmetic or native().exact
