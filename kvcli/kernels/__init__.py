@@ -16,11 +16,11 @@
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
-`place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, and `place_experts(matrices, paired)` take matrices to where the backend computes, and
-`device` is where that is; `arithmetic` says what decides the last bits, in words that change with them;
-`sums_by_page`: whether the size of pages does, too. `attend` is all that a layer does with its cache (see attend.py),
-`experts` a whole mixture of experts (experts.py); on a CPU they are written in more operations, on a GPU kernels do
-several of their steps at once.
+`place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, and `place_experts(matrices,
+paired)` take matrices to where the backend computes, and `device` is where that is; `arithmetic` says what decides the
+last bits, in words that change with them; `sums_by_page`: whether the size of pages does, too. `attend` is all that a
+layer does with its cache (see attend.py), `experts` a whole mixture of experts (experts.py); on a CPU they are written
+in more operations, on a GPU kernels do several of their steps at once.
 
 | on a CPU | shapes |
 |---|---|
