@@ -56,7 +56,9 @@ def verify(engine: Engine, tokens: int) -> Verification:
         peak = max(1, peak_on_card(index, engine.loaded.cards_before[index].free))
     else:
         peak = peak_bytes()
-        known |= {"weights": mapped_bytes(engine.loaded.path), _RUNTIME: engine.loaded.bytes_before}
+        mapped = mapped_bytes(engine.loaded.path)
+        weights = None if mapped is None else mapped + engine.loaded.interleaved_bytes
+        known |= {"weights": weights, _RUNTIME: engine.loaded.bytes_before}
     rows = [Row(r.name, r.bytes, known[r.name], r.source) for r in plan.rows if known.get(r.name)]
     rest = peak - sum(row.measured or 0 for row in rows)
     rows.append(Row("everything else", plan.total - sum(row.predicted for row in rows), rest))

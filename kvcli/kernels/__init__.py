@@ -61,8 +61,8 @@ Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
     "BACKENDS", "CENTRE_ROWS", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Entries", "ExpertLayer",
-    "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank", "PagedKV", "QuantTensor", "RecordLayout",
-    "SharedExpert", "Stretch", "backend", "on_host",
+    "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank", "NativeBackend", "PagedKV", "QuantTensor",
+    "RecordLayout", "SharedExpert", "Stretch", "backend", "on_host",
 ]  # fmt: skip
 
 

@@ -300,7 +300,9 @@ def test_memory_of_this_process(small: Path, tmp_path: Path) -> None:
     engine = open_small(mine, None)
     engine.forward(engine.new_sequence(), ids(30))
     mapped = mapped_bytes(mine)
-    assert mapped is not None and 0.7 * mine.stat().st_size < mapped < mine.stat().st_size + MIB
+    assert mapped is not None
+    in_memory = mapped + engine.loaded.interleaved_bytes
+    assert 0.7 * mine.stat().st_size < in_memory < 1.5 * mine.stat().st_size  # the system maps neighbours, too
     other = tmp_path / "other"
     other.write_text("x")
     assert mapped_bytes(other) == 0 and mapped_bytes(tmp_path / "none") is None

@@ -36,6 +36,8 @@ ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "clamped": 3}
 ISAS = ("avx512vnni", "avx512", "avxvnni", "avx2", "base")  # that cpu.c is compiled for, the best first
 
 
+READ_AT_ONCE = 16 << 20  # bytes of a file that are interleaved before their memory is given back
+
 Matrix = QuantTensor | Interleaved
 
 
@@ -208,7 +210,8 @@ class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding.
 
     `exact`: rows of products stay float32. Else `place` interleaves weights of formats that are worth it, and rows of
-    their products are in fixed point (see reference/fixed.py).
+    their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the memory of
+    what was read of a file.
     """
 
     name: Literal["native"] = "native"
@@ -226,6 +229,8 @@ class NativeBackend:
         self.exact = exact or not self._lib.kv_has_fixed()
         self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
+        self._interleaved_bytes = self._unreleased = 0
+        self.release: Callable[[], None] = lambda: None
 
     def _table(
         self, weights: Sequence[Matrix] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
@@ -239,6 +244,11 @@ class NativeBackend:
             table.changed = any(isinstance(w, Matrix) and w.changes for w in weights)  # type: ignore[attr-defined]
         return table
 
+    @property
+    def interleaved_bytes(self) -> int:
+        """Of all matrices that were interleaved."""
+        return self._interleaved_bytes
+
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[Matrix, ...]:
         """Matrices whose rows `matmul` stacks: interleaved, or where the file is mapped."""
         return tuple(map(self._placed, weights))
@@ -246,9 +256,17 @@ class NativeBackend:
     def _placed(self, w: QuantTensor) -> Matrix:
         if self.exact or w.type not in INTERLEAVED:
             return w
-        groups = -(-w.rows // INTERLEAVED_ROWS)
-        blocks = torch.empty(groups, INTERLEAVED_ROWS * w.blocks.shape[1], dtype=torch.uint8)
-        self._lib.kv_interleave(_weights([w]), w.cols, blocks.data_ptr())
+        groups, group_bytes = -(-w.rows // INTERLEAVED_ROWS), INTERLEAVED_ROWS * w.blocks.shape[1]
+        blocks = torch.empty(groups, group_bytes, dtype=torch.uint8)
+        step = max(1, READ_AT_ONCE // group_bytes)
+        for first in range(0, groups, step):
+            part = w.unchanged.part(first * INTERLEAVED_ROWS, (first + step) * INTERLEAVED_ROWS)
+            self._lib.kv_interleave(_weights([part]), w.cols, blocks[first].data_ptr())
+            self._unreleased += part.nbytes
+            if self._unreleased >= READ_AT_ONCE:
+                self.release()
+                self._unreleased = 0
+        self._interleaved_bytes += blocks.numel()
         return Interleaved(w.type, blocks, w.rows, w.cols, w.changes)
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None) -> torch.Tensor:

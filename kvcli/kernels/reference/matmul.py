@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -98,7 +99,16 @@ def matmul(
 Product = Callable[[torch.Tensor, Sequence[QuantTensor], "torch.Tensor | None"], torch.Tensor]  # a backend's `matmul`
 
 
-def add_changes(product: Product, x: torch.Tensor, weights: Sequence[QuantTensor], out: torch.Tensor) -> None:
+class Changeable(Protocol):
+    """A matrix in whatever form, with its changes."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def changes(self) -> tuple[LowRank, ...]: ...
+
+
+def add_changes(product: Product, x: torch.Tensor, weights: Sequence[Changeable], out: torch.Tensor) -> None:
     """out [T, sum of rows] += what the changes of `weights` make of x [T, cols]."""
     changes, row = [], 0
     for w in weights:
@@ -117,7 +127,7 @@ def add_changes(product: Product, x: torch.Tensor, weights: Sequence[QuantTensor
 def add_changed_rows(
     product: Product,
     rows: Callable[[QuantTensor, torch.Tensor, float], torch.Tensor],
-    weight: QuantTensor,
+    weight: Changeable,
     ids: torch.Tensor,
     scale: float,
     out: torch.Tensor,

@@ -95,13 +95,23 @@ class LoadedModel:
     def _read_weights(self, ops: kernels.Backend, cache: CacheOptions) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         self.backend, self.weights = ops.name, Weights(self.file, self.adapters)
+        if isinstance(ops, kernels.NativeBackend):
+            ops.release = self.weights.release
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
         if doubt:
             self.doubts.append(doubt)
             self._note(doubt)
         self.decoder = load_model(self.config, self.weights, ops)
+        if self.device.kind == CPU:
+            self.weights.release()
         if self.device.kind == CUDA:
             torch.cuda.empty_cache()  # what repacking needed for a while
+
+    @property
+    def interleaved_bytes(self) -> int:
+        """Of weights that a CPU keeps in another order than the mapped file has them."""
+        ops = self.decoder.ops
+        return ops.interleaved_bytes if isinstance(ops, kernels.NativeBackend) else 0
 
     def _note(self, text: str) -> None:
         if text:

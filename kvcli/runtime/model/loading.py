@@ -46,14 +46,13 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     weights.used.clear()  # what others looked at before does not count
     ropes = RopeTables(config, _rope_factors(config, weights))
     loader = _Loader(config, weights, ops, ropes)
-    sublayers = tuple(each for i in range(config.n_layers) for each in loader.released(i))
+    sublayers = tuple(each for i in range(config.n_layers) for each in loader.layer(i))
     embedding = (ops.place_rows if weights.has_head else ops.place)((weights.embedding(config),))
     # A head that is the embedding is what it is without an adapter: that is added to rows of the embedding.
     head = ops.place((weights.head(config),)) if weights.has_head else tuple(x.unchanged for x in embedding)
     norm, norm_bias = loader.norm("output_norm")
     tokens = loader.tokens() if config.d_token else None
     altup = load_altup(config, weights, ops) if config.altup else None
-    weights.release()
     ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
     left = sorted(x for x in set(weights.file.tensors) - weights.used if not x.startswith(ahead))
     if left:
@@ -131,11 +130,6 @@ class _Loader:
     def bias(self, name: str, size: int) -> torch.Tensor | None:
         """The bias of that product or norm, where the file has one."""
         return self.vector(f"{name}.bias", size) if f"{name}.bias" in self.weights else None
-
-    def released(self, i: int) -> Iterator[Sublayer]:
-        """`layer`; of what was read of the file, no more stays in memory than is used there."""
-        yield from self.layer(i)
-        self.weights.release()
 
     def layer(self, i: int) -> Iterator[Sublayer]:
         """The sublayers of model layer `i`, in their order."""
