@@ -71,6 +71,9 @@ def imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     answers: dict[str, Any] = {"program": PROGRAM, "memory": SPEEDS, "cards": [], "facts": FACTS}
     answers["cuda 0"] = {"runtime_bytes": 512 * MIB, "bandwidth_gb_s": 2900.0, "copy_gb_s": 2800.0}
     answers["device"] = {"reasons": ["", "compute capability 7.5 is below 8.0"]}
+    answers["ways 0"] = {
+        "multiprocessors": 132, "shared_memory_bytes": 227 << 10, "launches_ahead": True, "past_by_library": False,
+    }  # fmt: skip
     answers["cuda 1"] = ProbeFailed("torch 2.13.0 is built without CUDA")
 
     def measure(*words: str) -> dict[str, Any]:
@@ -132,7 +135,9 @@ def test_with_gpus(imitated: dict[str, Any], kv_here: KvHere) -> None:
     assert found["GPU 0"].startswith(first)
     assert "CUDA context and libraries 512.0 MiB" in found["GPU 0"] and "read 2,900.0 GB/s" in found["GPU 0"]
     assert "no fp8" in found["GPU 1"] and "speed not measured: torch 2.13.0 is built without CUDA" in found["GPU 1"]
-    assert found["GPU 0"].endswith("kv can use it")
+    assert found["GPU 0"].endswith("long prompts by kernels of kv alone kv can use it")
+    assert "132 multiprocessors, 227.0 KiB of shared memory a program" in found["GPU 0"]
+    assert "kernels are launched ahead" in found["GPU 0"] and "launched" not in found["GPU 1"]
     assert found["GPU 1"].endswith("kv cannot use it: compute capability 7.5 is below 8.0")
     assert overheads.load("NVIDIA H100 80GB HBM3")[0] == Overheads(512 * MIB, 2900.0)
     assert overheads.load("Tesla T4")[0] == Overheads()

@@ -40,8 +40,9 @@ class Chip:
 @cache
 def _there(device: torch.device) -> Chip:
     index = torch.cuda.current_device() if device.index is None else device.index
+    capability = torch.cuda.get_device_capability(index)  # opens the driver, which Triton takes for granted
     found = driver.active.utils.get_device_properties(index)
-    return Chip(torch.cuda.get_device_capability(index), found["multiprocessor_count"], found["max_shared_mem"])
+    return Chip(capability, found["multiprocessor_count"], found["max_shared_mem"])
 
 
 H100 = Chip((9, 0), 132, 227 << 10)

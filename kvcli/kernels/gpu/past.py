@@ -206,11 +206,11 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 def least_pages(record: RecordLayout, rows: int, layer: AttentionLayer, device: torch.device) -> int:
     """`Asked.past` of a step of so many rows in that layer."""
     plain = not layer.window and not layer.softcap and rows >= LEAST_QUERIES
-    return LEAST_ROWS // record.page_size if plain and _takes(device, record.dim_k, record.dim_v) else 0
+    return LEAST_ROWS // record.page_size if plain and library_takes(device, record.dim_k, record.dim_v) else 0
 
 
 @cache
-def _takes(device: torch.device, dim_k: int, dim_v: int) -> bool:
+def library_takes(device: torch.device, dim_k: int, dim_v: int) -> bool:
     """Whether the library computes with such heads on that device."""
     shapes = (16, 2, dim_k), (16, 1, dim_k), (16, 1, dim_v)
     q, k, v = (torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes)

@@ -142,6 +142,25 @@ def device() -> dict[str, Any]:
     return {"reasons": [why_not(card) for card in machine.graphics()]}
 
 
+def ways(index: str) -> dict[str, Any]:
+    """What launches on GPU `index` follow: its multiprocessors, the shared memory of one program, whether kernels are
+    launched ahead of each other, and whether the vendor's library reads the past of long prompts (head dim 128)."""
+    import torch
+
+    from kvcli.kernels.gpu import past
+    from kvcli.kernels.gpu.chip import Chip
+
+    card = torch.device("cuda", int(index))
+    torch.cuda.set_device(card)
+    chip = Chip.of(card)
+    return {
+        "multiprocessors": chip.multiprocessors,
+        "shared_memory_bytes": chip.shared_bytes,
+        "launches_ahead": chip.ahead,
+        "past_by_library": past.library_takes(card, 128, 128),
+    }
+
+
 def _seconds(work: Callable[[], Any]) -> float:
     """Median time of `work` after one call that does not count."""
     work()
@@ -158,4 +177,5 @@ WHAT: dict[str, Callable[..., dict[str, Any]]] = {
     "memory": memory_speed,
     "cuda": cuda,
     "device": device,
+    "ways": ways,
 }

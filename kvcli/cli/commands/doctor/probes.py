@@ -171,7 +171,8 @@ def _graphics() -> Iterator[Finding]:
         yield Finding("GPU", ("no NVIDIA GPU found: runs on the CPU",), {})
     reasons = _reasons(len(cards))
     for card in cards:
-        values = card | _measured("cuda", str(card["index"])) | {"unusable": reasons[card["index"]] or None}
+        reason, index = reasons[card["index"]], str(card["index"])
+        values = card | _measured("cuda", index) | {"unusable": reason or None} | ({} if reason else _ways(index))
         yield Finding("GPU" if len(cards) == 1 else f"GPU {card['index']}", _card(values), values)
 
 
@@ -181,6 +182,23 @@ def _reasons(count: int) -> list[str]:
         return measure("device")["reasons"]
     except ProbeFailed as error:
         return [str(error)] * count
+
+
+def _ways(index: str) -> dict[str, Any]:
+    """How kernels are launched on a GPU; {} = not found out."""
+    try:
+        return measure("ways", index)
+    except ProbeFailed:
+        return {}
+
+
+def _launches(values: dict[str, Any]) -> Iterator[str]:
+    """The same in words."""
+    if "multiprocessors" in values:
+        shared = human_bytes(values["shared_memory_bytes"])
+        yield f"{values['multiprocessors']} multiprocessors, {shared} of shared memory a program"
+        yield "kernels are launched ahead" if values["launches_ahead"] else "kernels are launched one after the other"
+        yield f"long prompts by {'the library of CUDA' if values['past_by_library'] else 'kernels of kv alone'}"
 
 
 def _card(values: dict[str, Any]) -> tuple[str, ...]:
@@ -193,7 +211,7 @@ def _card(values: dict[str, Any]) -> tuple[str, ...]:
     if values.get("runtime_bytes"):
         facts.append(f"CUDA context and libraries {human_bytes(values['runtime_bytes'])}")
     verdict = f"kv cannot use it: {values['unusable']}" if values["unusable"] else "kv can use it"
-    return (*facts, *_speeds(values), verdict)
+    return (*facts, *_speeds(values), *_launches(values), verdict)
 
 
 def _disk(values: dict[str, Any]) -> tuple[str, ...]:
