@@ -15,6 +15,7 @@ from kvcli.errors import CacheFileError, UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
+from kvcli.runtime.promptcache import lookups
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
@@ -61,7 +62,7 @@ def label(path: Path, root: Path) -> str:
 @dataclass(frozen=True)
 class Described:
     """What a file says of itself. `used_at`: seconds since the epoch; `problem`: why it says nothing. `worth`: what is
-    recorded of it."""
+    recorded of it. `read_s`: how long it takes to read, as predicted; None = not known."""
 
     path: Path
     size: int
@@ -70,6 +71,7 @@ class Described:
     problem: str = ""
     pinned: bool = False
     worth: FileWorth = field(default_factory=FileWorth)
+    read_s: float | None = None
 
     @property
     def about(self) -> dict[str, str]:
@@ -202,6 +204,7 @@ class Described:
             "hit_tokens": self.worth.uses.tokens,
             "saved_s": round(self.worth.uses.saved_s, 3),
             "compute_s": None if self.worth.cost_s is None else round(self.worth.cost_s, 3),
+            "predicted_read_s": None if self.read_s is None else round(self.read_s, 6),
             "problem": self.problem or None,
         }
 
@@ -243,7 +246,10 @@ def describe(path: Path, record: Worth | None = None) -> Described:
             contents = file.contents
     except CacheFileError as error:
         problem = error.message
-    return Described(path, status.st_size, status.st_mtime, contents, problem, is_pinned(path), known)
+    read_s = None
+    if record and contents is not None:
+        read_s = lookups.read_seconds(record, contents.identity, contents.payload_bytes)
+    return Described(path, status.st_size, status.st_mtime, contents, problem, is_pinned(path), known, read_s)
 
 
 def check_pages(path: Path) -> int:

@@ -12,6 +12,8 @@ from jsonchecks import check
 from reusecases import ask, engine_of, files_in, store_in
 
 from kvcli.cli import cachefiles, cachetree
+from kvcli.runtime.plan import overheads
+from kvcli.runtime.plan.overheads import Overheads
 from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.worth import FileWorth, ModelWorth, Uses, Worth, key_of
 
@@ -67,7 +69,9 @@ def test_pins_are_shown_and_taken_back(root: Path, kv_here: KvHere, tmp_path: Pa
     assert kv_here("cache", "pin", "none")[0] == 2
 
 
-def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path) -> None:
+def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
     def fill(record: Worth) -> None:
         record.models = {
             "k": ModelWorth("A model", "f16 on cpu", 7, 9000, 50, Uses(3, 4000, 61.5)),
@@ -83,6 +87,13 @@ def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path) -> None:
     value = json.loads(out)
     check("cache stats", value)
     assert (code, err) == (0, "") and [m["saved_s"] for m in value["models"]] == [61.5, 0]
+    name = value["entries"][0]["id"]
+    shown = dict(line.split("  ", 1) for line in kv_here("cache", "show", name)[1].splitlines())
+    assert shown["to compute"].strip() == "30.0 s" and "to read" not in shown
+    overheads.store("disk", Overheads(bandwidth=1e-6))
+    shown = dict(line.split("  ", 1) for line in kv_here("cache", "show", name)[1].splitlines())
+    assert float(shown["to read"].split()[0]) > 5
+    assert shown["worth"].strip() == "2 hits, 3,000 tokens not computed again, 50.0 s saved"
     assert [e["hits"] for e in value["entries"]] == [2] and value["gone"] == {
         "hits": 1,
         "hit_tokens": 1000,

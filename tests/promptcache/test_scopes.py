@@ -24,6 +24,7 @@ def test_scopes_never_share(variant: str, types: str, tmp_path: Path) -> None:
         end = ask(engine, prompt, store_in(tmp_path, scope=scope), told)
         assert end.usage.cache_read_tokens == 0 and not end.usage.cache_miss and len(files_in(tmp_path)) == number
         assert not any("stored prompt" in line for line in told.lines)
+        assert any("tokens in clear, readable by you alone" in line for line in told.lines) is (number == 1)
     for scope in SCOPES:
         assert ask(engine, [*prompt, 5], store_in(tmp_path, scope=scope)).usage.disk_tokens >= 80
     assert len({path.parent for path in files_in(tmp_path)}) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.promptcache import worth
 from kvcli.runtime.promptcache.settings import pair, types_of
-from kvcli.runtime.promptcache.worth import Uses, Worth, key_of
+from kvcli.runtime.promptcache.worth import ModelWorth, Uses, Worth, key_of
 
 MARGIN_S = 0.1  # by which computing rows must be faster than reading them
 DISK = "disk"  # among what kv doctor has measured
@@ -20,6 +20,22 @@ DISK = "disk"  # among what kv doctor has measured
 def link_to(card: str) -> str:
     """What the way from memory to a GPU is called among what kv doctor has measured."""
     return f"link to {card}"
+
+
+def settings_of(identity: Mapping[str, str]) -> str:
+    """The cache types of rows, and what computes them."""
+    return f"{pair(types_of(identity))} on {identity.get('computed_on', '?')}"
+
+
+def model_key(identity: Mapping[str, str]) -> str:
+    """How the record calls a model on one device with one pair of cache types."""
+    described = f"{identity.get('weights', '')}\n{settings_of(identity)}"
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def read_seconds(record: Worth, identity: Mapping[str, str], nbytes: int) -> float | None:
+    """How long pages of so many bytes of these rows take to read into memory; None = not known."""
+    return record.models.get(model_key(identity), ModelWorth()).read_seconds(nbytes, _rate(""))
 
 
 @dataclass(frozen=True)
@@ -50,8 +66,7 @@ class Lookups:
 
     def __init__(self, root: Path, identity: Mapping[str, str], title: str, card: str = "") -> None:
         self.root, self.title, self.card = root, title, card
-        self.settings = f"{pair(types_of(identity))} on {identity['computed_on']}"
-        self.key = hashlib.sha256(f"{identity['weights']}\n{self.settings}".encode()).hexdigest()[:16]
+        self.settings, self.key = settings_of(identity), model_key(identity)
         self._waiting: list[Callable[[Worth], None]] = []
 
     def predict(self, start: int, end: int, nbytes: int) -> Choice | None:

@@ -128,7 +128,8 @@ def _worth(file: Described) -> dict[str, str]:
     if uses.hits:
         told = f"{counted(uses.hits, 'hit')}, {uses.tokens:,} tokens not computed again"
         found["worth"] = f"{told}, {human_seconds(uses.saved_s)} saved"
-    return found | ({} if cost is None else {"to compute": human_seconds(cost)})
+    found |= {} if cost is None else {"to compute": human_seconds(cost)}
+    return found | ({} if file.read_s is None else {"to read": human_seconds(file.read_s)})
 
 
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:
