@@ -24,7 +24,7 @@ import torch
 
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import ModelConfig
+from kvcli.runtime.config import ALL, ModelConfig
 
 LIMIT_NATS = 2.0  # gemma3 270M, which int4 suits, has 1.0; a bias of norm 605 over 512 elements has 2.7
 FALLBACK = "int8"
@@ -56,7 +56,8 @@ def strengths(weights: Vectors, config: ModelConfig, layers: tuple[int, ...]) ->
         shape, prefix = config.layers[i], f"blk.{i}.attn_"
         heads, dim = (config.n_heads, shape.kv_heads), shape.dim_k
         if prefix + "k_norm.weight" in weights:
-            what, suffix, sizes = "key norm gain", "_norm.weight", (dim, dim)
+            together = heads if config.block.qk_norm == ALL else (1, 1)
+            what, suffix, sizes = "key norm gain", "_norm.weight", (together[0] * dim, together[1] * dim)
         elif prefix + "k.bias" in weights:
             what, suffix, sizes = "key bias", ".bias", (heads[0] * dim, heads[1] * dim)
         else:
