@@ -210,8 +210,8 @@ class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding.
 
     `exact`: rows of products stay float32. Else `place` interleaves weights of formats that are worth it, and rows of
-    their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the memory of
-    what was read of a file.
+    their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the memory
+    of what was read of a file.
     """
 
     name: Literal["native"] = "native"
