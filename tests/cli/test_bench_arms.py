@@ -85,7 +85,7 @@ def test_files_that_cannot_be_put_out_are_told(
     code, out, err = kv_here("bench", *model, "--prefix-reuse", "-p", "30", "-r", "1", "--no-warmup", "--json")
     value = json.loads(out)
     assert code == 0 and "no such call" in err and value["results"][0]["page_cache_dropped"] is False
-    assert len(value["warnings"]) == 1
+    assert "no such call" in value["warnings"][-1]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jsonchecks import check
 from reusecases import ask, engine_of, files_in, store_in
 
 from kvcli.cli import cachefiles, cachetree
+from kvcli.cli.commands.cache import pinning
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
 from kvcli.runtime.promptcache import worth
@@ -67,6 +68,14 @@ def test_pins_are_shown_and_taken_back(root: Path, kv_here: KvHere, tmp_path: Pa
     assert kv_here("cache", "rm", name, "-y")[0] == 0
     assert not list(root.rglob("*.pin"))
     assert kv_here("cache", "pin", "none")[0] == 2
+
+
+def test_too_much_that_is_pinned_is_told(
+    root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "CACHE_SIZE", "1K")
+    code, _, err = kv_here("cache", "pin", cachefiles.id_of(files_in(tmp_path)[0]))
+    assert code == 0 and "more than --cache-size (1.0 KiB if not given): no other prompts stay" in err
 
 
 def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

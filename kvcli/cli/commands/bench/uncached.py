@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.evaluate.uncached import Both
 
 PROMPT, GENERATED, REPETITIONS = "128", "32", 3  # where nothing is asked for: seconds on a small model
-HEADERS = ("type", "prompt", "tokens", "s with cache", "tok/s", "s without", "tok/s", "times", "same tokens")
+HEADERS = ("type", "prompt", "tokens", "s with cache", "tok/s", "s without", "tok/s", "times", "same")
 
 
 def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOptions, as_json: bool) -> list[str]:

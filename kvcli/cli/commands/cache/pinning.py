@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from kvcli.cli import cachefiles, render
-from kvcli.cli.flags.promptcache import CacheDir, store_folder
+from kvcli.cli.flags.promptcache import CACHE_SIZE, CacheDir, store_folder
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import OutputError, UsageError
+from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcache import store
+from kvcli.runtime.promptcache.store import entries, folders
+from kvcli.words import human_bytes
 
 Names = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids from kv cache ls.")]
 
@@ -37,6 +40,11 @@ def _pin(names: list[str], wanted: bool, cache_dir: str | None, json: bool, invo
             changed.append(store.pin(file, wanted))
         except OSError as error:
             raise OutputError(f"cannot pin {file}: {error.strerror or error}") from None
+    size = sum(entry.size for folder in folders(root) for entry in entries(folder) if entry.pinned)
+    most = parse_size(CACHE_SIZE, "--cache-size")
+    if wanted and size > most:
+        told = f"what is pinned takes {human_bytes(size)}, more than --cache-size ({human_bytes(most)} if not given)"
+        render.warn(f"{told}: no other prompts stay", invocation)
     if json:
         listed = [
             {"id": cachefiles.id_of(file), "path": str(file), "pinned": wanted, "changed": each}
