@@ -59,6 +59,7 @@ CASES = {  # name: model, cache types
     "gpt-oss": (Model("gpt-oss-20b", "MXFP4", (".bias",)), SOME),
     "gemma2": (Model("gemma-2-2b", softcap=50.0), PAIRS),
     "gemma3": (Model("gemma-3-4b", "Q8_0"), SOME),
+    "gemma4": (Model("gemma-3-12b", head_dim=512), PAIRS),
     "qwen2": (Model("qwen2.5-0.5b", "Q8_0", (".bias",)), SOME),
     "olmo3": (Model("olmo-3-7b"), SOME),
     "phi3": (Model("phi-3-mini"), SOME),

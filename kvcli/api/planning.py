@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.config import FULL, WINDOWED
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.device import AUTO, check_there, parse_device
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
 from kvcli.runtime.plan import overheads
+from kvcli.runtime.plan.cards import Card, card_of, find_card
 from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Plan, Setting, per_rank
+from kvcli.runtime.plan.speed import token_seconds
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
 
 Pair = tuple[str, str]  # cache types of keys and values
@@ -49,13 +52,15 @@ LADDER = _ladder()  # what is recommended where no types are named, the most pre
 
 @dataclass(frozen=True)
 class Target:
-    """The device planned for: `memory.free` bytes of it, read at `bandwidth` GB/s (None = not known)."""
+    """The device planned for: `memory.free` bytes of it, read at `bandwidth` GB/s (None = not known). `card`: where it
+    is a GPU of the table, as it is there, but for a bandwidth that was given."""
 
     memory: Memory
     margin: int = DEFAULT_MARGIN
     bandwidth: float | None = None
     bandwidth_source: str = ""
     runtime_bytes: int | None = None
+    card: Card | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Outcome:
     max_context: int  # at most the training context
     memory_context: int  # what memory alone would allow
     tokens_per_s: float | None  # upper bound: every byte of weights and cache is read once a token
+    predicted_tps: float | None  # of one sequence on a card of the table; see runtime/plan/speed.py
     file_bytes: int  # of a prompt-cache file that holds the whole context
     step: int  # rows of a prefill step
     tokens: int  # after which pages are no longer added: the context, and with eviction a step more
@@ -122,42 +128,42 @@ def find_target(
 ) -> tuple[Target, list[str]]:
     """The device meant by these, or the one that is here; and warnings. `card`: a GPU by name; `vram`: free memory.
     Raises UsageError and DeviceError."""
-    memory, rate, source = _memory(card, vram, device)
+    memory, known, source = _memory(card, vram, device)
+    rate = known.bandwidth if known else None
     measured, warning = overheads.load("cpu" if memory.kind == CPU else memory.name)
     if measured.bandwidth is not None and card is None:
         rate, source = measured.bandwidth, "measured"
     if bandwidth is not None:
         rate, source = bandwidth, "--bandwidth"
+        known = replace(known, bandwidth=bandwidth) if known else None
     left = DEFAULT_MARGIN if margin is None else parse_size(margin, "`margin`", memory.total)
     if margin is not None and left >= memory.total:
         raise UsageError(f"`margin={margin}` leaves nothing of {memory.total >> 20:,} MiB", "give a smaller one")
-    return Target(memory, left, rate, source, measured.runtime_bytes), [warning] if warning else []
+    return Target(memory, left, rate, source, measured.runtime_bytes, known), [warning] if warning else []
 
 
-def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Memory, float | None, str]:
-    """The memory, and its bandwidth with the source of that."""
-    from kvcli.runtime.plan.cards import bandwidth_of, find_card
-
+def _memory(card: str | None, vram: str | None, device: str | None) -> tuple[Memory, Card | None, str]:
+    """The memory, and the card that it belongs to, with the source of its bandwidth."""
     if card is not None:
         if device is not None:
             raise UsageError("only one of `gpu` and `device` can be given", "`gpu` is for a card that need not be here")
         known = find_card(card)
-        memory, rate = known.memory(), known.bandwidth
+        memory = known.memory()
         free = memory.free if vram is None else parse_size(vram, "`memory`", memory.total)
         return (
             Memory(CUDA, memory.name, memory.total, free, "table" if vram is None else "--vram"),
-            rate,
+            known,
             "table",
         )
     if device is None and vram is not None:
         size = parse_size(vram, "`memory`", max((g.total for g in gpus()), default=None))
         return Memory(CUDA, "a GPU", size, size, "--vram"), None, ""
     memory = _device(device or AUTO)
-    known_rate = bandwidth_of(memory.name, memory.total) if memory.kind == CUDA else None
+    there = card_of(memory.name, memory.total) if memory.kind == CUDA else None
     if vram is not None:
         free = parse_size(vram, "`memory`", memory.total)
         memory = Memory(memory.kind, memory.name, memory.total, free, "--vram")
-    return memory, known_rate, "table" if known_rate else ""
+    return memory, there, "table" if there else ""
 
 
 def _device(name: str) -> Memory:
@@ -197,6 +203,8 @@ def setting(model: PlannedModel, target: Target, query: Query) -> Setting:
 def compare(model: PlannedModel, target: Target, query: Query) -> list[list[Outcome]]:
     """For each context, every pair. Raises UsageError, also for a context that is too short for what is to be kept."""
     base = setting(model, target, query)
+    if model.runs == "no":
+        target = replace(target, card=None)  # speeds are those of kv
     layouts = {
         pair: KVLayout.build(base.config, *pair, query.page_size, sinks=query.sinks, tail=query.tail)
         for pair in query.pairs
@@ -239,10 +247,20 @@ def _outcome(
         target.memory.free - plan.total,
         *longest,
         rate,
+        _predicted(base, layout, target, tokens),
         _file_bytes(layout, context),
         step,
         tokens,
     )
+
+
+def _predicted(base: Setting, layout: KVLayout, target: Target, tokens: int) -> float | None:
+    """Tokens a second at the end of the context, where the formula speaks of such a model and card."""
+    plain = all(layer.kind in (FULL, *WINDOWED) for layer in base.config.layers)
+    if target.card is None or not plain or base.sequences > 1 or not base.weights.read:
+        return None
+    seconds = token_seconds(base.config, base.weights.read, layout, tokens, target.card)
+    return None if seconds is None else 1 / seconds
 
 
 def _file_bytes(layout: KVLayout, tokens: int) -> int:

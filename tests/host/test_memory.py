@@ -13,7 +13,7 @@ from kvcli.errors import UsageError
 from kvcli.runtime.host import memory
 from kvcli.runtime.host.memory import main_memory, parse_size, process_bytes
 from kvcli.runtime.plan import overheads
-from kvcli.runtime.plan.cards import CARDS, bandwidth_of, find_card
+from kvcli.runtime.plan.cards import CARDS, card_of, find_card
 from kvcli.runtime.plan.overheads import Overheads
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -218,7 +218,8 @@ def test_cards_by_name() -> None:
     ],
 )
 def test_bandwidth_by_the_drivers_name(title: str, mib: int, rate: float | None) -> None:
-    assert bandwidth_of(title, mib * MIB) == rate
+    found = card_of(title, mib * MIB)
+    assert (found.bandwidth if found else None) == rate
 
 
 # --- measured overheads ---

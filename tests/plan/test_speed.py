@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+from conftest import KvHere
 from synthetics import module
 
 from kvcli.runtime.cache.layout import KVLayout
@@ -59,3 +61,21 @@ def test_a_card_that_kv_does_not_take_has_no_speed() -> None:
     assert [speed.token_seconds(config, 1, layout, 1, CARDS[x]) for x in ("t4-16g", "v100-16g", "gtx1080ti-11g")] == [
         None
     ] * 3
+
+
+def test_an_estimate_has_it(kv_here: KvHere) -> None:
+    words = ("estimate", "llama-3.1-8b", "-ct", "f16,int4", "-c", "8192")
+
+    def found(*more: str) -> list[float | None]:
+        return [x["predicted_tps"] for x in json.loads(kv_here(*words, *more, "--json")[1])["types"]]
+
+    on_card = found("--gpu", "rtx3090")
+    assert on_card == [pytest.approx(134, abs=1.5), pytest.approx(153, abs=1.5)]
+    line = next(x for x in kv_here(*words, "--gpu", "rtx3090")[1].splitlines() if x.startswith("≈"))
+    assert line == f"≈ tok/s  f16 {on_card[0]:.0f}, int4 {on_card[1]:.0f}: predicted for a full context"
+    slower = found("--gpu", "rtx3090", "--bandwidth", "500")
+    assert all(a < 0.65 * b for a, b in zip(slower, on_card, strict=True) if a and b)
+    assert (
+        found("--gpu", "t4") == found("--device", "cpu") == found("--gpu", "rtx3090", "--batch-size", "2") == [None] * 2
+    )
+    assert "≈ tok/s" not in kv_here(*words, "--gpu", "t4")[1]

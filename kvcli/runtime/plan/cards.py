@@ -95,13 +95,13 @@ def _short_names(card: Card) -> tuple[str, str]:
     return model + size, model
 
 
-def bandwidth_of(title: str, total_bytes: int) -> float | None:
-    """GB/s of the card that a driver calls `title` ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB")."""
+def card_of(title: str, total_bytes: int) -> Card | None:
+    """The card that a driver calls `title` ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB")."""
     words = set(re.split(r"[\s-]+", title.lower()))
     found = [c for c in CARDS.values() if _words(c) <= words and not words & _VARIANTS - _words(c)]
     if not found:
         return None
-    return max(found, key=lambda c: (len(_words(c)), -abs(c.total_mib - (total_bytes >> 20)))).bandwidth
+    return max(found, key=lambda c: (len(_words(c)), -abs(c.total_mib - (total_bytes >> 20))))
 
 
 def _words(card: Card) -> set[str]:

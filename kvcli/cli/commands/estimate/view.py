@@ -204,6 +204,9 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
     lines.append("≤ tok/s  " + _what_limits_speed(report))
+    if likely := [f"{o.label} {o.predicted_tps:,.0f}" for o in outcomes if o.fits and o.predicted_tps]:
+        told = f"≈ tok/s  {', '.join(likely)}: predicted for a full context"
+        lines += fill(told, 80, "  ").splitlines()
     shown = _shown(report)
     if report.target.memory.kind != CPU and (others := [o for o in outcomes if o.step != shown.step]):
         told = f"prefill steps of {shown.step:,} tokens as far as memory goes: {_steps(others)}"
@@ -285,6 +288,7 @@ def _type_object(o: Outcome) -> dict[str, Any]:
         "max_ctx_size": o.max_context,
         "memory_ctx_size": o.memory_context,
         "limit_tps": None if o.tokens_per_s is None else round(o.tokens_per_s, 2),
+        "predicted_tps": None if o.predicted_tps is None else round(o.predicted_tps, 2),
         "prompt_cache_bytes": o.file_bytes,
         "ubatch_size": o.step,
     }
