@@ -15,6 +15,8 @@ from kvcli.api.answers import Answer
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import ChatOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.engine import sampling as settling
+from kvcli.runtime.promptcache import marks
+from kvcli.runtime.promptcache.marks import Mark
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
@@ -145,10 +147,13 @@ class Model:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
         options = kinds.chat(reasoning, reasoning_budget, template_vars)
         template = engine.loaded.text.template.with_options(options)
-        segments = template.render_segments(kinds.messages(messages))
+        listed = kinds.messages(messages)
+        segments = template.render_segments(listed)
         thinking = template.thinking(segments, engine.tokenizer, kinds.text(assistant, "assistant"))
         ids = engine.tokenizer.encode_segments([*segments, *(thinking.given if thinking else [])], add_bos=True)
-        return self._answer(ids, sequence, kinds.sampling(sampling, fields), thinking)
+        system = bool(listed) and listed[0]["role"] == "system"
+        places = marks.of_segments(engine.tokenizer, ids, segments, system)
+        return self._answer(ids, sequence, kinds.sampling(sampling, fields), thinking, places)
 
     def generate(
         self,
@@ -166,13 +171,18 @@ class Model:
         return self._answer(kinds.ids(prompt, "prompt"), sequence, kinds.sampling(sampling, fields))
 
     def _answer(
-        self, ids: list[int], sequence: Sequence | None, options: SampleOptions, thinking: Thinking | None = None
+        self,
+        ids: list[int],
+        sequence: Sequence | None,
+        options: SampleOptions,
+        thinking: Thinking | None = None,
+        places: list[Mark] | None = None,
     ) -> Answer:
         engine, rows, caches = self._open(), self._rows(sequence), self._caches
         settled = settling.settled(options, engine.loaded.sampling_defaults, engine.config.vocab_size)
 
         def start(cancelled: Callable[[], bool]) -> Iterator[Event]:
-            return engine.generate(rows, ids, settled, cancelled, caches=caches, thinking=thinking)
+            return engine.generate(rows, ids, settled, cancelled, caches=caches, thinking=thinking, marks=places or [])
 
         answer = Answer(len(ids), settled, start)
         self._running = weakref.ref(answer)  # an answer that nobody has any more is over

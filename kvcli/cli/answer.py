@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ from kvcli.runtime.engine import sampling
 from kvcli.runtime.engine.events import End, Prefill, Token
 
 if TYPE_CHECKING:
-    from kvcli.runtime.cache.sequence import Sequence
+    from kvcli.runtime.cache.sequence import Sequence as Rows
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
     from kvcli.runtime.promptcache.caches import Caches
+    from kvcli.runtime.promptcache.marks import Mark
     from kvcli.runtime.text.reasoning import Thinking
 
 
@@ -36,6 +38,7 @@ class Job:
     history: bool = False  # the prompt is a whole conversation, see Engine.generate
     cut: Cut | None = None  # what is missing of the prompt
     thinking: Thinking | None = None  # how the answer is told apart from it
+    marks: Sequence[Mark] = ()  # places of the prompt that later ones may start from
     told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
 
 
@@ -47,14 +50,14 @@ def settle(loaded: LoadedModel, options: SampleOptions) -> SampleOptions:
     return sampling.settled(options, loaded.sampling_defaults, loaded.config.vocab_size)
 
 
-def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Result:
+def answer(engine: Engine, sequence: Rows, ids: list[int], job: Job) -> Result:
     """Generate after `ids`, the whole context. ContextOverflow comes before anything is changed.
 
     From the first token on an interrupt ends the answer instead of the process.
     """
     job.sink.start(job.model, job.sampling)
     parts: list[Token] = []
-    asked = job.sampling, job.interrupts.cancelled, job.history, job.caches, job.thinking
+    asked = job.sampling, job.interrupts.cancelled, job.history, job.caches, job.thinking, job.marks
     try:
         for event in engine.generate(sequence, ids, *asked):
             if isinstance(event, Prefill):
@@ -78,9 +81,7 @@ def answer(engine: Engine, sequence: Sequence, ids: list[int], job: Job) -> Resu
     return result
 
 
-def result_of(
-    engine: Engine, sequence: Sequence, job: Job, parts: list[Token], end: End, memory: MemoryFacts
-) -> Result:
+def result_of(engine: Engine, sequence: Rows, job: Job, parts: list[Token], end: End, memory: MemoryFacts) -> Result:
     """The answer whose text came in `parts`, and its cache as it is now."""
     text = "".join(part.text for part in parts) + end.text
     reasoning = "".join(part.reasoning for part in parts) + end.reasoning
@@ -90,7 +91,7 @@ def result_of(
     return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs)
 
 
-def cache_facts(engine: Engine, sequence: Sequence) -> CacheFacts:
+def cache_facts(engine: Engine, sequence: Rows) -> CacheFacts:
     """What the sequence holds now."""
     layout = engine.layout
     pages = [sequence.pages(arena) for arena in range(len(layout.arenas))]  # sealed or only ones, and open ones

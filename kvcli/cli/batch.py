@@ -226,6 +226,6 @@ def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: i
     """The request of a line. Raises KVError."""
     line = Line.parse(raw, number, form)
     settled = settle(engine.loaded, line.sampling)
-    ids, thinking = line.ids(engine.loaded.text, form)
-    request = engine.request(engine.new_sequence(), ids, settled, caches=caches, thinking=thinking)
+    ids, thinking, marks = line.ids(engine.loaded.text, form)
+    request = engine.request(engine.new_sequence(), ids, settled, caches=caches, thinking=thinking, marks=marks)
     return _Asked(number, line, request)

@@ -10,6 +10,8 @@ from kvcli.errors import UsageError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine import sampling
 from kvcli.runtime.formats.boundedjson import load_object
+from kvcli.runtime.promptcache import marks
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.words import meant, near
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ KEYS = ("prompt", "messages", "id", *SAMPLING)
 @dataclass(frozen=True)
 class Form:
     """What holds for lines that do not say otherwise. `system`: the message before theirs; `raw`: prompts go without a
-    template, None = where the model has none; `special`: raw prompts may hold special tokens."""
+    template, None = where the model has none; `special`: raw prompts may hold special tokens; `marks`: texts behind
+    which other prompts may start."""
 
     system: str | None
     raw: bool | None
     special: bool
     sampling: SampleOptions
+    marks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
@@ -65,13 +69,15 @@ class Line:
         messages = _messages(value["messages"]) if "messages" in value else []
         return cls(value_id(value), prompt, messages, _sampling(value, form.sampling))
 
-    def ids(self, model: ModelText, form: Form) -> tuple[list[int], Thinking | None]:
-        """The whole prompt, and how its answer is told apart from thinking. Raises UsageError, and TemplateError."""
+    def ids(self, model: ModelText, form: Form) -> tuple[list[int], Thinking | None, list[Mark]]:
+        """The whole prompt, how its answer is told apart from thinking, and where other prompts may start from. Raises
+        UsageError, and TemplateError."""
         raw = form.raw or model.template is None
         if self.prompt is not None and raw:
             if form.system is not None:
                 raise UsageError("a prompt without a chat template has no system message", "put it into the text")
-            return model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special), None
+            ids = model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
+            return ids, None, self._marked(model, form, ids)
         if raw or model.template is None:
             raise UsageError("`messages` need a chat template", "give `prompt`, or --no-raw")
         messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
@@ -79,7 +85,13 @@ class Line:
             messages = [{"role": "system", "content": form.system}, *messages]
         segments = model.template.render_segments(messages)
         thinking = model.template.thinking(segments, model.tokenizer)
-        return model.tokenizer.encode_segments(segments, add_bos=True), thinking
+        ids = model.tokenizer.encode_segments(segments, add_bos=True)
+        own = marks.of_segments(model.tokenizer, ids, segments, messages[0]["role"] == "system")
+        return ids, thinking, [*self._marked(model, form, ids), *own]
+
+    def _marked(self, model: ModelText, form: Form, ids: list[int]) -> list[Mark]:
+        """Behind the texts that are marked in every line that has them."""
+        return [mark for text in form.marks for mark in marks.behind_text(model.tokenizer, ids, text)]
 
 
 def value_id(value: dict[str, Any]) -> str | int | None:

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcli.errors import InputBytesError, UsageError
 from kvcli.notices import Tell
@@ -25,6 +26,13 @@ _MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
 )
 
 
+class Assembled(NamedTuple):
+    """A message, and where in it the text of each file ends: (name, characters up to there)."""
+
+    text: str
+    ends: tuple[tuple[str, int], ...] = ()
+
+
 def assemble_prompt(
     instruction: str | None,
     files: Sequence[str],
@@ -32,7 +40,7 @@ def assemble_prompt(
     use_stdin: bool = True,
     names: bool = False,
     chat: bool = False,
-) -> str:
+) -> Assembled:
     """The user's message: files in order, then stdin, then the instruction, joined by a blank line.
 
     A file '-' is stdin and fixes its place, whatever `use_stdin` says of stdin that nobody asked for. `names`: each
@@ -51,7 +59,11 @@ def assemble_prompt(
         if not text and name != STDIN:
             tell.warn(f"{_shown(name)} is empty")
     parts = [f"==> {_shown(name)} <==\n{text}" if names else text for name, text in sources] + asked
-    prompt = "\n\n".join(part for part in parts if part)
+    prompt, ends = "", list[tuple[str, int]]()
+    for number, part in enumerate(parts):
+        prompt += ("\n\n" if prompt and part else "") + part
+        if part and number < len(sources):
+            ends.append((_shown(sources[number][0]), len(prompt)))
     if not prompt.strip():
         what = "the prompt is empty" if parts else "no prompt"
         if not use_stdin:
@@ -59,7 +71,7 @@ def assemble_prompt(
         else:
             more = "pipe something in, or use kv chat" if chat else "or pipe something in"
         raise UsageError(what, f"give text, -f FILE, {more}")
-    return prompt
+    return Assembled(prompt, tuple(ends))
 
 
 def _shown(name: str) -> str:

@@ -19,6 +19,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
+from kvcli.runtime.promptcache.marks import Breakpoint
 from kvcli.words import counted, human_bytes, human_seconds
 
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
@@ -217,9 +218,10 @@ def sampling_line(params: SampleOptions) -> str:
 def prompt_stats(end: End) -> str:
     """How much of the prompt was in a cache already, and where."""
     total, reused = end.usage.prompt_tokens, end.usage.cache_read_tokens
-    where = "" if not reused else " (memory)"
+    how = f", {end.usage.cache_how}" if end.usage.cache_how else ""
+    where = "" if not reused else f" (memory{how})"
     if reused and end.usage.disk_tokens:
-        where = f" (disk{_choice(end.usage)})"
+        where = f" (disk{_choice(end.usage)}{how})"
     return f"reused {reused:,} of {counted(total, 'prompt token')}{where}, prefilled {total - reused:,}"
 
 
@@ -299,6 +301,8 @@ def end_objects(end: End) -> dict[str, Any]:
             "cache_miss": as_flags(usage.cache_miss) or None,
             "predicted_read_s": round(usage.choice.read_s, 6) if usage.choice else None,
             "predicted_compute_s": round(usage.choice.compute_s, 6) if usage.choice else None,
+            "cache_how": usage.cache_how or None,
+            "breakpoints": [breakpoint_object(each) for each in usage.breakpoints],
             "completion_tokens": usage.completion_tokens,
             "reasoning_tokens": usage.reasoning_tokens,
         },
@@ -311,6 +315,13 @@ def end_objects(end: End) -> dict[str, Any]:
             "decode_tps": round(timings.decode_tps, 3),
         },
     }
+
+
+def breakpoint_object(point: Breakpoint) -> dict[str, Any]:
+    """A place of the prompt that later ones may start from."""
+    mark = point.mark
+    named = {"end_token": mark.at, "kind": mark.kind, "name": mark.name}
+    return {**named, "reused": point.reused, "kept": point.kept}
 
 
 def sampling_object(params: SampleOptions) -> dict[str, Any]:

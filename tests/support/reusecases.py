@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvcli.notices import Tell
 from kvcli.options import CacheOptions, PromptCacheOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.store import entries, folders
 
 FOUR = replace(DRAWN, max_tokens=4)
@@ -40,11 +42,17 @@ def store_in(root: Path, **more: object) -> PromptCacheOptions:
     return PromptCacheOptions(store=root / "prompts", min_tokens=8, **more)  # type: ignore[arg-type]
 
 
-def ask(engine: Engine, prompt: list[int], options: PromptCacheOptions, told: Told | None = None) -> End:
+def ask(
+    engine: Engine,
+    prompt: list[int],
+    options: PromptCacheOptions,
+    told: Told | None = None,
+    marks: Sequence[Mark] = (),
+) -> End:
     """As a process of its own would: an empty sequence, empty caches, all written at the end."""
     with closing(engine.prompt_caches(options, told or Told())) as caches:
         seq = engine.new_sequence()
-        end = run(engine, seq, prompt, FOUR, caches=caches)
+        end = run(engine, seq, prompt, FOUR, caches=caches, marks=marks)
         seq.close()
     engine.pool.check([])
     return end

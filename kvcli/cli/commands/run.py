@@ -19,7 +19,7 @@ from kvcli.cli.batchlines import Form
 from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
-from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
+from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
@@ -244,6 +244,7 @@ def run(
     sample: SampleFlags,
     output: OutputFlags,
     many: BatchFlags,
+    cache_mark: CacheMarks = None,
     instruction: Annotated[
         str | None,
         typer.Argument(
@@ -264,7 +265,9 @@ def run(
         )
         many.refuse(prompt, instruction, output, named, policy)
         if many.batch is not None:
-            form = Form(system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling)
+            form = Form(
+                system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling, tuple(cache_mark or ())
+            )
             asked = replace(cache_options, sequences=many.parallel or PARALLEL)
             code = batch.run(
                 Batch(many.batch, output.output, form), load, asked, replace(kept, memory=True), invocation, interrupts,
@@ -278,6 +281,7 @@ def run(
         loaded = engines.load_model(prompt.loading(load), cache_options, invocation, interrupts)
         question = question.of(loaded.text, invocation)
         ids, cut = _fitting(loaded, question, policy, -1 if sampling.unattended else sampling.max_tokens)
+        marks = question.marks(loaded.text, ids, cache_mark or [], CACHE_MARK)
         engine = engines.engine_of(loaded, invocation, len(ids))
         if cut is not None:
             render.warn(str(cut), invocation)
@@ -288,7 +292,7 @@ def run(
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches, copy or nullcontext():
-            how = output.verify_estimate, False, cut, thinking, told
+            how = output.verify_estimate, False, cut, thinking, marks, told
             job = Job(load.model, sampling, sink, interrupts, caches, *how)
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)

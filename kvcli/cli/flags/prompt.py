@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from kvcli.cli.helptext import PROMPT
 from kvcli.cli.inputs import argument, assemble_prompt
 from kvcli.cli.invocation import Invocation
 from kvcli.errors import UsageError
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.prefixpages import common_length
 
 if TYPE_CHECKING:
@@ -83,9 +85,9 @@ class PromptFlags:
         tell = render.telling(invocation)
         message = system.text(tell)
         text = instruction if self.prompt is None else self.prompt
-        text = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
+        text, ends = assemble_prompt(text, self.file, tell, not self.no_stdin, self.file_names, chat)
         begins = argument(self.assistant or "", "the beginning of the answer", "--assistant", tell)
-        return Question(message, text, self.raw, self.special, begins)
+        return Question(message, text, self.raw, self.special, begins, ends)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Question:
     raw: bool | None
     special: bool
     begins: str = ""
+    ends: tuple[tuple[str, int], ...] = ()  # where in the prompt the text of each file ends
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
@@ -126,6 +129,23 @@ class Question:
         frame = model.tokenizer.encode_segments(self.segments(model, ""), add_bos=True)
         start = common_length(ids, frame)
         return start, len(ids) - common_length(ids[start:][::-1], frame[start:][::-1])
+
+    def marks(self, model: ModelText, ids: list[int], texts: Sequence[str] = (), flag: str = "") -> list[Mark]:
+        """Where later prompts may start from: the end of the system message, of each file, and of each of `texts`,
+        wherever it stands; these are values of `flag`. Raises UsageError for one that the prompt does not have."""
+        from kvcli.runtime.promptcache import marks
+
+        found = []
+        for text in texts:
+            if not (places := marks.behind_text(model.tokenizer, ids, text)):
+                raise UsageError(f"{flag}: the prompt does not contain {text!r}", "give a text as it stands there")
+            found += places
+        start, _ = self.text(model, ids)
+        if self.system is not None:
+            found.append(Mark(start, marks.SYSTEM))
+        ends = marks.behind(model.tokenizer, ids, start, self.prompt, [end for _, end in self.ends])
+        files = zip(self.ends, ends, strict=True)
+        return [*found, *(Mark(at, marks.FILE, os.path.basename(name)) for (name, _), at in files if at is not None)]
 
     def thinking(self, model: ModelText) -> Thinking | None:
         """How the answer is told apart from what the model thinks; None = it is not. Raises TemplateError."""

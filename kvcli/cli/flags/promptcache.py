@@ -151,6 +151,18 @@ class FileFlags:
         return replace(options, read_only=self.prompt_cache_ro, strict=self.prompt_cache_strict)
 
 
+CACHE_MARK = "--cache-mark"
+CacheMarks = Annotated[
+    list[str] | None,
+    _option(
+        CACHE_MARK,
+        "--mark",
+        metavar="TEXT",
+        help="Keep what a later prompt needs to go on from behind this text in the prompt (repeatable).",
+    ),
+]
+
+
 def writable(name: str, hint: str = "name another file") -> Path:
     """A file that can be made. Raises UsageError or OutputError at once, so that no prompt is computed in vain."""
     if name == "-":

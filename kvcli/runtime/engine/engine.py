@@ -30,6 +30,7 @@ from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import enginecaches
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, carry
 from kvcli.runtime.promptcache.lookup import PromptCaches
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
 
 if TYPE_CHECKING:
@@ -267,13 +268,14 @@ class Engine:
         history: bool = False,
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
+        marks: Some[Mark] = (),
     ) -> Iterator[Event]:
         """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
 
         The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
-        `cancelled`, `history`, `caches` and `thinking`: see `request`.
+        `cancelled`, `history`, `caches`, `thinking` and `marks`: see `request`.
         """
-        request = self.request(seq, prompt_ids, options, cancelled, history, caches=caches, thinking=thinking)
+        request = self.request(seq, prompt_ids, options, cancelled, history, (), caches, thinking, marks)
         return self._events(request)
 
     def _events(self, request: Request) -> Iterator[Event]:
@@ -295,6 +297,7 @@ class Engine:
         twins: Some[Request] = (),
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
+        marks: Some[Mark] = (),
     ) -> Request:
         """A request for `step`: continue `prompt_ids`, the whole context, in `seq`. Raises UsageError or
         ContextOverflow.
@@ -303,7 +306,7 @@ class Engine:
         rows are evicted; it is one that went through the cache before, so nothing is lost that was not told. `twins`:
         requests for the same prompt that go on from copies of this one's rows. `caches`: where rows are looked for and
         kept besides `seq`; see `prompt_caches`. `thinking`: how the answer to a chat is told apart from what the model
-        thinks.
+        thinks. `marks`: places of the prompt that later ones may start from.
         """
         self.terms.check_prompt(prompt_ids, history)
         if options.ignore_eos:
@@ -311,4 +314,4 @@ class Engine:
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         loaded, vocabulary = self.loaded, self.config.vocab_size
         sampler = Sampler(options, loaded.sampling_defaults, vocabulary, self.tokenizer.token_bytes, loaded.remedy)
-        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking)
+        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcli.runtime.promptcache.lookups import Choice
+from kvcli.runtime.promptcache.marks import Breakpoint
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Usage:
     cache_miss: str = ""
     reasoning_tokens: int = 0  # of the generated ones
     choice: Choice | None = None  # what reading stored rows and computing them was predicted to take
+    cache_how: str = ""  # what was done to rows that were stored otherwise; "" = nothing
+    breakpoints: tuple[Breakpoint, ...] = ()  # the marks of the prompt
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvcli.runtime.engine.events import End, Event, Logprob, Logprobs, Loop, Pre
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
@@ -58,10 +59,12 @@ class Request:
         twins: Some[Request] = (),
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
+        marks: Some[Mark] = (),
     ) -> None:
         """Parameters are as those of `Engine.request`, which checks them."""
         self.host, self.seq, self.options = host, seq, options
         self.sampler, self.cancelled, self.twins, self.caches = sampler, cancelled, twins, caches
+        self.marks = marks
         self.history = list(prompt_ids)  # prompt and answer
         self.n_prompt = len(prompt_ids)
         self.answering = False  # the prompt's rows have all been there
@@ -161,7 +164,7 @@ class Request:
     def _begin(self) -> None:
         """Look for rows of the prompt."""
         self._start = self._first = self._last = time.perf_counter()
-        self._ledger = self.caches.restore(self.seq, self.history)
+        self._ledger = self.caches.restore(self.seq, self.history, self.marks)
         self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
 
     def _prefilled_to(self, length: int) -> None:
@@ -334,6 +337,7 @@ class Request:
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
             reuse.choice,
+            reuse.how, () if self._ledger is None else self._ledger.breakpoints(),
         )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
         raw = self._splitter.raw if self._splitter else ""

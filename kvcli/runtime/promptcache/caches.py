@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.lookups import Choice
+from kvcli.runtime.promptcache.marks import Breakpoint, Mark
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
 
@@ -21,6 +23,7 @@ class Reuse:
     disk: int = 0
     reason: str = ""
     choice: Choice | None = None
+    how: str = ""  # what was done to rows that were stored otherwise
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Ledger:
         """There will be no more of them; `seq` has the answer's rows too."""
         return Written()
 
+    def breakpoints(self) -> tuple[Breakpoint, ...]:
+        """The marks of the prompt, and what became of them."""
+        return ()
+
 
 class Caches(Protocol):
     """What requests share: rows of earlier prompts, in memory and on disk."""
@@ -59,8 +66,9 @@ class Caches(Protocol):
     def ledger(self, prompt_tokens: int) -> Ledger:
         """An empty one, for a prompt of so many tokens."""
 
-    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
-        """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had."""
+    def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
+        """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had. What later prompts need to
+        start from `marks` is kept."""
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """How many of the first rows of a prompt that goes on from `tokens` are to be had. Changes nothing."""
@@ -84,7 +92,7 @@ class LiveRows:
     def ledger(self, prompt_tokens: int) -> Ledger:
         return Ledger()
 
-    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
+    def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
         return Ledger(Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1]))))
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:

@@ -39,6 +39,7 @@ class State:
     held: Collection[PageKey]
     kept: list[Kept]
     owner: str = ""  # the chat, "" = it is none
+    marked: Collection[PageKey] = ()  # what marks need
 
     def end(self, key: PageKey) -> int:
         """The tokens up to the end of a page."""
@@ -68,11 +69,11 @@ class State:
     @cached_property
     def lasting(self) -> set[PageKey]:
         """The pages that the chat may go on from: from its end, or from before its last message, if that was not too
-        long. And those that are in no window."""
+        long, or from a mark. And those that are in no window."""
         size = self.layout.page_size
         before = max(min(self.base, self.length - 1), self.length - REWIND_ROWS, 0) // size * size
         whole = (key for key in (*self.held, *self.providers) if not self.windowed(key))
-        return {*needed(self.layout, self.length), *needed(self.layout, before), *whole}
+        return {*needed(self.layout, self.length), *needed(self.layout, before), *self.marked, *whole}
 
     def rows(self, keys: Iterable[PageKey]) -> int:
         """How many tokens have rows in these pages."""

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.promptcache.marks import Mark, pages_of
 from kvcli.runtime.promptcache.pagefiles import host_bytes
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
 
 
 class WindowTrail:
-    """What windows leave behind near the end of a prompt of `end` tokens, in host memory: the pool lets go of it."""
+    """What windows leave behind near the end of a prompt of `end` tokens and at its `marks`, in host memory: the pool
+    lets go of it."""
 
     def __init__(self, layout: KVLayout, end: int) -> None:
         self.layout, self.end = layout, end
+        self.marks: list[Mark] = []
+        self.marked: set[PageKey] = set()  # what these need
         self.copies: dict[PageKey, memoryview] = {}
 
-    def wants(self, key: PageKey, length: int) -> bool:
-        """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end."""
-        arena, number = self.layout.arenas[key[0]], key[1]
-        if not arena.windowed:
-            return False
-        near = arena.first_page(max(0, self.end - REWIND_ROWS))
-        return max(near, arena.kept_pages) <= number < arena.first_page(length)
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Keep what is needed to start from these."""
+        self.marks = list(marks)
+        self.marked = set().union(*(pages_of(self.layout, mark.at) for mark in self.marks))
 
-    def follow(self, seq: Sequence) -> None:
-        """Copy what the next step lets go of. To be called after every step of the prompt."""
+    def wants(self, key: PageKey, length: int) -> bool:
+        """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end, or marked."""
+        arena, number = self.layout.arenas[key[0]], key[1]
+        if not arena.windowed or not arena.kept_pages <= number < arena.first_page(length):
+            return False
+        return key in self.marked or number >= arena.first_page(max(0, self.end - REWIND_ROWS))
+
+    def follow(self, seq: Sequence, there: Container[PageKey] = ()) -> None:
+        """Copy what the next step lets go of and is not `there` already. To be called after every step of the
+        prompt."""
         for key, page in seq.numbered().items():
-            if key not in self.copies and self.wants(key, seq.length):
+            if key not in self.copies and key not in there and self.wants(key, seq.length):
                 self.copies[key] = memoryview(bytes(host_bytes(seq.pool.page(key[0], page))))
+
+    def leaving(self, seq: Sequence) -> set[PageKey]:
+        """The marked pages that the next step lets go of."""
+        return {key for key in seq.numbered() if key in self.marked and self.wants(key, seq.length)}
 
 
 class HeldPages:

@@ -21,6 +21,7 @@ from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.lookups import Reading
+from kvcli.runtime.promptcache.marks import SHARED, SLACK, Breakpoint, Mark, affordable, pages_of, settled
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import needed
@@ -28,6 +29,7 @@ from kvcli.runtime.promptcache.store import OWNER, PromptStore
 from kvcli.runtime.promptcache.writer import Job
 
 PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
+MARKS_SHARE = 8  # what windows leave at the marks of a prompt takes no more than such a part of the store
 STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
 WORDS = 64  # tokens of a file's text that it tells in words
 
@@ -49,6 +51,8 @@ class PromptLedger(Ledger):
         super().__init__()
         self.keeper, self.tree, self.elsewhere = keeper, tree, elsewhere
         self.kept: list[Kept] = []  # what the store has of the prompt
+        self.marks: list[Mark] = []
+        self._there: frozenset[PageKey] = frozenset()  # whole pages that the store has, and does not lose
         self.trail = WindowTrail(keeper.engine.pool.layout, n_tokens)
         self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
         self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
@@ -71,11 +75,31 @@ class PromptLedger(Ledger):
             mine = (file for file in kept if file.contents.about.get(OWNER) == owner and file.page_size == size)
             self.keeper.owned.update((file.path, file.contents) for file in mine)
 
+    def mark(self, marks: Iterable[Mark], common: int) -> None:
+        """What is to be kept for prompts that start from these, and from where this one and the one that has the most
+        in common with it part: `common` tokens in memory, or what the store knows."""
+        parted = (file.agrees for file in self.kept if file.agrees < file.contents.end)
+        shared, end = max([common, *parted]), self.trail.end
+        found = [*marks, *([Mark(shared, SHARED)] if self.reuse.tokens + SLACK < shared < end - 1 else [])]
+        self.marks = settled(self._layout, found, end)
+        self.trail.mark(affordable(self._layout, self.marks, self.keeper.options.max_bytes // MARKS_SHARE))
+        if not self.keeper.owner:
+            state = State(self._layout, end, 0, (), self.kept)
+            self._there = frozenset(key for key, (_, reach) in state.providers.items() if reach >= state.end(key))
+
+    def breakpoints(self) -> tuple[Breakpoint, ...]:
+        windows = any(arena.kind in WINDOWED for arena in self._layout.arenas)
+        keeps = self.tree is not None or self.keeper.stores(self.trail.end) or self.keeper.file is not None
+        kept = self.trail.marks if windows else self.marks
+        return tuple(Breakpoint(m, m.at <= self.reuse.tokens, keeps and m in kept) for m in self.marks)
+
     def follow(self, seq: Sequence) -> None:
         """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
         keeper = self.keeper
         if keeper.stores(self.trail.end) or (keeper.file is not None and not keeper.options.read_only):
-            self.trail.follow(seq)
+            self.trail.follow(seq, self._there if keeper.file is None else ())
+        if self.tree is not None and (leaving := self.trail.leaving(seq)):
+            self.tree.insert(seq, whole=True, only=leaving)
         now = time.monotonic()
         due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE)
         if due and seq.length < self.trail.end and keeper.stores(seq.length):
@@ -127,7 +151,7 @@ class PromptLedger(Ledger):
         store.touch(file for file in self.kept if file.agrees == file.contents.end)  # none of a prompt's goes alone
         held = {**self.trail.copies, **seq.numbered()}
         kept = [file for file in self.kept if file.path not in self._parts]
-        state = State(self._layout, seq.length, self.reuse.tokens, held, kept, owner)
+        state = State(self._layout, seq.length, self.reuse.tokens, held, kept, owner, self.trail.marked)
         if owner and state.new:
             plan = chatfiles.plan(state, self.keeper.owned, relied_on(store, self._layout, self.elsewhere()))
         else:
@@ -154,6 +178,8 @@ class PromptLedger(Ledger):
         size, arenas = self._layout.page_size, self._layout.arenas
         whole = [number for arena, number in plan.pages if arenas[arena].kind not in WINDOWED]
         first = min(whole, default=seq.length // size)  # sliding pages may come from before
+        marked = (m.at // size for m in self.trail.marks if not pages_of(self._layout, m.at).isdisjoint(plan.pages))
+        first = min([first, *marked])  # so that a prompt which parts from this one there finds them
         parent = store.chain(seq.tokens)[first * size // store.block]
         about = {OWNER: self.keeper.owner} if plan.own else {}
         contents = self._contents(seq, plan.pages, seconds, store.identity, about, first * size, parent, until)

@@ -30,6 +30,7 @@ from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.lookups import Choice, Reading
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, read_page, release, take_rows
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
@@ -71,10 +72,10 @@ class PromptCaches:
         return PromptLedger(self.keeper, tree, prompt_tokens, self.elsewhere)
 
     @torch.inference_mode()
-    def restore(self, seq: Sequence, prompt: list[int]) -> Ledger:
+    def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
         if not seq.shares:
-            return LIVE_ROWS.restore(seq, prompt)
+            return LIVE_ROWS.restore(seq, prompt, marks)
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
@@ -87,6 +88,7 @@ class PromptCaches:
             ledger.counts = True
             reuse = self._from_store(seq, prompt, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
+        ledger.mark(marks, self.tree.common(wanted))
         return ledger
 
     def _begin(self, seq: Sequence, prompt_tokens: int) -> PromptLedger:

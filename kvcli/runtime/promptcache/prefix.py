@@ -8,7 +8,7 @@ them; pages that a sequence holds too stay in the pool until it lets go as well.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from kvcli.runtime.cache.layout import PageKey
@@ -41,12 +41,13 @@ class PrefixTree:
         self._root = _Node((), None, 0)
         self._clock = itertools.count(1)
 
-    def insert(self, seq: Sequence, whole: bool = False) -> None:
+    def insert(self, seq: Sequence, whole: bool = False, only: Container[PageKey] | None = None) -> None:
         """Share the pages of a sequence for the blocks of its tokens; `whole`: not that of the block being filled,
-        which would have to be copied when more rows come."""
+        which would have to be copied when more rows come; `only`: these of them."""
         size, node, now = self.pool.layout.page_size, self._root, next(self._clock)
         by_number: dict[int, dict[int, int]] = {}
-        for (arena, number), page in seq.numbered().items():
+        held = {key: page for key, page in seq.numbered().items() if only is None or key in only}
+        for (arena, number), page in held.items():
             by_number.setdefault(number, {})[arena] = page
         length = seq.length // size * size if whole else seq.length
         for number, at in enumerate(range(0, length, size)):
@@ -76,6 +77,10 @@ class PrefixTree:
         length = longest(self.pool.layout, agree, dict.fromkeys(pages, agree))
         return length, {key: pages[key] for key in needed(self.pool.layout, length)}, bases
 
+    def common(self, tokens: list[int]) -> int:
+        """How many tokens some prompt in the tree has in common with this one before the two part, or either ends."""
+        return self._match(tokens)[0]
+
     def _match(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases]:
         """How many tokens agree with the nodes on the way, the nodes' pages, and the bases of the last one."""
         size, node, at, now = self.pool.layout.page_size, self._root, 0, next(self._clock)
@@ -84,7 +89,7 @@ class PrefixTree:
         while node.children:
             asked = tokens[at : at + size]
             child = node.children.get(tuple(asked)) or max(
-                node.children.values(), key=lambda c: common_length(list(c.block), asked)
+                node.children.values(), key=lambda c: (common_length(list(c.block), asked), len(c.pages))
             )
             same = common_length(list(child.block), asked)
             if same == 0:

@@ -31,11 +31,13 @@ def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
     """The longest prefix of at most `length` tokens that can be gone on from with the pages of `valid`.
 
     `valid`: up to how many tokens each page's rows agree with the prompt. Inside a page only where all groups have
-    the page in a form that takes more rows; else to a page's end.
+    the page in a form that takes more rows; else to a page's end. The longest one that agrees may lack what a window
+    needs there; so where others end is tried, too.
     """
     size = layout.page_size
     length = min(length, max(valid.values(), default=0))
-    for candidate in (length, *range(length // size * size, 0, -size)):
+    ends_of = {min(length, reach) for reach in valid.values()} | set(range(size, length + 1, size))
+    for candidate in sorted(ends_of - {0, -1}, reverse=True):
         ends = ((key, min(candidate, (key[1] + 1) * size)) for key in needed(layout, candidate))
         if all(valid.get(key, -1) >= end for key, end in ends):
             return candidate

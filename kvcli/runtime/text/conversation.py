@@ -10,6 +10,7 @@ thinking, trims an answer), the chunks before that point are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import UsageError
@@ -65,6 +66,11 @@ class Conversation:
         """Tokens of a prompt that has the system message and this message only. Raises TemplateError."""
         rendering = self._render([{"role": "user", "content": text}])
         return len(self.tokenizer.encode_segments(rendering, add_bos=True))
+
+    def turn_ends(self) -> list[int]:
+        """How many tokens there are up to the end of each answer, as far as the next message is tokenized apart."""
+        ends = accumulate(len(chunk.ids) for chunk in self._chunks)
+        return [end for end, chunk in zip(ends, self._chunks, strict=True) if not any(own for _, own in chunk.segments)]
 
     def system_tokens(self) -> int:
         """How many tokens every prompt begins with, whatever the first message is: the system message, if any.

@@ -14,7 +14,7 @@ from kvcli.cli import engines, render, report
 from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.prompt import PromptFlags
-from kvcli.cli.flags.promptcache import writable
+from kvcli.cli.flags.promptcache import CacheMarks, writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.interrupt import Interrupts, last_words
@@ -36,6 +36,7 @@ def build(
     system: SystemFlags,
     template: TemplateFlags,
     out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")],
+    mark: CacheMarks = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
@@ -56,13 +57,14 @@ def build(
                 "give a longer prompt, or a smaller --page-size",
             )
         loaded.terms.check_prompt(ids)
+        marks = question.marks(loaded.text, ids, mark or [], "--mark")
         engine, options = engines.engine_of(loaded, invocation, len(ids)), settle(loaded, SampleOptions(max_tokens=0))
         kept = PromptCacheOptions(
             file=file, strict=True, replace=force, awaited=True, source=prompt.source,
             lead=question.text(loaded.text, ids)[0],
         )  # fmt: skip
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:
-            job = Job(model.model, options, NoSink(invocation), interrupts, caches, told=invocation.told)
+            job = Job(model.model, options, NoSink(invocation), interrupts, caches, marks=marks, told=invocation.told)
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():
         raise OutputError(f"{file} was not made", _why(result.end.unwritten, json))

@@ -19,6 +19,8 @@ from kvcli.cli.wording import as_flags
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
 from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache import eviction
+from kvcli.runtime.promptcache import marks
+from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.sessions import Branches, Session
 from kvcli.words import counted
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from kvcli.notices import Tell
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.text.conversation import Conversation
+
+
+TURNS = 4  # the last ones, behind which another message may begin
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class ChatSession:
             return self.conversation.system_tokens()
         except KVError:
             return 0
+
+    def _marks(self) -> list[Mark]:
+        """Where messages of this chat, or of others with its system message, may start from."""
+        turns = [Mark(at, marks.TURN) for at in self.conversation.turn_ends()[-TURNS:]]
+        return [*([] if self.conversation.system is None else [Mark(self._lead(), marks.SYSTEM)]), *turns]
 
     def close(self) -> None:
         """Keep the rows of a saved chat, and let go of everything."""
@@ -235,7 +245,7 @@ class ChatSession:
         try:
             ids = prompt()
             self._check_conversation(len(ids))
-            job = replace(job, thinking=self.conversation.thinking())
+            job = replace(job, thinking=self.conversation.thinking(), marks=self._marks())
             result = answer(self.engine, self.sequence, ids, job)
         except BaseException:
             self.conversation.restore(before)

@@ -1,0 +1,120 @@
+"""Marks: places in a prompt that later prompts may start from. No torch.
+
+Where no layer has a window, a prompt can be gone on from behind any of its rows. A window lets go of the rows before
+it, so those that a prompt would need which starts from a mark are kept apart, as far as a budget goes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
+from kvcli.runtime.config import WINDOWED
+
+USER, SYSTEM, SHARED, FILE, TURN = "user", "system", "shared", "file", "turn"
+KINDS = USER, SYSTEM, SHARED, FILE, TURN  # those to the left come first where not all can be kept
+SLACK = 8  # tokens: another prompt may part a little before a mark, where tokens straddle the end of a text
+MOST = 64  # marks of a prompt
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Behind the first `at` tokens of a prompt. `kind`: one of KINDS; `name`: of a file, or the marked text."""
+
+    at: int
+    kind: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A mark, and what became of it: whether the rows before it were `reused`, and whether what later prompts need to
+    start from it is `kept`."""
+
+    mark: Mark
+    reused: bool
+    kept: bool
+
+
+class Text(Protocol):
+    """What is asked of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def encode_segments(self, segments: list[tuple[str, bool]], add_bos: bool) -> list[int]: ...
+
+
+def window(arena: GroupLayout, at: int) -> range:
+    """The pages of a windowed arena that a sequence needs to start behind `at` tokens, or SLACK before."""
+    size = arena.page_size
+    return range(arena.first_page(max(0, at - SLACK) // size * size), -(-at // size))
+
+
+def pages_of(layout: KVLayout, at: int) -> set[PageKey]:
+    """Those of every arena of a layout."""
+    arenas = ((i, arena) for i, arena in enumerate(layout.arenas) if arena.kind in WINDOWED)
+    return {(i, number) for i, arena in arenas for number in window(arena, at)}
+
+
+def settled(layout: KVLayout, marks: Iterable[Mark], end: int) -> list[Mark]:
+    """Marks of a prompt of `end` tokens in the order of their places, each place once, by the first of its KINDS; less
+    than a page is never read."""
+    found: dict[int, Mark] = {}
+    for mark in sorted(marks, key=lambda mark: KINDS.index(mark.kind)):
+        if layout.page_size <= mark.at < end:
+            found.setdefault(mark.at, mark)
+    return [found[at] for at in sorted(found)][-MOST:]
+
+
+def affordable(layout: KVLayout, marks: Sequence[Mark], max_bytes: int) -> list[Mark]:
+    """Those of which what windows leave behind takes no more than `max_bytes` together: by KINDS, then the latest
+    first, as later prompts are likelier to have more in common."""
+    kept, keys, left = list[Mark](), set[PageKey](), max_bytes
+    for mark in sorted(marks, key=lambda mark: (KINDS.index(mark.kind), -mark.at)):
+        more = {key for key in pages_of(layout, mark.at) if key[0] < len(layout.groups)} - keys
+        cost = sum(layout.arenas[arena].page_bytes for arena, _ in more)
+        if cost <= left:
+            kept.append(mark)
+            keys |= more
+            left -= cost
+    return sorted(kept, key=lambda mark: mark.at)
+
+
+def behind(text: Text, ids: list[int], start: int, part: str, ends: Iterable[int]) -> list[int | None]:
+    """How many ids stand for no more than part[:end], of each end: `part` is some text that the tokens from `start` on
+    spell. None where they do not spell it letter by letter."""
+    pieces = [text.token_bytes(token) for token in ids[start:]]
+    at, sizes = b"".join(pieces).find(part.encode("utf-8", "surrogatepass")), list(accumulate(map(len, pieces)))
+    if at < 0:
+        return [None for _ in ends]
+    lengths = (at + len(part[:end].encode("utf-8", "surrogatepass")) for end in ends)
+    return [start + bisect_right(sizes, length) for length in lengths]
+
+
+def behind_text(text: Text, ids: list[int], marked: str) -> list[Mark]:
+    """A mark behind every place where the tokens spell `marked`; [] = nowhere."""
+    pieces = [text.token_bytes(token) for token in ids]
+    data, wanted, sizes = b"".join(pieces), marked.encode("utf-8", "surrogatepass"), list(accumulate(map(len, pieces)))
+    found, at = list[Mark](), data.find(wanted)
+    while at >= 0 and wanted and len(found) < MOST:
+        end = at + len(wanted)
+        found.append(Mark(bisect_right(sizes, end), USER, marked))
+        at = data.find(wanted, end)
+    return found
+
+
+def of_segments(text: Text, ids: list[int], segments: list[tuple[str, bool]], system: bool) -> list[Mark]:
+    """Before every message of a rendered chat but the first: of the last ones at most four, beside the first of them.
+    `system`: the first one is the system message."""
+    starts = [i for i, (_, trusted) in enumerate(segments) if not trusted][1:]
+    found = []
+    for number, i in enumerate(starts):
+        if number == 0 or len(starts) - number <= 4:
+            before = text.encode_segments(segments[:i], add_bos=True)
+            at = next((n for n, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before))
+            found.append(Mark(at, SYSTEM if system and number == 0 else TURN))
+    return found

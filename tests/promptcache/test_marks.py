@@ -1,0 +1,177 @@
+"""Marks: prompts start from where others parted from them, on layers with windows too, and answer like a cold run."""
+
+from __future__ import annotations
+
+import functools
+import random
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from engines import open_tiny, run
+from reusecases import FOUR, NOWHERE, Told, ask, files_in, store_in
+
+from kvcli.options import CacheOptions, PromptCacheOptions
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.promptcache import held
+from kvcli.runtime.promptcache.marks import (
+    FILE,
+    SHARED,
+    SYSTEM,
+    TURN,
+    USER,
+    Mark,
+    affordable,
+    behind,
+    behind_text,
+    of_segments,
+    pages_of,
+    settled,
+)
+from kvcli.runtime.promptcache.prefixpages import common_length
+
+LEAD = 150  # tokens of the system message
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(held, "REWIND_ROWS", 0)  # else all of a tiny prompt is near its end
+
+
+@functools.cache
+def engine_of(variant: str, k: str = "f16") -> Engine:
+    """Its steps are short, so that windows move while a prompt is read."""
+    return open_tiny(variant, "native", CacheOptions(320, k, k, 16, ubatch=32))
+
+
+def lead(seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(3, 300), k=LEAD)
+
+
+def document(seed: int, count: int = 90) -> list[int]:
+    return random.Random(100 + seed).choices(range(3, 300), k=count)
+
+
+def points(end: End) -> list[tuple[int, str, bool, bool]]:
+    return [(p.mark.at, p.mark.kind, p.reused, p.kept) for p in end.usage.breakpoints]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["gemma3", "llama"])
+@pytest.mark.parametrize("k", ["f16", "int8"])
+def test_one_system_message_and_other_documents(tmp_path: Path, variant: str, k: str) -> None:
+    """Cut anywhere, and edited in the middle: as much is reused as the longest mark that both have allows."""
+    engine, generator = engine_of(variant, k), random.Random(3)
+    size, sealed = engine.layout.page_size, any(group.sealed for group in engine.layout.groups)
+    seen: list[tuple[list[int], list[Mark]]] = []
+    for n in range(8):
+        body = document(n // 3)
+        if n % 3 == 1:
+            body = body[: generator.randrange(20, 80)]
+        elif n % 3 == 2:
+            body[generator.randrange(10, 80)] = 301
+        prompt, marks = [*lead(), *body, 5, 6], [Mark(LEAD, SYSTEM), Mark(LEAD + len(body), FILE, "x.txt")]
+        found = ask(engine, prompt, store_in(tmp_path), marks=marks)
+        assert found.ids == ask(engine, prompt, NOWHERE).ids, n
+        common = [m.at for other, theirs in seen for m in theirs if m.at <= common_length(prompt, other)]
+        least = max(common, default=0)
+        assert found.usage.disk_tokens >= (least // size * size if sealed else least), n
+        told = points(found)
+        assert all(kept for *_, kept in told) and (sealed or (LEAD, SYSTEM, n > 0, True) in told)
+        seen.append((prompt, marks))
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_where_two_prompts_part_a_third_one_starts(tmp_path: Path, disk: bool) -> None:
+    """Nobody has said where: the second one knows from what is stored, or from what is in memory."""
+    engine = engine_of("gemma3")
+    prompts = [[*lead(), *document(n)] for n in range(3)]
+    cold = [ask(engine, prompt, NOWHERE).ids for prompt in prompts]
+    if disk:
+        found = [ask(engine, prompt, store_in(tmp_path)) for prompt in prompts]
+    else:
+        with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
+            found = []
+            for prompt in prompts:
+                seq = engine.new_sequence()
+                found.append(run(engine, seq, prompt, FOUR, caches=caches))
+                seq.close()
+                engine.pool.check(caches.tree.holds())
+        engine.pool.check([])
+    assert [end.ids for end in found] == cold
+    assert [end.usage.cache_read_tokens for end in found] == [0, 0, LEAD]
+    assert [points(end) for end in found] == [[], [(LEAD, SHARED, False, True)], []]
+    if disk:
+        page = engine.layout.arenas[1].page_bytes + engine.layout.arenas[0].page_bytes
+        sizes = [path.stat().st_size for path in files_in(tmp_path)]
+        assert len(sizes) == 3 and sum(sorted(sizes)[:2]) < max(sizes) + 12 * page
+
+
+def test_in_memory_a_mark_is_kept_without_a_store() -> None:
+    engine, marks, found = engine_of("gemma3"), [Mark(LEAD, SYSTEM)], list[list[int]]()
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
+        for n in range(3):
+            seq, prompt = engine.new_sequence(), [*lead(), *document(n)]
+            end = run(engine, seq, prompt, FOUR, caches=caches, marks=marks)
+            seq.close()
+            assert end.usage.cache_read_tokens == (LEAD if n else 0)
+            assert points(end) == [(LEAD, SYSTEM, n > 0, True)]
+            found.append(end.ids)
+    engine.pool.check([])
+    assert found == [ask(engine, [*lead(), *document(n)], NOWHERE).ids for n in range(3)]
+
+
+def test_marks_in_a_file_of_ones_own(tmp_path: Path) -> None:
+    engine, marks = engine_of("gemma3"), [Mark(LEAD, SYSTEM)]
+    options = PromptCacheOptions(file=tmp_path / "x.safetensors")
+    ask(engine, [*lead(), *document(0)], options, marks=marks)
+    found = ask(engine, [*lead(), *document(1)], options)
+    assert found.usage.disk_tokens == LEAD
+    assert found.ids == ask(engine, [*lead(), *document(1)], NOWHERE).ids
+
+
+def test_a_budget_is_kept(tmp_path: Path) -> None:
+    engine = engine_of("gemma3")
+    marks = [Mark(60, TURN), Mark(100, FILE), Mark(LEAD, SYSTEM), Mark(200, TURN), Mark(130, USER)]
+    cost = {m.at: sum(engine.layout.arenas[a].page_bytes for a, _ in pages_of(engine.layout, m.at)) for m in marks}
+    for budget, kept in ((0, []), (cost[130], [130]), (1 << 30, sorted(cost))):
+        assert [m.at for m in affordable(engine.layout, marks, budget)] == kept
+    assert {130, LEAD} <= {m.at for m in affordable(engine.layout, marks, cost[130] + cost[LEAD])}
+    options = store_in(tmp_path, max_bytes=8 * (cost[130] + 1))
+    prompt = [*lead(), *document(0)]
+    found = ask(engine, prompt, options, marks=marks)
+    assert [p.mark.at for p in found.usage.breakpoints if p.kept] == [130]
+    assert engine_of("llama").layout.arenas and affordable(engine_of("llama").layout, marks, 0) != []
+
+
+def test_places_are_settled_once() -> None:
+    layout = engine_of("gemma3").layout
+    marks = [Mark(40, TURN), Mark(40, USER, "x"), Mark(5, SYSTEM), Mark(90, FILE), Mark(20, TURN)]
+    assert settled(layout, marks, 90) == [Mark(20, TURN), Mark(40, USER, "x")]
+
+
+class Letters:
+    """A tokenizer of two letters each; 0 is a control token."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token // 256, token % 256]).lstrip(b"\0") if token else b""
+
+    def encode_segments(self, segments: list[tuple[str, bool]], add_bos: bool) -> list[int]:
+        text = "".join(text for text, _ in segments).encode()
+        return [0, *(int.from_bytes(text[i : i + 2], "big") for i in range(0, len(text), 2))]
+
+
+def test_places_of_texts_in_tokens() -> None:
+    text = Letters()
+    ids = text.encode_segments([("<user>one two. three", True)], True)
+    assert behind(text, ids, 3, "one two. three", [3, 8, 14]) == [5, 8, 11]
+    assert behind(text, ids, 3, "One", [1, 2]) == [None, None]
+    assert behind_text(text, ids, "two.") == [Mark(8, USER, "two.")]
+    assert [m.at for m in behind_text(text, ids, "e")] == [3, 5, 10, 11] and behind_text(text, ids, "x") == []
+    segments = [("<s>", True), ("be good", False), ("<u>", True), ("why?", False), ("<a>", True)]
+    ids = text.encode_segments(segments, True)
+    assert of_segments(text, ids, segments, True) == [Mark(7, SYSTEM)]
+    many = [("ab", False), ("cd", True)] * 8
+    assert [m.at for m in of_segments(text, text.encode_segments(many, True), many, False)] == [3, 9, 11, 13, 15]
