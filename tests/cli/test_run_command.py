@@ -54,6 +54,10 @@ def test_json_is_one_object(kv):
         "cache_disk_tokens": 0,
         "cache_write_tokens": 0,
         "cache_miss": None,
+        "cache_how": None,
+        "breakpoints": [],
+        "predicted_read_s": None,
+        "predicted_compute_s": None,
         "completion_tokens": 2,
         "reasoning_tokens": 0,
     }

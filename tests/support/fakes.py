@@ -50,6 +50,9 @@ class FakeTokenizer:
     def decode(self, ids: list[int], continues: bool = False) -> str:
         return "".join(self._text(token) for token in ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._text(token_id).encode()
+
     def _text(self, token: int) -> str:
         if token == PAIR:
             return "ab"
@@ -234,6 +237,7 @@ class FakeEngine:
         history: bool = False,
         caches: object = None,
         thinking: object = None,
+        marks: object = (),
     ) -> Iterator[Prefill | Token | End]:
         if len(prompt_ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context {self.ctx_size}")

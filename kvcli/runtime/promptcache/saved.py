@@ -8,7 +8,7 @@ from pathlib import Path
 from kvcli.errors import CacheFileError, OutputError, UsageError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
-from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, write
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, foreign, write
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.held import HeldPages
 from kvcli.runtime.promptcache.keeper import EngineView
@@ -51,6 +51,9 @@ def load(engine: EngineView, path: Path) -> Sequence:
         made_by = contents.about.get("computed_on", engine.computed_on)
         if made_by != engine.computed_on:
             raise CacheFileError(f"{path} was computed by {made_by}, not {engine.computed_on}", "save it here again")
+        size, own = contents.identity["page_size"], str(pool.layout.page_size)
+        if engine.sums and size != own:
+            raise foreign(path, f"page size {size}, this run has {own}")
         agrees = min(len(contents.tokens), same_rows(contents.identity, engine.identity()))
         found = Found.in_file(file, agrees, pool.layout.page_size)
         seq = Sequence(pool)
