@@ -14,6 +14,7 @@ from kvcli.runtime.host.machine import ProbeFailed
 FILE_BYTES = 256 << 20
 KEEP_FREE_BYTES = 1 << 30
 _STEP = 8 << 20
+ATTEMPTS = 5  # a page that was used just now may stay once
 
 
 def disk_speed(folder: Path, size: int = FILE_BYTES) -> dict[str, Any]:
@@ -55,9 +56,12 @@ def put_out(handle: int, size: int) -> None:
     where that cannot be had."""
     if not hasattr(os, "posix_fadvise"):
         raise ProbeFailed("this system cannot put a single file out of its page cache")
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    if _in_memory(handle, size):
-        raise ProbeFailed("the page cache keeps the file, so its disk cannot be measured")
+    for attempt in range(ATTEMPTS):
+        time.sleep(0.02 * attempt)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not _in_memory(handle, size):
+            return
+    raise ProbeFailed("the page cache keeps the file, so its disk cannot be measured")
 
 
 def _in_memory(handle: int, size: int) -> bool:
