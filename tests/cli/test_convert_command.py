@@ -95,7 +95,10 @@ def test_nothing_beside_the_file_is_touched(kv_here: KvHere, tmp_path: Path) -> 
         (["nowhere", "-o", "x.gguf"], "kv: error: nowhere is no folder"),
         (["FOLDER", "-o", "there"], "kv: error: there is there already"),
         (["FOLDER", "-o", "x.gguf", "--quantize", "q4_9"], "kv: error: --quantize cannot be 'q4_9'"),
-        (["FOLDER", "-o", "x.gguf", "--quantize", "q2_k"], "kv: error: --quantize cannot be 'q2_k'\n  there are q8_0"),
+        (
+            ["FOLDER", "-o", "x.gguf", "--quantize", "iq2_s"],
+            "kv: error: --quantize cannot be 'iq2_s'\n  there are q8_0",
+        ),
         (["FOLDER", "-o", "-"], "kv: error: - cannot be the GGUF file"),
         (["FOLDER", "-o", "link", "--force"], "kv: error: link is a link to there, which kv does not replace"),
         (["FOLDER", "-o", "pipe", "--force"], "kv: error: pipe cannot be the GGUF file"),

@@ -10,7 +10,7 @@ from kvcli.runtime.formats import kquants, packing
 from kvcli.runtime.formats.packing import pack
 
 # Root mean square of the error of normal numbers, relative to theirs, that rows do not exceed on average.
-MOST = {"Q4_K": 0.074, "Q5_K": 0.038, "Q6_K": 0.019}
+MOST = {"Q2_K": 0.28, "Q3_K": 0.155, "Q4_K": 0.074, "Q5_K": 0.038, "Q6_K": 0.019}
 
 
 def weights(rows: int = 40) -> np.ndarray:
@@ -48,7 +48,8 @@ def test_the_compiled_search_is_that_of_numpy(type: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kquants, "_library", lambda: None)
     slow = kquants.pack(type, x)
     assert (fast == slow).mean() > 0.99  # sums in another order may choose another candidate
-    assert np.allclose(error(type, x, fast), error(type, x, slow), rtol=0.01, atol=1e-6)
+    near = 0.06 if type == "Q2_K" else 0.01  # where a row has outliers, few codes are many ways to err alike
+    assert np.allclose(error(type, x, fast), error(type, x, slow), rtol=near, atol=1e-6)
 
 
 @pytest.mark.parametrize("type", ("Q4_K", "Q8_0", "BF16"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import gguf
@@ -36,7 +37,14 @@ def close(source: Source, expected: np.ndarray) -> bool:
 
 
 def words(integers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Integers [..., n] in 32-bit words [..., n * bits / 32]: number order[i] of a word stands at place i."""
+    """Integers [..., n] in 32-bit words [..., n * bits / 32]: number order[i] of a word stands at place i. Those of 3
+    bits are one after the other in three words."""
+    if bits == 3:
+        number = sum(
+            integers.reshape(*integers.shape[:-1], -1, 32)[..., i].astype(object) << (3 * i) for i in range(32)
+        )
+        parts = np.stack([(number >> (32 * i)) & 0xFFFFFFFF for i in range(3)], -1)
+        return parts.astype(np.uint32).reshape(*integers.shape[:-1], -1).view(np.int32)
     each = 32 // bits
     grouped = integers.reshape(*integers.shape[:-1], -1, each).astype(np.uint64)
     placed = grouped[..., list(order or range(each))] << (np.arange(each, dtype=np.uint64) * bits)
@@ -80,11 +88,11 @@ def test_every_number_of_fp8():
     assert np.array_equal(values, codes.view(torch.float8_e4m3fn).float().view(2, -1).numpy())
 
 
-@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bits", (3, 4, 8))
 @pytest.mark.parametrize("format", ("gptq", "gptq_v2"))
 @pytest.mark.parametrize("ordered", (True, False))
 def test_gptq(bits: int, format: str, ordered: bool):
-    rows, cols, groups = 16, 64, 4
+    rows, cols, groups = 32, 64, 4
     top = 1 << bits
     q, zeros = RNG.integers(0, top, (cols, rows)), RNG.integers(1, top, (groups, rows))
     scales = RNG.uniform(0.01, 0.1, (groups, rows)).astype(np.float16)
@@ -109,8 +117,78 @@ def test_awq():
     found = sources(tensors, quant_method="awq", bits=4, version="gemm")
     group = np.arange(cols) // 32
     assert close(found["m.weight"], ((q - zeros[group]) * scales.astype(np.float64)[group]).T)
-    with pytest.raises(ModelError, match="AWQ in the form 'gemv'"):
-        sources(tensors, quant_method="awq", bits=4, version="gemv")
+    with pytest.raises(ModelError, match="AWQ in the form 'gemv_fast' is not read by kv"):
+        sources(tensors, quant_method="awq", bits=4, version="gemv_fast")
+
+
+def test_awq_by_rows():
+    rows, cols, groups = 6, 64, 2
+    q, zeros = RNG.integers(0, 16, (rows, cols)), RNG.integers(0, 16, (rows, 8))
+    scales = RNG.uniform(0.01, 0.1, (rows, 8)).astype(np.float16)  # more than there are groups
+    tensors = {"m.qweight": words(q, 4), "m.qzeros": words(zeros, 4), "m.scales": scales}
+    found = sources(tensors, quant_method="awq", bits=4, version="gemv", group_size=32)
+    group = np.arange(cols) // 32
+    assert group.max() + 1 == groups and close(
+        found["m.weight"], (q - zeros[:, group]) * scales[:, group].astype(float)
+    )
+    with pytest.raises(ModelError, match="no groups of 48"):
+        sources(tensors, quant_method="awq", bits=4, version="gemv", group_size=48)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("by", ("modelopt", "compressed-tensors", ""))
+def test_nvfp4(by: str):
+    q, factor = RNG.integers(0, 16, (6, 64)), 0.0125
+    scales = torch.from_numpy(RNG.uniform(0.5, 200, (6, 4)).astype(np.float32)).to(torch.float8_e4m3fn)
+    pairs = (q[:, ::2] | q[:, 1::2] << 4).astype(np.uint8)
+    expected = E2M1[q] * np.repeat(scales.double().numpy(), 16, 1) * np.float32(factor)
+    if by == "compressed-tensors":
+        tensors = {"m.weight_packed": pairs, "m.weight_global_scale": torch.tensor([1 / factor])}
+        tensors |= {"m.input_global_scale": torch.ones(1)}
+    else:
+        tensors = {"m.weight": pairs, "m.weight_scale_2": torch.tensor(factor), "m.input_scale": torch.tensor(1.0)}
+    tensors["m.weight_scale"] = scales
+    found = sources(tensors, "bfloat16", **({"quant_method": by} if by else {}))
+    assert list(found) == ["m.weight"] and found["m.weight"].layout == "NVFP4" and close(found["m.weight"], expected)
+    with pytest.raises(ModelError, match="pre_quant_scale"):
+        sources(tensors | {"m.pre_quant_scale": np.ones(64, np.float32)})
+    with pytest.raises(ModelError, match=r"has the shape \[6, 3\]"):
+        sources(tensors | {"m.weight_scale": scales[:, :3].contiguous()})
+
+
+@pytest.mark.parametrize("nested", (True, False))
+@pytest.mark.parametrize("kind", ("nf4", "fp4"))
+def test_tables_of_bitsandbytes(kind: str, nested: bool):
+    shape, n = (6, 100), 600  # the last block is not full
+    q, table = RNG.integers(0, 16, n), np.sort(RNG.uniform(-1, 1, 16)).astype(np.float32)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+    absmax, tensors = RNG.uniform(0.1, 2, 10).astype(np.float32), {}
+    tensors["m.weight.absmax"] = absmax
+    if nested:
+        codes, wide = RNG.integers(0, 256, 10), RNG.uniform(0.5, 1, 3).astype(np.float32)
+        quarter = RNG.uniform(-1, 1, 256).astype(np.float32)
+        tensors = {"m.weight.absmax": codes.astype(np.uint8), "m.weight.nested_absmax": wide}
+        tensors["m.weight.nested_quant_map"] = quarter
+        state |= {"nested_blocksize": 4, "nested_offset": 0.75}
+        absmax = quarter[codes] * np.repeat(wide, 4)[:10] + np.float32(0.75)
+    tensors["m.weight"] = (q[::2] << 4 | q[1::2]).astype(np.uint8)[:, None]
+    tensors["m.weight.quant_map"] = table
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors[f"m.weight.quant_state.bitsandbytes__{kind}"] = text.copy()
+    expected = (table[q] * np.repeat(absmax, 64)[:n].astype(float)).reshape(shape)
+    found = sources(tensors, "bfloat16", quant_method="bitsandbytes")
+    assert list(found) == ["m.weight"] and close(found["m.weight"], expected)
+    with pytest.raises(ModelError, match=r"m\.weight\.quant_map has 15 elements, 16 fit"):
+        sources(tensors | {"m.weight.quant_map": table[:15].copy()})
+
+
+def test_bytes_of_bitsandbytes():
+    w, largest = RNG.integers(-127, 128, (6, 32)).astype(np.int8), RNG.uniform(0.1, 2, 6).astype(np.float32)
+    tensors = {"m.weight": w, "m.SCB": largest, "m.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    found = sources(tensors, quant_method="bitsandbytes")
+    assert list(found) == ["m.weight"] and close(found["m.weight"], w * (largest.astype(float) / 127)[:, None])
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -156,7 +234,7 @@ def test_plain_numbers_are_views_and_counters_are_no_weights():
     [
         ({"a.weight": torch.ones(4, 4, dtype=torch.uint8)}, {"quant_method": "bitsandbytes"}, r"U8 \(bitsandbytes\)"),
         ({"a.weight": torch.ones(4, 4, dtype=torch.float8_e5m2)}, {}, "stored as F8_E5M2"),
-        ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, {"quant_method": "gptq", "bits": 3}, "with 3 bits"),
+        ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, {"quant_method": "gptq", "bits": 5}, "with 5 bits"),
         ({"a.weight_packed": torch.ones(4, 4, dtype=torch.uint8)}, {"quant_method": "compressed-tensors"}, "form"),
         ({"a.weight": torch.ones(4, 4), "a.weight_scale": torch.ones(1)}, {}, "with a scale"),
         (

@@ -16,18 +16,19 @@
 #define LARGER(a, b) ((a) > (b) ? (a) : (b))
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 
-/* x: blocks of 32. Sets scale and low so that x is about scale * q - low for whole q from 0 to top. */
-EVERY_CPU void kv_fit_shifted(const float *x, int64_t blocks, float top, float first, int64_t steps, float *scale, float *low)
+/* x: blocks of N, a constant. */
+static inline __attribute__((always_inline)) void fit_shifted(
+    const int N, const float *x, int64_t blocks, float top, float first, int64_t steps, float *scale, float *low)
 {
-    for (int64_t b = 0; b < blocks; b++, x += MOST) {
+    for (int64_t b = 0; b < blocks; b++, x += N) {
         float squares = 0, least = 0, most = 0, w[MOST], best = INFINITY;
-        for (int i = 0; i < MOST; i++) {
+        for (int i = 0; i < N; i++) {
             squares += x[i] * x[i];
             least = SMALLER(least, x[i]);
             most = LARGER(most, x[i]);
         }
-        float rms = sqrtf(squares / MOST);
-        for (int i = 0; i < MOST; i++)
+        float rms = sqrtf(squares / N);
+        for (int i = 0; i < N; i++)
             w[i] = rms + fabsf(x[i]);
         scale[b] = 0;
         low[b] = -least;
@@ -36,7 +37,7 @@ EVERY_CPU void kv_fit_shifted(const float *x, int64_t blocks, float top, float f
         for (int64_t step = 0; step < steps; step++) {
             float inverse = (top + first + 0.1f * step) / (most - least), q[MOST];
             float sw = 0, swx = 0, swq = 0, swqq = 0, swqx = 0, error = 0;
-            for (int i = 0; i < MOST; i++) {
+            for (int i = 0; i < N; i++) {
                 float code = rintf((x[i] - least) * inverse);
                 code = LARGER(code, 0);
                 q[i] = SMALLER(code, top);
@@ -55,7 +56,7 @@ EVERY_CPU void kv_fit_shifted(const float *x, int64_t blocks, float top, float f
                 m = 0;
                 s = swqx / swqq;
             }
-            for (int i = 0; i < MOST; i++) {
+            for (int i = 0; i < N; i++) {
                 float d = s * q[i] + m - x[i];
                 error += w[i] * d * d;
             }
@@ -66,6 +67,16 @@ EVERY_CPU void kv_fit_shifted(const float *x, int64_t blocks, float top, float f
             }
         }
     }
+}
+
+/* x: blocks of `width`, 16 or 32. Sets scale and low so that x is about scale * q - low for whole q from 0 to top. */
+EVERY_CPU void kv_fit_shifted(
+    const float *x, int64_t blocks, int64_t width, float top, float first, int64_t steps, float *scale, float *low)
+{
+    if (width == 16)
+        fit_shifted(16, x, blocks, top, first, steps, scale, low);
+    else
+        fit_shifted(MOST, x, blocks, top, first, steps, scale, low);
 }
 
 /* x: blocks of 16. Sets scale so that x is about scale * q for whole q from -top to top - 1. */

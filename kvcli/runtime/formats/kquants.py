@@ -1,6 +1,6 @@
 """Weights packed in the K formats of GGML, whose layouts stand in kernels/reference/ggml.py. No torch.
 
-A block of 256 has small blocks with 6- or 8-bit scales. The scale (and shift) of a small block is searched:
+A block of 256 has small blocks with scales of 4 to 8 bits. The scale (and shift) of a small block is searched:
 of some candidates for the largest code, the one whose weighted least-squares fit errs least, where large weights count
 more. fits.c has this search compiled; numpy takes six times as long.
 """
@@ -14,13 +14,14 @@ import numpy as np
 
 from kvcli.runtime.formats.libraries import compiled
 
-_SEARCH = {4: (-1.0, 20), 5: (-0.5, 16)}  # bits -> where the candidates begin, and how many there are
+_SEARCH = {2: (-0.5, 16), 4: (-1.0, 20), 5: (-0.5, 16)}  # bits -> where the candidates begin, and how many there are
 
 
 def pack(type: str, values: np.ndarray) -> np.ndarray:
-    """float32 [..., 256 n] -> uint8 [..., bytes]; `type` is Q4_K, Q5_K or Q6_K."""
+    """float32 [..., 256 n] -> uint8 [..., bytes]; `type` is Q2_K to Q6_K."""
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, 256)
-    packed = _signed(blocks) if type == "Q6_K" else _shifted(blocks, int(type[1]))
+    packers = {"Q2_K": _two_bits, "Q3_K": _three_bits, "Q6_K": _signed}
+    packed = packers[type](blocks) if type in packers else _shifted(blocks, int(type[1]))
     return packed.reshape(*values.shape[:-1], -1)
 
 
@@ -28,8 +29,8 @@ def _shifted(blocks: np.ndarray, bits: int) -> np.ndarray:
     """Q4_K and Q5_K: x = d * scale * q - dmin * low, of small blocks of 32."""
     top, n = (1 << bits) - 1, len(blocks)
     scale, low = (each.reshape(n, 8) for each in fit_shifted(blocks.reshape(-1, 32), top, *_SEARCH[bits]))
-    d, codes = _six_bits(scale)
-    dmin, lows = _six_bits(np.where(codes > 0, low, 0))  # numbers too small for any scale are 0
+    d, codes = _whole(scale, 63)
+    dmin, lows = _whole(np.where(codes > 0, low, 0), 63)  # numbers too small for any scale are 0
     step, shift = d.astype(np.float32) * codes, dmin.astype(np.float32) * lows
     small = blocks.reshape(n, 8, 32)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -42,14 +43,48 @@ def _shifted(blocks: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([*head, *([fifth] if bits == 5 else []), nibbles], 1)
 
 
-def _six_bits(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [n, 8], none negative, as float16 [n, 1] times whole numbers up to 63 [n, 8]."""
+def _two_bits(blocks: np.ndarray) -> np.ndarray:
+    """Q2_K: x = d * scale * q - dmin * low, of small blocks of 16."""
+    n = len(blocks)
+    scale, low = (each.reshape(n, 16) for each in fit_shifted(blocks.reshape(-1, 16), 3, *_SEARCH[2]))
+    d, codes = _whole(scale, 15)
+    dmin, lows = _whole(low, 15)
+    step, shift = d.astype(np.float32) * codes, dmin.astype(np.float32) * lows
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = np.rint((blocks.reshape(n, 16, 16) + shift[..., None]) / step[..., None])
+    q = np.clip(np.where(step[..., None] > 0, q, 0), 0, 3).astype(np.uint8)
+    head = [codes | lows << 4, _quarters(q)]
+    return np.concatenate([*head, d.view(np.uint8).reshape(n, 2), dmin.view(np.uint8).reshape(n, 2)], 1)
+
+
+def _three_bits(blocks: np.ndarray) -> np.ndarray:
+    """Q3_K: x = d * scale * q with q from -4 to 3, of small blocks of 16."""
+    n = len(blocks)
+    d, codes, q = _scaled(blocks, 4, 31)
+    q = (q + 4).astype(np.uint8)
+    bits = (q >> 2).reshape(n, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    scales = (codes + 32).astype(np.uint8)
+    upper = (scales >> 4).reshape(n, 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    nibbles = (scales[:, :8] & 15) | (scales[:, 8:] & 15) << 4
+    fields = [bits.sum(1, dtype=np.uint8), _quarters(q & 3), nibbles, upper.sum(1, dtype=np.uint8)]
+    return np.concatenate([*fields, d.view(np.uint8).reshape(n, 2)], 1)
+
+
+def _quarters(q: np.ndarray) -> np.ndarray:
+    """256 numbers of 2 bits in 64 bytes, those 32 apart in one byte."""
+    return (
+        (q.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8).reshape(-1, 64)
+    )
+
+
+def _whole(scales: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scales [n, k], none negative, as float16 [n, 1] times whole numbers up to `most` [n, k]."""
     scales = np.maximum(scales, 0)
-    unit = (scales.max(1, keepdims=True) / 63).astype(np.float16)
+    unit = (scales.max(1, keepdims=True) / most).astype(np.float16)
     wide = unit.astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.where(wide > 0, np.rint(scales / wide), 0)
-    return unit, np.clip(codes, 0, 63).astype(np.uint8)
+    return unit, np.clip(codes, 0, most).astype(np.uint8)
 
 
 def _six_bit_pairs(scales: np.ndarray, lows: np.ndarray) -> np.ndarray:
@@ -62,26 +97,34 @@ def _six_bit_pairs(scales: np.ndarray, lows: np.ndarray) -> np.ndarray:
 def _signed(blocks: np.ndarray) -> np.ndarray:
     """Q6_K: x = d * scale * q with q from -32 to 31, of small blocks of 16."""
     n = len(blocks)
-    scale = fit_signed(blocks.reshape(-1, 16), 32).reshape(n, 16)
-    largest = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
-    d = (largest / -128).astype(np.float16)
-    wide = d.astype(np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.clip(np.where(wide != 0, np.rint(scale / wide), 0), -128, 127)
-        step = (wide * codes)[..., None]
-        q = np.where(step != 0, np.rint(blocks.reshape(n, 16, 16) / step), 0)
-    q = (np.clip(q, -32, 31) + 32).astype(np.uint8).reshape(n, 2, 4, 32)
+    d, codes, q = _scaled(blocks, 32, 127)
+    q = (q + 32).astype(np.uint8).reshape(n, 2, 4, 32)
     low, high = q & 15, q >> 4
     nibbles = np.stack([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], 2).reshape(n, 128)
     tops = (high << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8).reshape(n, 64)
     return np.concatenate([nibbles, tops, codes.astype(np.int8).view(np.uint8), d.view(np.uint8).reshape(n, 2)], 1)
 
 
+def _scaled(blocks: np.ndarray, top: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks as d * scale * q: float16 [n, 1], whole numbers from -most - 1 to most [n, 16], whole numbers from -top to
+    top - 1 [n, 16, 16]."""
+    n = len(blocks)
+    scale = fit_signed(blocks.reshape(-1, 16), top).reshape(n, 16)
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
+    d = (largest / -(most + 1)).astype(np.float16)
+    wide = d.astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.clip(np.where(wide != 0, np.rint(scale / wide), 0), -most - 1, most)
+        step = (wide * codes)[..., None]
+        q = np.where(step != 0, np.rint(blocks.reshape(n, 16, 16) / step), 0)
+    return d, codes, np.clip(q, -top, top - 1)
+
+
 # --- the search ---
 
 
 def fit_shifted(x: np.ndarray, top: int, first: float, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks [n, 32] -> scale [n] and low [n], 0 or more: x is about scale * q - low for whole q from 0 to `top`.
+    """Blocks [n, 16 or 32] -> scale [n] and low [n], 0 or more: x is about scale * q - low for whole q from 0 to `top`.
 
     Candidates for the code of the largest element are top + first, and so on in steps of a tenth.
     """
@@ -90,7 +133,7 @@ def fit_shifted(x: np.ndarray, top: int, first: float, steps: int) -> tuple[np.n
         return fit_shifted_slowly(x, top, first, steps)
     scale, low = np.empty(len(x), np.float32), np.empty(len(x), np.float32)
     x = np.ascontiguousarray(x)
-    library.kv_fit_shifted(x.ctypes.data, len(x), float(top), first, steps, scale.ctypes.data, low.ctypes.data)
+    library.kv_fit_shifted(x.ctypes.data, *x.shape, float(top), first, steps, scale.ctypes.data, low.ctypes.data)
     return scale, low
 
 
@@ -144,7 +187,7 @@ def _library() -> ctypes.CDLL | None:
     if library is None:
         return None
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    library.kv_fit_shifted.argtypes = [pointer, count, number, number, count, pointer, pointer]
+    library.kv_fit_shifted.argtypes = [pointer, count, count, number, number, count, pointer, pointer]
     library.kv_fit_signed.argtypes = [pointer, count, number, pointer]
     library.kv_fit_shifted.restype = library.kv_fit_signed.restype = None
     return library

@@ -9,7 +9,11 @@ A `Source` is one weight as the model knows it, whatever tensors it is made of:
 | compressed-tensors | w (F8_E4M3 or I8), w_scale | w * scale of its row, group or of all |
 | compressed-tensors, packed | w_packed, w_scale, w_shape, perhaps w_zero_point and w_g_idx | (q - zero) * scale |
 | GPTQ | qweight, qzeros, scales, perhaps g_idx, in place of "weight" | (q - zero) * scale |
-| AWQ | qweight, qzeros, scales, with columns in another order | (q - zero) * scale |
+| AWQ | qweight, qzeros, scales, with columns in another order ("gemm"), or by rows ("gemv") | (q - zero) * scale |
+| NVFP4 of ModelOpt | w (pairs of E2M1), w_scale (F8_E4M3) of 16 elements, w_scale_2 of all | e2m1 * scale * scale_2 |
+| NVFP4 of compressed-tensors | w_packed, w_scale, w_global_scale | e2m1 * scale / global_scale |
+| bitsandbytes, nf4 and fp4 | w, w.absmax, w.quant_map, w.quant_state, perhaps w.nested_* | table[q] * absmax |
+| bitsandbytes, int8 | w, SCB in place of "weight" | w * SCB of its row / 127 |
 | MXFP4 of gpt-oss | w_blocks [..., n, 16], w_scales [..., n] | kept, in the order of GGML's blocks |
 
 Products are computed in float32 and rounded to the type that the config names, bfloat16 or float16.
@@ -27,6 +31,7 @@ import numpy as np
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.safetensors import TensorInfo
+from kvcli.runtime.formats.tableweights import BESIDE, INT8_BESIDE, NVFP4_BLOCK, STATE, STATES, State, nvfp4
 
 # How elements of a type lie in memory: bfloat16, which numpy lacks, as the upper halves of float32.
 STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -35,8 +40,24 @@ _RAW = {
     **_PLAIN, "F8_E4M3": np.uint8, "I8": np.int8, "U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
 }  # fmt: skip
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight stands at this nibble
-_PARTS = ("_scale_inv", "_scale", "_shape", "_zero_point", "_g_idx")  # behind the name of a weight
-_OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+_PARTS = (
+    "_scale_inv",
+    "_scale",
+    "_scale_2",
+    "_global_scale",
+    "_shape",
+    "_zero_point",
+    "_g_idx",
+)  # behind the name of a weight
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_global_scale",
+    "output_scale",
+    "activation_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+)
 _AT_ONCE = 1 << 21  # numbers that are float32 at a time
 _AS_THEY_LIE = "plain"
 
@@ -109,7 +130,14 @@ class _Sources:
         if name.endswith(".qweight"):
             return self._grouped(name.removesuffix("qweight"))
         if name.endswith("_packed"):
-            return self._packed(name.removesuffix("_packed"))
+            weight = name.removesuffix("_packed")
+            return self._nvfp4(weight) if f"{weight}_global_scale" in self.tensors else self._packed(weight)
+        if f"{name}_scale_2" in self.tensors:
+            return self._nvfp4(name)
+        if kind := next((each for each in STATES if f"{name}{STATE}{each}" in self.tensors), ""):
+            return self._of_table(name, kind)
+        if f"{name.removesuffix('weight')}SCB" in self.tensors and tensor.dtype == "I8":
+            return self._of_bytes(name, tensor)
         if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in self.tensors:
             return self._mxfp4(name.removesuffix("_blocks"))
         if self._is_part(name):
@@ -131,10 +159,15 @@ class _Sources:
             return True
         if last in ("qzeros", "scales", "g_idx"):
             return f"{stem}.qweight" in self.tensors
+        if last in INT8_BESIDE:
+            return f"{stem}.weight" in self.tensors
+        if any(name.endswith(end) and name.removesuffix(end) in self.tensors for end in BESIDE):
+            return True
         weights = [name.removesuffix(end) for end in _PARTS if name.endswith(end)]
         if any(weight in self.tensors or f"{weight}_packed" in self.tensors for weight in weights):
             return True
-        return bool(self.method) and last in _OF_ACTIVATIONS
+        by_any = self.method or f"{stem}.weight_scale_2" in self.tensors
+        return bool(by_any) and last in _OF_ACTIVATIONS
 
     def _by(self) -> str:
         return f" ({self.method})" if self.method else ""
@@ -205,6 +238,53 @@ class _Sources:
 
         return Source(name, (*outer, blocks * 32), "MXFP4", read)
 
+    def _nvfp4(self, name: str) -> Source:
+        """Numbers of 4 bits with FP8 scales of 16, and one factor of all: by ModelOpt or by compressed-tensors."""
+        inverse = f"{name}_packed" in self.tensors
+        pairs, factor = (f"{name}_packed", f"{name}_global_scale") if inverse else (name, f"{name}_scale_2")
+        found = self.tensors[pairs]
+        if found.dtype != "U8" or len(found.shape) != 2 or found.shape[1] % (NVFP4_BLOCK // 2):
+            raise ModelError(f"tensor {pairs} is of a form of NVFP4{self._by()} that kv does not read")
+        if f"{name.removesuffix('weight')}pre_quant_scale" in self.tensors:
+            raise ModelError(f"tensor {name} has a pre_quant_scale beside it, which kv does not read")
+        rows, cols = found.shape[0], 2 * found.shape[1]
+        self._elements(f"{name}_scale", (rows, cols // NVFP4_BLOCK))
+
+        def make() -> np.ndarray:
+            one = self._numbers(factor).reshape(-1)[:1]
+            scales = self._numbers(f"{name}_scale")
+            return nvfp4(self._elements(pairs), scales / one if inverse else scales * one)
+
+        return self._made(name, (rows, cols), make, "NVFP4")
+
+    def _of_table(self, name: str, kind: str) -> Source:
+        """bitsandbytes, 4 bits: numbers of a table, in blocks."""
+        label = f"{name}{STATE}{kind}"
+        state = State.of(self._elements(label).tobytes(), label)
+        parts = ["", ".absmax", ".quant_map", *([".nested_absmax", ".nested_quant_map"] if state.nested else [])]
+        sizes = {"": -(-state.elements // 2), ".absmax": state.blocks, ".quant_map": 16}
+        sizes |= {".nested_absmax": -(-state.blocks // max(1, state.nested)), ".nested_quant_map": 256}
+        for part in parts:
+            if self._elements(name + part).size != sizes[part]:
+                raise ModelError(
+                    f"tensor {name}{part} has {self._elements(name + part).size} elements, {sizes[part]} fit"
+                )
+        made = functools.partial(self._table_values, name, state, parts)
+        return self._made(name, state.shape, made, f"{kind.upper()} of bitsandbytes")
+
+    def _table_values(self, name: str, state: State, parts: list[str]) -> np.ndarray:
+        return state.values({part: self._elements(name + part) for part in parts})
+
+    def _of_bytes(self, name: str, tensor: TensorInfo) -> Source:
+        """bitsandbytes, 8 bits: the largest of a row is 127."""
+        scales = f"{name.removesuffix('weight')}SCB"
+        self._elements(scales, tensor.shape[:1])
+
+        def make() -> np.ndarray:
+            return self._elements(name).astype(np.float32) * (self._numbers(scales) / np.float32(127))[:, None]
+
+        return self._made(name, tensor.shape, make, "int8 of bitsandbytes")
+
     def _packed(self, name: str) -> Source:
         """compressed-tensors: integers of a row in 32-bit words, the first in the lowest bits."""
         bits = _bits_of(self.how)
@@ -229,29 +309,48 @@ class _Sources:
     def _grouped(self, stem: str) -> Source:
         """GPTQ and AWQ: a matrix by columns, in groups along its inputs."""
         bits, awq = int(self.how.get("bits") or self.how.get("w_bit") or 0), self.method == "awq"
-        if self.method not in ("gptq", "awq") or bits not in ((4,) if awq else (2, 4, 8)):
+        if self.method not in ("gptq", "awq") or bits not in ((4,) if awq else (2, 3, 4, 8)):
             raise ModelError(f"tensor {stem}qweight is of a form{self._by()} with {bits} bits that kv does not read")
-        if awq and str(self.how.get("version", "gemm")).lower() != "gemm":
-            raise ModelError(f"AWQ in the form {self.how.get('version')!r} is not read by kv", "it reads 'gemm'")
-        each = 32 // bits
+        if awq and (form := str(self.how.get("version", "gemm")).lower()) != "gemm":
+            if form != "gemv":
+                raise ModelError(f"AWQ in the form '{form}' is not read by kv", "it reads 'gemm' and 'gemv'")
+            return self._by_rows(stem)
         packed = self.tensors[f"{stem}qweight"].shape
-        rows, cols = (packed[1] * each, packed[0]) if awq else (packed[1], packed[0] * each)
+        rows, cols = (packed[1] * 32 // bits, packed[0]) if awq else (packed[1], packed[0] * 32 // bits)
         groups = self.tensors[f"{stem}scales"].shape[0] if f"{stem}scales" in self.tensors else 0
         zero_shift = 0 if awq or self.how.get("checkpoint_format") == "gptq_v2" else 1
 
         def make() -> np.ndarray:
             if awq:
                 q = _unpacked(self._elements(f"{stem}qweight"), bits, _AWQ_ORDER)
-                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows // each)), bits, _AWQ_ORDER)
+                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits, _AWQ_ORDER)
             else:
                 q = _unpacked(self._elements(f"{stem}qweight").T, bits).T
-                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows // each)), bits)
+                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits)
             scale = self._numbers(f"{stem}scales", (groups, rows))
             group = self._group_of(f"{stem}g_idx", cols, groups)
             zeros = ((zeros + zero_shift) & ((1 << bits) - 1)).astype(np.float32)
             return ((q.astype(np.float32) - zeros[group]) * scale[group]).T
 
         return self._made(f"{stem}weight", (rows, cols), make, f"{self.method.upper()}, {bits} bits")
+
+    def _by_rows(self, stem: str) -> Source:
+        """AWQ for single rows: a matrix by rows, zeros and scales [rows, groups] with more of them than there are."""
+        rows, cols = self.tensors[f"{stem}qweight"].shape[0], self.tensors[f"{stem}qweight"].shape[1] * 8
+        size = int(self.how.get("group_size") or self.how.get("q_group_size") or 0)
+        if size <= 0 or cols % size:
+            raise ModelError(f"tensor {stem}qweight has {cols} columns, which are no groups of {size}")
+        groups = cols // size
+
+        def make() -> np.ndarray:
+            q, zeros = (_unpacked(self._elements(f"{stem}{part}"), 4) for part in ("qweight", "qzeros"))
+            scale = self._numbers(f"{stem}scales")
+            if min(zeros.shape[1], scale.shape[1]) < groups or {len(zeros), len(scale)} != {rows}:
+                raise ModelError(f"the scales beside {stem}qweight are not {groups} of each row", "the file is damaged")
+            zero, scale = (np.repeat(x[:, :groups].astype(np.float32), size, 1) for x in (zeros, scale))
+            return (q.astype(np.float32) - zero) * scale
+
+        return self._made(f"{stem}weight", (rows, cols), make, "AWQ (gemv), 4 bits")
 
     def _group_of(self, name: str, cols: int, groups: int) -> np.ndarray:
         """The group of each column: as the file says, else in turn."""
@@ -275,7 +374,14 @@ def _bits_of(how: Mapping[str, Any]) -> int:
 
 
 def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Words int32 [..., n] -> integers uint8 [..., n * 32 / bits], the lowest bits first or as `order` says."""
+    """Words int32 [..., n] -> integers uint8 [..., n * 32 / bits], the lowest bits first or as `order` says.
+
+    Numbers of 3 bits go on from one word into the next.
+    """
+    if bits == 3:
+        each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+        triples = each.reshape(*words.shape[:-1], -1, 3)
+        return triples[..., 0] | triples[..., 1] << 1 | triples[..., 2] << 2
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if order is not None:
         shifts = shifts[list(order)]

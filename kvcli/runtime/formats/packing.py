@@ -18,12 +18,12 @@ from kvcli.words import listed, meant, near
 if TYPE_CHECKING:
     import numpy as np
 
-K_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
-PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "BF16", "F16")
+K_FORMATS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PACKED = ("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "Q3_K", "Q2_K", "BF16", "F16")
 _PLAIN = ("F32", "F16", "BF16")
 _AT_ONCE = 1 << 21  # numbers
 # For rows that are no whole blocks, as llama.cpp has it.
-_NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _HEAD_BITS = 6.5  # the matrix that logits are computed with gets as many at least
 _KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|norm)\.weight$")  # small, and much rests on them
 

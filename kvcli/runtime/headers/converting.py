@@ -20,8 +20,8 @@ _ARCHITECTURE = "general.architecture"  # which the writer itself adds
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 # Values of general.file_type, by what most weights are stored as.
 _FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18,
-    "BF16": 32,
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 14,
+    "Q5_K": 16, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 
 
