@@ -138,7 +138,7 @@ class PageList:
 
     def has(self, numbers: Iterable[int]) -> bool:
         """Whether all of these pages are there, in one form or the other."""
-        return all(any(number in form.pages for form in self.forms) for number in numbers)
+        return not set(numbers).difference(*(form.pages for form in self.forms))
 
     def take(self, start: int, end: int) -> None:
         """The pages that rows [start, end) go into, and those that they fill. Raises DoesNotFit."""

@@ -138,8 +138,10 @@ class GroupTables:
         """All but the table, by one copy."""
         if any(values.size > len(place) for values, place in zip(numbers, self._places, strict=True)):
             raise NoRoom("lists longer than planned")
-        padded = [np.pad(x.reshape(-1), (0, len(p) - x.size)) for x, p in zip(numbers[:-1], self._places, strict=False)]
-        head = np.concatenate([*padded, numbers[-1].reshape(-1)])
+        head, first = np.zeros(sum(map(len, self._places[:-1])) + numbers[-1].size, np.int64), 0
+        for values, place in zip(numbers, self._places, strict=True):
+            head[first : first + values.size] = values.reshape(-1)
+            first += len(place)
         self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
 
     def _upload_table(self, words: np.ndarray) -> None:
