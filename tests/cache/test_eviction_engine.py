@@ -15,7 +15,8 @@ from fakes import FakeTemplate
 from kernelcases import same_bits
 from reusecases import Told
 
-from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
+from kvcli.cli.commands.chat.chatoptions import ChatOptions
+from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.commands.chat.slash import handle
 from kvcli.cli.interrupt import Interrupts
 from kvcli.errors import ContextOverflow, UsageError

@@ -14,7 +14,8 @@ from reusecases import Told
 
 from kvcli.cli import cachefiles
 from kvcli.cli.commands.chat import saved
-from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
+from kvcli.cli.commands.chat.chatoptions import ChatOptions
+from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.commands.chat.slash import handle
 from kvcli.cli.interrupt import Interrupts
 from kvcli.errors import DoesNotFit, UsageError

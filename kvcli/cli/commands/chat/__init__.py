@@ -19,9 +19,10 @@ from kvcli.cli import engines, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
 from kvcli.cli.commands.chat import importing, messages, saved, slash, transcript
+from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
-from kvcli.cli.commands.chat.session import ChatOptions, ChatSession
+from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.cli.answer import Job, answer, cache_facts, settle
+from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.totals import Totals
 from kvcli.cli.commands.chat.transcript import first_words
 from kvcli.cli.commands.chat.typedpath import path_of
@@ -17,7 +18,7 @@ from kvcli.cli.sinks import Sink, WhileRead
 from kvcli.cli.streams import say
 from kvcli.cli.wording import as_flags
 from kvcli.errors import EXIT_INTERRUPTED, ContextOverflow, KVError, UsageError
-from kvcli.options import EvictOptions, PromptCacheOptions, SampleOptions
+from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.promptcache import marks
 from kvcli.runtime.promptcache.marks import Mark
@@ -32,20 +33,6 @@ if TYPE_CHECKING:
 
 
 TURNS = 4  # the last ones, behind which another message may begin
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """How a chat begins; `/set`, `/evict` and `/ctx` change what comes then."""
-
-    model: str
-    sampling: SampleOptions  # seed -1 = a new random one for every answer
-    stats: bool  # a line after each answer
-    script: bool  # SIGINT ends the session, not only the answer
-    evict: EvictOptions
-    kept: PromptCacheOptions
-    aside: Callable[[str], None] = say  # how that line is told
-    verbose: bool = False
 
 
 @dataclass(frozen=True)
