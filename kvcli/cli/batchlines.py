@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import kinds
@@ -17,6 +18,7 @@ from kvcli.words import meant, near
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
     from kvcli.runtime.text.reasoning import Thinking
+    from kvcli.runtime.text.template import ChatTemplate
 
 ROLES = ("system", "user", "assistant")
 SAMPLING = (
@@ -24,7 +26,8 @@ SAMPLING = (
     *("frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "seed", "stop"),
     *("logit_bias", "ignore_eos", "loop_stop"),
 )
-KEYS = ("prompt", "messages", "id", *SAMPLING)
+THINKING = ("reasoning", "reasoning_budget")
+KEYS = ("prompt", "messages", "id", *THINKING, *SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Line:
-    """One line, checked but for what a model says of it: either `prompt` or `messages`."""
+    """One line, checked but for what a model says of it: either `prompt` or `messages`. `thinking`: `reasoning` and
+    `reasoning_budget` where the line has them."""
 
     id: str | int | None
     prompt: str | None
     messages: list[dict[str, str]]
     sampling: SampleOptions
+    thinking: Mapping[str, Any]
 
     @classmethod
     def parse(cls, raw: bytes, number: int, form: Form) -> Line:
@@ -67,12 +72,16 @@ class Line:
             raise UsageError("a line has either `prompt` or `messages`")
         prompt = _text(value, "prompt") if "prompt" in value else None
         messages = _messages(value["messages"]) if "messages" in value else []
-        return cls(value_id(value), prompt, messages, _sampling(value, form.sampling))
+        thinking = {key: value[key] for key in THINKING if key in value}
+        kinds.chat(thinking.get("reasoning", "auto"), thinking.get("reasoning_budget", -1), None)
+        return cls(value_id(value), prompt, messages, _sampling(value, form.sampling), thinking)
 
     def ids(self, model: ModelText, form: Form) -> tuple[list[int], Thinking | None, list[Mark]]:
         """The whole prompt, how its answer is told apart from thinking, and where other prompts may start from. Raises
         UsageError, and TemplateError."""
         raw = form.raw or model.template is None
+        if raw and self.thinking:
+            raise UsageError(f"`{next(iter(self.thinking))}` needs a chat template", "leave it out, or use one")
         if self.prompt is not None and raw:
             if form.system is not None:
                 raise UsageError("a prompt without a chat template has no system message", "put it into the text")
@@ -83,8 +92,9 @@ class Line:
         messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
         if form.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": form.system}, *messages]
-        segments = model.template.render_segments(messages)
-        thinking = model.template.thinking(segments, model.tokenizer)
+        template = self._template(model.template)
+        segments = template.render_segments(messages)
+        thinking = template.thinking(segments, model.tokenizer)
         ids = model.tokenizer.encode_segments(segments, add_bos=True)
         own = marks.of_segments(model.tokenizer, ids, segments, messages[0]["role"] == "system")
         return ids, thinking, [*self._marked(model, form, ids), *own]
@@ -92,6 +102,14 @@ class Line:
     def _marked(self, model: ModelText, form: Form, ids: list[int]) -> list[Mark]:
         """Behind the texts that are marked in every line that has them."""
         return [mark for text in form.marks for mark in marks.behind_text(model.tokenizer, ids, text)]
+
+    def _template(self, template: ChatTemplate) -> ChatTemplate:
+        """The template with what the line says of thinking."""
+        if not self.thinking:
+            return template
+        budget = self.thinking.get("reasoning_budget", template.options.budget)
+        reasoning = self.thinking.get("reasoning", template.options.reasoning)
+        return template.with_options(replace(template.options, reasoning=reasoning, budget=budget))
 
 
 def value_id(value: dict[str, Any]) -> str | int | None:

@@ -85,6 +85,9 @@ def test_answers_come_in_the_order_of_the_file_and_are_those_of_single_runs(
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias must be an object of token ids"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias names token 99999"),
         ({"prompt": "x", "ignore_eos": 1}, "ignore_eos must be true or false"),
+        ({"prompt": "x", "reasoning": "yes"}, "reasoning must be on, off or auto, not 'yes'"),
+        ({"prompt": "x", "reasoning_budget": -2}, "reasoning_budget must be -1 (no limit), 0 or more, not -2"),
+        ({"prompt": "x", "reasoning_budget": 3}, "reasoning_budget needs a chat template"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages need a chat template"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the role of a message is one of system, user, assistant"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "a role and a content each, and nothing else"),
@@ -169,7 +172,7 @@ def test_every_key_is_obeyed() -> None:
         "dry_allowed_length": 3, "dry_penalty_last_n": 5, "seed": 4, "stop": ["a"], "logit_bias": {"5": -1.0},
         "ignore_eos": True, "loop_stop": False,
     }  # fmt: skip
-    assert {"prompt", "messages", "id", *values} == set(KEYS)
+    assert {"prompt", "messages", "id", "reasoning", "reasoning_budget", *values} == set(KEYS)
     for key, value in values.items():
         line = Line.parse(json.dumps({"prompt": "x", key: value}).encode(), 1, form)
         expected = {"stop": ("a",), "logit_bias": {5: -1.0}}.get(key, value)

@@ -125,6 +125,18 @@ def test_with_another_tokenizer_the_text_is_read_again(kv, tmp_path):
     assert asked(kv) == "user:abassistant:ababuser:moreassistant:"
 
 
+def test_adapters_that_a_chat_was_held_with_are_told(kv, tmp_path):
+    kv.engine.lora_names = ["/adapters/style.gguf:0.5"]
+    chat(kv, "ab\n", "--session", "ann")
+    assert saved(tmp_path)["lora"] == ["/adapters/style.gguf:0.5"]
+    assert "held with" not in chat(kv, "more\n", "--resume", "ann").err
+    kv.engine.lora_names = []
+    told = "session ann was held with --lora /adapters/style.gguf:0.5; this command line says otherwise"
+    assert told in chat(kv, "more\n", "--resume", "ann").err
+    kv.engine.lora_names = ["/adapters/style.gguf:0.5"]
+    assert "session ann was held with no LoRA adapter" in chat(kv, "more\n", "--resume", "ann").err
+
+
 def test_with_another_tokenizer_no_branch_keeps_its_old_ids(kv, tmp_path):
     """Saved among the others they would be taken for ids of the new one."""
     kv.engine.answers = ["abab", "x", "y"]

@@ -92,6 +92,16 @@ def test_reasoning_off_is_the_templates_switch_or_ends_it_at_once(ask, thinker):
     assert json.loads(shown.out)["reasoning"]
 
 
+def test_lines_of_a_batch_say_how_they_think(run, thinker, tmp_path):
+    lines = [{}, {"reasoning": "off"}, {"reasoning_budget": 3}]
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "the pages", **line}) + "\n" for line in lines))
+    found = run("run", "-m", str(make_speaking()), *ON, *thinker, "--batch", str(file))
+    whole, off, short = (json.loads(line) for line in found.out.splitlines())
+    assert whole["reasoning"] and off["reasoning"] is None and off["usage"]["reasoning_tokens"] == 0
+    assert whole["usage"]["reasoning_tokens"] > short["usage"]["reasoning_tokens"] > 0
+
+
 def test_an_answer_that_is_begun(ask):
     plain = json.loads(ask("--assistant", "It is", "--json").out)
     assert plain["text"].startswith("It is") and plain["usage"]["completion_tokens"] == 40

@@ -148,6 +148,7 @@ class FakeEngine:
         self.notices: list[str] = []
         self.doubts: list[str] = []
         self.load_s, self.backend = 0.25, "reference"
+        self.lora_names: list[str] = []
         self.retention: eviction.Retention | None = None
         group = SimpleNamespace(page_bytes=1 << 20)
         self.layout = SimpleNamespace(

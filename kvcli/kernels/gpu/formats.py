@@ -172,17 +172,18 @@ def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = 
 
 
 def _change(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool) -> Change | None:
-    """The changes of stacked matrices as one, whose `b` has columns of its own for each."""
+    """The changes of stacked matrices as one, whose `b` has columns for each `a`, which parts of a matrix share."""
     ends = list(accumulate(part.rows for part in parts))
     changes = [(each, end - part.rows, end) for part, end in zip(parts, ends, strict=True) for each in part.changes]
     if not changes:
         return None
-    rank = sum(each.a.rows for each, _, _ in changes)
-    a, b, done = torch.empty(rank, parts[0].cols), torch.zeros(ends[-1], rank), 0
+    firsts = {id(each.a): each.a for each, _, _ in changes}
+    last = dict(zip(firsts, accumulate(each.rows for each in firsts.values()), strict=True))
+    rank = sum(each.rows for each in firsts.values())
+    a, b = torch.cat([each.decode() for each in firsts.values()]), torch.zeros(ends[-1], rank)
     for each, start, end in changes:
-        columns = slice(done, done + each.a.rows)
-        a[columns], b[start:end, columns] = each.a.decode(), each.b.decode() * each.scale
-        done += each.a.rows
+        column = last[id(each.a)]
+        b[start:end, column - each.a.rows : column] = each.b.decode() * each.scale
     if paired:
         b = b.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten(0, 2)
     whole = repack((QuantTensor("F32", a.view(torch.uint8), parts[0].cols),), device)

@@ -116,12 +116,11 @@ def add_changes(product: Product, x: torch.Tensor, weights: Sequence[Changeable]
         row += w.rows
     if not changes:
         return
-    inner = product(x, [each.a for each, _ in changes], None)
-    done = 0
+    firsts = {id(each.a): each.a for each, _ in changes}  # parts of one matrix have theirs in common
+    inner = product(x, list(firsts.values()), None).split([a.rows for a in firsts.values()], 1)
+    by_first = dict(zip(firsts, inner, strict=True))
     for each, row in changes:
-        part = inner[:, done : done + each.a.rows] * each.scale
-        product(part, [each.b], out[:, row : row + each.b.rows])
-        done += each.a.rows
+        product(by_first[id(each.a)] * each.scale, [each.b], out[:, row : row + each.b.rows])
 
 
 def add_changed_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,7 @@ class LoadedModel:
         self.doubts: list[str] = []
         self._tell = tell
         self.adapters = adapter.open_all(load.lora, file)
+        self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
         self.device = self._choose(load)
         self.exact = load.exact and self.device.kind == CUDA
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)

@@ -43,9 +43,8 @@ def on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig, adapters: Sequenc
     ranks: Counter[str] = Counter()
     packed = 0
     for name, pair in _pairs(adapters):
-        parts = _parts(name, tensors, config)
-        ranks[_stack(name)] += parts * pair.rank
-        packed += _FLOAT * parts * pair.rank * tensors[name].shape[1]
+        ranks[_stack(name)] += pair.rank
+        packed += _FLOAT * pair.rank * tensors[name].shape[1]
     return packed + sum(_FLOAT * ranks[_stack(name)] * tensors[name].shape[0] for name in tensors), 0
 
 
@@ -53,11 +52,3 @@ def _stack(name: str) -> str:
     """What stands for the matrices that are stacked with that one."""
     layer, _, kind = name.removesuffix(".weight").rpartition(".")
     return f"{layer}.{_STACKED.get(kind, kind)}"
-
-
-def _parts(name: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> int:
-    """Into how many matrices one of the file is cut before they are stacked."""
-    if name.endswith(".attn_qkv.weight"):
-        return 3
-    both = name.endswith(".ffn_up.weight") and name.replace("ffn_up", "ffn_gate") not in tensors
-    return 2 if both and config.block.gated else 1

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -130,6 +130,7 @@ class Saved:
     states: dict[str, dict[str, Any]]
     attachments: Attachments
     saved_at: float
+    lora: tuple[str, ...] = ()  # the adapters that the chat was held with, as --lora names them
 
     def messages(self, branch: str = "") -> list[dict[str, str]]:
         """The messages of a branch, "" = the one at hand, with the system message in front. Raises UsageError."""
@@ -172,7 +173,10 @@ def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
     attachments = Attachments()
     attachments.set_state(value.get("files", {}))
     states = dict(value["branches"])
-    found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at)
+    lora = tuple(value.get("lora", ()))
+    if not all(isinstance(each, str) for each in lora):
+        raise TypeError("lora")
+    found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at, lora)
     for branch in ("", *found.states):
         if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
             raise TypeError(branch)
@@ -245,14 +249,17 @@ def _lock(name: str) -> int:
 class Session(Branches):
     """One chat that is saved as it goes. `hashes`: of the tokenizer and template that its ids belong to.
 
-    `held_with`: the model that a chat was held with whose ids are not of use here; "" = they are.
+    `held_with`: the model that a chat was held with whose ids are not of use here; "" = they are. `other_lora`: the
+    adapters that it was held with where these are others; None = they are the same.
     """
 
-    def __init__(self, name: str, model: str, hashes: dict[str, str]) -> None:
-        """Raises UsageError where the session is damaged or another process has it, OutputError for a bad folder."""
+    def __init__(self, name: str, model: str, hashes: dict[str, str], lora: Sequence[str] = ()) -> None:
+        """`lora`: the adapters beside the model, as --lora names them. Raises UsageError where the session is damaged
+        or another process has it, OutputError for a bad folder."""
         super().__init__()
         self.name, self.model, self.hashes = check_name(name), model, hashes
-        self.path, self.held_with = path_of(name), ""
+        self.path, self.held_with, self.lora = path_of(name), "", list(lora)
+        self.other_lora: Sequence[str] | None = None
         self._saved = b""
         self._untouched: dict[str, Any] | None = None  # how a new chat begins
         self._lock = _lock(name)
@@ -269,6 +276,8 @@ class Session(Branches):
 
     def _take(self, saved: Saved) -> None:
         self.branch, self.states, self.attachments = saved.branch, saved.states, saved.attachments
+        if list(saved.lora) != self.lora:
+            self.other_lora = saved.lora
         if saved.hashes != self.hashes:
             self.held_with = saved.model
             for state in self.states.values():
@@ -298,8 +307,9 @@ class Session(Branches):
         if not self._saved and list(self.states.values()) == [self._untouched]:
             return
         texts = (message["content"] for state in self.states.values() for message in state["messages"])
-        value = {"kv_session": VERSION, "name": self.name, "model": self.model, "hashes": self.hashes,
-                 "branch": self.branch, "branches": self.states, "files": self.attachments.state(texts)}  # fmt: skip
+        value = {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
+                 "hashes": self.hashes, "branch": self.branch, "branches": self.states,
+                 "files": self.attachments.state(texts)}  # fmt: skip
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         if data == self._saved:
             return

@@ -39,6 +39,7 @@ from kvcli.words import counted
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
+    from kvcli.options import LoadOptions
     from kvcli.runtime.engine.loaded import LoadedModel
     from kvcli.runtime.text.conversation import Conversation
     from kvcli.runtime.text.modeltext import ModelText
@@ -108,7 +109,7 @@ def chat(
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
         thinking = conversation.thinking()
         engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
-        with closing(_branches(name, load.model, loaded)) as branches:
+        with closing(_branches(name, load, loaded)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)
             engine = engines.engine_of(
@@ -165,9 +166,11 @@ def _conversation(
     return Conversation(model.tokenizer, model.template, system)
 
 
-def _branches(name: str, model: str, loaded: LoadedModel) -> sessions.Branches:
+def _branches(name: str, load: LoadOptions, loaded: LoadedModel) -> sessions.Branches:
     """Those of the saved chat; "" = of one in memory."""
-    return sessions.Session(name, model, loaded.tokenizer_hashes()) if name else sessions.Branches()
+    if not name:
+        return sessions.Branches()
+    return sessions.Session(name, load.model, loaded.tokenizer_hashes(), loaded.lora_names)
 
 
 def _replace_system(conversation: Conversation, asked: str | None) -> str:
@@ -192,6 +195,9 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     if not conversation.messages:
         return
     branches, turns = session.branches, counted(conversation.turns, "turn")
+    if (others := getattr(branches, "other_lora", None)) is not None:
+        held = " ".join(f"--lora {each}" for each in others) or "no LoRA adapter"
+        tell(f"session {branches.saved_as} was held with {held}; this command line says otherwise")
     if not session.options.script and not invocation.quiet:
         write_err(wrapped(transcript.last_turn(conversation.messages, branches.attachments)) + "\n")
     branch = "" if branches.branch == sessions.MAIN else f", branch {branches.branch}"

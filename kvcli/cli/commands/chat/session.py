@@ -373,7 +373,8 @@ class ChatSession:
 
     def save_as(self, name: str) -> None:
         """From now on this is the saved chat of that name, which must be new. Raises UsageError, OutputError."""
-        saved = Session(name, self.options.model, self.engine.loaded.tokenizer_hashes())
+        loaded = self.engine.loaded
+        saved = Session(name, self.options.model, loaded.tokenizer_hashes(), loaded.lora_names)
         try:
             if saved.states:
                 raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")
