@@ -63,7 +63,8 @@ def _tied(tied: bool, **others: Any) -> dict[str, Any]:
 
 _EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}  # 6 heads of 8 are as wide as the model
 _SLIDING = {"sliding_window": WINDOW}
-_GEMMA3N = {"vocab_size_per_layer_input": 300, "laurel_rank": 6, **_SLIDING}  # some tokens have no row
+# Some tokens have no row; the scale of scores is 1 whatever the config says.
+_GEMMA3N = {"vocab_size_per_layer_input": 300, "laurel_rank": 6, "query_pre_attn_scalar": 256, **_SLIDING}
 _GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 400, **_SLIDING}
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | {"num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}

@@ -319,7 +319,8 @@ def _numbers(config: HFConfig) -> dict[str, Any]:
         keys |= _streams(config)
     if config.has("use_parallel_residual"):
         keys["use_parallel_residual"] = bool(config.get("use_parallel_residual"))
-    if scalar := config.number("query_pre_attn_scalar"):
+    scalar = config.number("query_pre_attn_scalar")
+    if scalar and not config.model_type.startswith(("gemma3n", "gemma4")):  # which do not look at it
         keys["attention.scale"] = scalar**-0.5
     if config.model_type == "llama4_text":
         tempered = config.get("attn_temperature_tuning", True)
