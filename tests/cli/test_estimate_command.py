@@ -395,3 +395,19 @@ def test_csv_has_words_of_json(kv_here: KvHere) -> None:
     rows = [line.split(",") for line in ok(kv_here("estimate", *CARD, "--csv")).splitlines()]
     fits = rows[0].index("fits")
     assert {row[fits] for row in rows[1:]} == {"true", "false"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "layers"),
+    [
+        ("llama4", "3 chunked + 1 full layers"),
+        ("gemma3n", "2 sliding + 1 full + 3 sharing layers"),
+        ("gemma4-experts", "1 sliding + 2 full layers"),
+    ],
+)
+def test_families_with_layers_of_several_kinds(kv_here: KvHere, variant: str, layers: str) -> None:
+    path = str(tiny.make(variant).path)
+    code, out, err = kv_here("estimate", path, "-c", "256", "--device", "cpu")
+    assert (code, err) == (0, "") and layers in out
+    assert kv_here("estimate", "--explain", path, "-c", "256", "--device", "cpu")[0] == 0

@@ -21,7 +21,6 @@ from kvcli.runtime.plan.plan import per_rank
 from kvcli.words import counted, human_count
 
 _BYTES = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
-_KIND_NAMES = {LATENT: "latent", "full": "full", "sliding": "sliding", RECURRENT: "recurrent"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _how_it_runs(model: PlannedModel) -> str:
 
 def _attention(config: ModelConfig) -> str:
     groups = KVLayout.build(config, "f16", "f16").groups
-    counts = [f"{len(g.layers)} {_KIND_NAMES[g.kind]}" for g in groups]
+    counts = [f"{len(g.layers)} {g.kind}" for g in groups]
     silent = sum(1 for layer in config.layers if layer.kind == RECURRENT)
     if silent:
         counts.append(f"{silent} recurrent")
