@@ -85,6 +85,7 @@ class _Paged(ctypes.Structure):
         *((name, c_int64) for name in ("into_first", "into_place", "page_size", "kv_heads", "dim_k", "dim_v")),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
         ("rope_half", c_int64),
+        ("exact", c_int64),
     ]
 
 
@@ -364,7 +365,7 @@ class NativeBackend:
             view = _Paged(
                 entries.ctypes.data, len(entries), kv.open is not None, _class(kv), _class(kv.open or kv),
                 kv.into.first, len(kv.entries), r.page_size, r.kv_heads, r.dim_k, r.dim_v,
-                _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half,
+                _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half, self.exact,
             )  # fmt: skip
             found = kv.descriptors[key] = ctypes.addressof(view), view
         return int(found[0])

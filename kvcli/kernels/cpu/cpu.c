@@ -55,7 +55,7 @@ typedef struct { /* one layer's K/V; all classes' entries in the order of `first
     const float *static_k, *static_v; /* fp8: one scale a head */
     const float *centre;              /* [kv_heads, dim_k]: what sealed keys lack, before RoPE; NULL = nothing */
     const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the closed pages by place, [n, rope_half] */
-    int64_t rope_half;
+    int64_t rope_half, exact; /* exact: products with keys are in floats */
 } kv_paged;
 
 enum { SOFTMAX, SIGMOID, CHOSEN };
@@ -169,6 +169,46 @@ static inline float e4m3_halved(uint8_t s) {
 
 enum { SILU, GELU, RELU2, CLAMPED }; /* activations; GELU by its tanh form. CLAMPED: `glu` of pointwise.py */
 #define CLAMP 7.0f
+
+/* ---- products with keys in integers ------------------------------------------------------------------------------- */
+
+#define MULTIPLES_MOST 16256.0f /* multiples of its scale that the largest element of a query is: 127 * 128 */
+#define KEYS_QUERIES 4
+#define AT(p, bytes) ((const kv_multiples *)((const uint8_t *)(p) + (bytes)))
+
+typedef struct { /* a query as multiples of a scale; parts: of each 4 dims, in the order of folded codes, 4 high ones, 4 low */
+    float scale;
+    int32_t less; /* twice what the middle of the codes adds to a product */
+    int32_t parts[];
+} kv_multiples;
+
+typedef struct {
+    int64_t lanes;
+    void (*fold)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *);
+    void (*dots)(const uint8_t *, int64_t, int64_t, int64_t, const kv_multiples *, int64_t, int, float *, int64_t);
+} kv_keys;
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#define NAME(x) x##_avx512vnni
+#define LANES 16
+#include "cpu_keys.h"
+#undef NAME
+#undef LANES
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avxvnni,avx2,fma,f16c")
+#define NAME(x) x##_avxvnni
+#define LANES 8
+#include "cpu_keys.h"
+#undef NAME
+#undef LANES
+#pragma GCC pop_options
+#endif
+
+static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
@@ -342,20 +382,21 @@ const char *kv_init(int threads, const char *isa) {
         const char *name;
         const kernels *all;
         const fixed_kernels *products;
+        const kv_keys *keys;
     } *choice, choices[] = {
 #if defined(__x86_64__)
-        {has_avx512() && __builtin_cpu_supports("avx512vnni"), "avx512vnni", &kernels_avx512, &fixed_avx512vnni},
-        {has_avx512(), "avx512", &kernels_avx512, &fixed_avx2},
-        {has_avx2() && has_avx_vnni(), "avxvnni", &kernels_avx2, &fixed_avxvnni},
-        {has_avx2(), "avx2", &kernels_avx2, &fixed_avx2},
+        {has_avx512() && __builtin_cpu_supports("avx512vnni"), "avx512vnni", &kernels_avx512, &fixed_avx512vnni, &keys_avx512vnni},
+        {has_avx512(), "avx512", &kernels_avx512, &fixed_avx2, NULL},
+        {has_avx2() && has_avx_vnni(), "avxvnni", &kernels_avx2, &fixed_avxvnni, &keys_avxvnni},
+        {has_avx2(), "avx2", &kernels_avx2, &fixed_avx2, NULL},
 #endif
-        {1, "base", &kernels_base, NULL},
+        {1, "base", &kernels_base, NULL, NULL},
     };
     size_t count = sizeof choices / sizeof *choices;
     for (choice = choices; choice < choices + count; choice++)
         if (choice->here && (!*isa || !strcmp(isa, choice->name))) break;
     if (choice == choices + count) return NULL;
-    active = choice->all, fixed = choice->products;
+    active = choice->all, fixed = choice->products, int_keys = choice->keys;
     start_threads(threads);
     return choice->name;
 }

@@ -3,7 +3,8 @@
  * The queries of all heads of a key-value group, and in prefill of QUERY_BLOCK tokens, walk the entries together. Few
  * queries read packed rows, each once for QUERY_ROWS of them; many read floats, into which a page is decoded first. Both
  * are the same sums (cpu_codecs.h). Scales of rows are multiplied into scores and weights, and the middle of a grid of
- * codes is taken off the sums.
+ * codes is taken off the sums. Where the processor multiplies bytes (cpu_keys.h), products with keys of 8 or 4 bits are
+ * integers: a query is 15-bit multiples of a scale, which adds less than a hundredth to the error that such keys have.
  *
  * Sealed keys lack a mean c, which takes part in RoPE at the middle of each CENTRE_ROWS rows. Its score with a query q,
  * both turned, is the sum over pairs (a, b) of dims of (q_a c_a + q_b c_b) cos + (q_b c_a - q_a c_b) sin, with the angles of
@@ -20,6 +21,7 @@ typedef struct {
     float *out;
     int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
     int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
+    int64_t multiples; /* where a prepared query has its multiples, for closed pages; 0 = keys are floats */
     int64_t n_blocks, n_spans, n_shares;
     int64_t *spans;  /* one query: where the spans begin that it sees, [n_spans + 1]; `n_shares` tasks for each head */
     float *partial;  /* of each span, [kv_heads, n_spans, group, stride]; NULL = the work is divided into blocks */
@@ -35,6 +37,7 @@ typedef struct { /* the slots of an entry that are read, for one head */
     float middle_k, middle_v;
     const float *cos, *sin; /* where keys lack a mean: of each CENTRE_ROWS slots */
     int centred;
+    const uint8_t *folded; /* the keys for products in integers; NULL = there are none */
 } NAME(page_view);
 
 /* Slots of an entry that a query at `pos` sees, sets [*lo, *hi); returns whether there are any. */
@@ -67,9 +70,54 @@ INLINE void NAME(nothing)(float *state, int64_t rows, int64_t stride) {
 
 /* ---- queries ------------------------------------------------------------------------------------------------------ */
 
-/* What a query has behind its dims: their sum, its score with the dims of the mean that do not turn, and its products with
- * those that do, of cos and of sin. */
-INLINE int64_t NAME(ld_query)(const kv_paged *kv, int64_t dkp) { return dkp + (2 + 2 * kv->rope_half + VL - 1) / VL * VL; }
+/* Whether products with the keys of closed pages are in integers. */
+INLINE int NAME(in_integers)(const kv_paged *kv) {
+    const kv_codec *codec = &kv->closed.record.codec_k;
+    return int_keys && !kv->exact && !codec->mantissa && (codec->bits == 8 || codec->bits == 4) && kv->dim_k % (4 * int_keys->lanes) == 0 &&
+           kv->dim_k <= 512 && kv->page_size % int_keys->lanes == 0;
+}
+
+/* The multiples of a query in the order of folded codes: as dims are, or for 4 bits as their planes are packed. */
+INLINE void NAME(in_order)(const int32_t *x, int64_t dim, int bits, int32_t *out) {
+    int64_t quarter = dim / 4, fields = int_keys->lanes; /* of a chunk */
+    if (bits == 8) {
+        memcpy(out, x, dim * sizeof(int32_t));
+        return;
+    }
+    for (int64_t at = 0; at < quarter; at += fields, out += 4 * fields)
+        for (int64_t j = 0; j < fields; j++)
+            for (int64_t p = 0; p < 4; p++) out[p % 2 * 2 * fields + 2 * j + p / 2] = x[p * quarter + at + j];
+}
+
+/* A query q as multiples; `sum` of its elements, which is no number where one is none; room: of 2 * dim. */
+INLINE void NAME(to_multiples)(const float *q, float sum, int64_t dim, const kv_codec *codec, kv_multiples *out, int32_t *room) {
+    float largest = 0;
+    for (int64_t i = 0; i < dim; i++) largest = fabsf(q[i]) > largest ? fabsf(q[i]) : largest;
+    float factor = largest > 1e-30f ? MULTIPLES_MOST / largest : 0.0f;
+    int32_t total = 0, *ordered = room + dim;
+    for (int64_t i = 0; i < dim; i++) {
+        float x = q[i] * factor;
+        room[i] = (int32_t)(x + (x < 0 ? -0.5f : 0.5f));
+        total += room[i];
+    }
+    NAME(in_order)(room, dim, (int)codec->bits, ordered);
+    int8_t *parts = (int8_t *)out->parts;
+    for (int64_t i = 0; i < dim; i++) {
+        int32_t high = (ordered[i] + 64) >> 7;
+        parts[i / 4 * 8 + i % 4] = (int8_t)high, parts[i / 4 * 8 + 4 + i % 4] = (int8_t)(ordered[i] - 128 * high);
+    }
+    out->scale = largest / MULTIPLES_MOST + (sum - sum);
+    out->less = total * (int32_t)(codec->lowest + (INT64_C(1) << codec->bits) - 1);
+}
+
+/* A prepared query has behind its dims: their sum, its score with the dims of the mean that do not turn, its products with
+ * those that do, of cos and of sin; and its multiples. */
+INLINE void NAME(lay_out_query)(NAME(attn_args) *a) {
+    const kv_paged *kv = a->kv;
+    a->ld_query = a->dkp + 2 + 2 * kv->rope_half;
+    if (NAME(in_integers)(kv)) a->multiples = a->ld_query, a->ld_query += (int64_t)sizeof(kv_multiples) / 4 + kv->dim_k / 2;
+    a->ld_query = (a->ld_query + VL - 1) / VL * VL;
+}
 
 INLINE void NAME(with_mean)(const kv_paged *kv, int64_t head, const float *q, float *out) {
     const float *c = kv->centre + head * kv->dim_k;
@@ -83,25 +131,28 @@ INLINE void NAME(with_mean)(const kv_paged *kv, int64_t head, const float *q, fl
     out[0] = still;
 }
 
-/* Queries of the group of one KV head from token t0 on, [rows, ld_query]; `basis`: room for one. */
+/* Queries of the group of one KV head from token t0 on, [rows, ld_query]; `room`: for two of their dims. */
 INLINE void NAME(prepare)(const NAME(attn_args) *a, const float *q, int64_t ldq, int64_t head, int64_t t0, int64_t rows,
-                          float *out, float *basis) {
+                          float *out, float *room) {
     int64_t dim = a->kv->dim_k;
     for (int64_t r = 0; r < rows; r++, out += a->ld_query) {
         memcpy(out, q + (t0 + r / a->group) * ldq + (head * a->group + r % a->group) * dim, dim * sizeof(float));
         memset(out + dim, 0, (a->ld_query - dim) * sizeof(float));
         out[a->dkp] = NAME(sum)(out, 0, 0, dim);
+        if (a->multiples)
+            NAME(to_multiples)(out, out[a->dkp], dim, &a->kv->closed.record.codec_k, (kv_multiples *)(out + a->multiples),
+                               (int32_t *)room);
         if (!a->kv->centre) continue;
-        memcpy(basis, out, dim * sizeof(float));
-        NAME(rotate)(basis, 0, 1, 1, dim); /* back to the one in which RoPE turns */
-        NAME(with_mean)(a->kv, head, basis, out + a->dkp + 1);
+        memcpy(room, out, dim * sizeof(float));
+        NAME(rotate)(room, 0, 1, 1, dim); /* back to the basis in which RoPE turns */
+        NAME(with_mean)(a->kv, head, room, out + a->dkp + 1);
     }
 }
 
 /* Ordinary queries and, behind them, the turned ones where there are any. */
-INLINE void NAME(prepare_all)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t rows, float *out, float *basis) {
-    NAME(prepare)(a, a->q, a->ldq, head, t0, rows, out, basis);
-    if (a->turned) NAME(prepare)(a, a->turned, a->ld_turned, head, t0, rows, out + rows * a->ld_query, basis);
+INLINE void NAME(prepare_all)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t rows, float *out, float *room) {
+    NAME(prepare)(a, a->q, a->ldq, head, t0, rows, out, room);
+    if (a->turned) NAME(prepare)(a, a->turned, a->ld_turned, head, t0, rows, out + rows * a->ld_query, room);
 }
 
 /* Floats that they take. */
@@ -160,7 +211,11 @@ INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, c
 INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores, int n,
                        int64_t lo, int64_t hi) {
     float old[QUERY_ROWS], start[QUERY_ROWS];
-    t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
+    if (t->folded)
+        int_keys->dots(t->folded, lo, hi, a->kv->dim_k, (const kv_multiples *)(queries + a->multiples),
+                       a->ld_query * (int64_t)sizeof(float), n, scores, a->padded);
+    else
+        t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
     for (int r = 0; r < n; r++) {
         float *end = state + r * a->stride + a->dvp;
         float sum = NAME(softmax)(a, t, queries + r * a->ld_query, scores + r * a->padded, lo, hi, end, end + 1, old + r);
@@ -192,7 +247,11 @@ INLINE void NAME(open_page)(const NAME(attn_args) *a, const kv_entry *e, int64_t
                      lo, hi, t->k_scale, a->padded);
     NAME(row_scales)(rec->v_scales ? r + rec->v_scales : NULL, (kv->static_v && !e->open ? kv->static_v[head] : 1.0f) * FP8_FACTOR(codec_v),
                      lo, hi, t->v_scale, a->padded);
-    if (many || a->dkp != kv->dim_k) {
+    t->folded = NULL;
+    if (a->multiples && !e->open) {
+        int_keys->fold(t->k, t->k_row, lo, hi, kv->dim_k, codec_k->bits, (uint8_t *)keys);
+        t->folded = (const uint8_t *)keys, t->middle_k = 0;
+    } else if (many || a->dkp != kv->dim_k) {
         t->read_k->rows(t->k, t->k_row, lo, hi, codec_k, kv->dim_k, keys, a->dkp);
         t->k = (const uint8_t *)keys, t->k_row = a->dkp * sizeof(float), t->read_k = &NAME(read_f32);
     }
@@ -274,9 +333,9 @@ static void NAME(attn_block_task)(const NAME(attn_args) *a, int64_t task, int th
     int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
     if (t0 < 0) t0 = 0;
     int64_t rows = (t1 - t0) * a->group, prepared = NAME(prepared_floats)(a, rows);
-    float *queries = scratch(thread, prepared + a->dkp + rows * a->stride + NAME(attend_floats)(a, rows));
-    float *basis = queries + prepared, *state = basis + a->dkp;
-    NAME(prepare_all)(a, head, t0, rows, queries, basis);
+    float *queries = scratch(thread, prepared + 2 * a->dkp + rows * a->stride + NAME(attend_floats)(a, rows));
+    float *room = queries + prepared, *state = room + 2 * a->dkp;
+    NAME(prepare_all)(a, head, t0, rows, queries, room);
     NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, queries, state, 0, state + rows * a->stride);
     NAME(write_out)(a, state, head, t0, t1);
 }
@@ -328,7 +387,7 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
     if (a->n_spans < 2) return;
     int64_t enough = (8 * pool.tuner.limit + kv->kv_heads - 1) / kv->kv_heads, each = NAME(prepared_floats)(a, a->group);
     a->n_shares = a->n_spans < enough ? a->n_spans : enough;
-    a->partial = NAME(floats)(kv->kv_heads * (a->n_spans * a->group * a->stride + each) + a->dkp);
+    a->partial = NAME(floats)(kv->kv_heads * (a->n_spans * a->group * a->stride + each) + 2 * a->dkp);
     a->prepared = a->partial + kv->kv_heads * a->n_spans * a->group * a->stride;
     for (int64_t head = 0; head < kv->kv_heads; head++)
         NAME(prepare_all)(a, head, 0, a->group, a->prepared + head * each, a->prepared + kv->kv_heads * each);
@@ -346,7 +405,8 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
                              p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v};
         a.group = heads / kv->kv_heads, a.padded = (kv->page_size + VL - 1) / VL * VL;
         a.dkp = (kv->dim_k + 4 * VL - 1) / (4 * VL) * (4 * VL), a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
-        a.stride = a.dvp + 2, a.ld_query = NAME(ld_query)(kv, a.dkp);
+        a.stride = a.dvp + 2;
+        NAME(lay_out_query)(&a);
         a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
         a.first_task = tasks;
         if (p->rows == 1) NAME(share_spans)(&a);
