@@ -10,6 +10,7 @@
 | `rope_(x, cos, sin)` | x [T, heads, D] rotated in place |
 | `gated(x, weights, act, bias)` | x [T, cols], gates over what they gate -> activated [T, F], as `matmul` reads it |
 | `activated(x, weights, act, bias)` | the same without gates |
+| `add_(x, y, scale)` | x [T, D] += scale * y, for y [T, D] or [D] |
 | `softcap(x, cap)` | [T, F] -> [T, F] |
 | `experts(x, layer)` | x [T, D] -> the weighted sum of what each row's experts give, [T, D] (see experts.py) |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |

@@ -77,6 +77,7 @@ class Operations(Protocol):
     """The operations of the facade that `attend` is written in."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None: ...
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None: ...
     def rotate_(self, x: torch.Tensor) -> None: ...
     def store(self, k: torch.Tensor, v: torch.Tensor, kv: PagedKV, start: int) -> None: ...
@@ -130,7 +131,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
     angles = None if layer.rope is None else layer.rope.of(spans)
     if layer.bias is not None:
-        qkv += layer.bias
+        ops.add_(qkv, layer.bias)
     n_q = layer.heads * r.dim_k
     if layer.stores:
         _store(ops, qkv, n_q, parts, layer, angles)

@@ -10,7 +10,8 @@ import ctypes
 import functools
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
+from kvcli.kernels.cpu.calls import Calls
 from kvcli.kernels.cpu.interleaved import Interleaved
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.experts import experts
@@ -99,6 +101,7 @@ _SIGNATURES = {
     "kv_mix": [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "kv_rows": [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p],
     "kv_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int64, c_int64, c_void_p, c_int64],
+    "kv_add": [c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_int64],
     "kv_rope": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "kv_activate": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p],
     "kv_rotate": [c_void_p, c_int64, c_int64, c_int64, c_int64],
@@ -130,6 +133,8 @@ def library() -> ctypes.CDLL:
     lib.kv_block.argtypes, lib.kv_block.restype = [c_int64], c_int64
     lib.kv_has_fixed.argtypes, lib.kv_has_fixed.restype = [], c_int
     lib.kv_grids.argtypes, lib.kv_grids.restype = [c_void_p], None
+    lib.kv_call_number.argtypes, lib.kv_call_number.restype = [c_char_p], c_int64
+    lib.kv_run.argtypes, lib.kv_run.restype = [c_void_p, c_int64], None
     lib.kv_grids((c_void_p * len(grids()))(*(grid.ctypes.data for grid in grids().values())))
     for name, arguments in _SIGNATURES.items():
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, None
@@ -232,6 +237,21 @@ class NativeBackend:
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
         self._interleaved_bytes = self._unreleased = 0
         self.release: Callable[[], None] = lambda: None
+        self._calls: Calls | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[Calls]:
+        """Note the calls that are made meanwhile, to make them again."""
+        library = self._lib
+        self._calls = self._lib = calls = Calls(library)  # type: ignore[assignment]
+        try:
+            yield calls
+        finally:
+            self._lib, self._calls = library, None
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An empty tensor."""
+        return (self._calls.new if self._calls else torch.empty)(*shape, dtype=dtype)
 
     def _table(
         self, weights: Sequence[Matrix] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
@@ -272,7 +292,7 @@ class NativeBackend:
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None) -> torch.Tensor:
         table, (m, k) = self._table(weights), x.shape
-        out = torch.empty(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
+        out = self._new(m, table.rows) if add_to is None else add_to  # type: ignore[attr-defined]
         self._lib.kv_matmul(
             table, len(weights), x.data_ptr(), m, k, x.stride(0), out.data_ptr(), out.stride(0), add_to is not None
         )
@@ -286,7 +306,7 @@ class NativeBackend:
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = logits.shape[0], routing.used
-        ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        ids, weights = self._new(*shape, dtype=torch.int64), self._new(*shape)
         self._lib.kv_route(
             logits.data_ptr(), shape[0], ctypes.byref(_routing(routing)), _address(bias), ids.data_ptr(),
             weights.data_ptr(),
@@ -295,7 +315,7 @@ class NativeBackend:
 
     def matmul_experts(self, x: torch.Tensor, weights: ExpertMatrices, ids: torch.Tensor) -> torch.Tensor:
         table, pairs, k = self._table(weights.parts, _experts), ids.numel(), x.shape[1]
-        out = torch.empty(pairs, table.rows)  # type: ignore[attr-defined]
+        out = self._new(pairs, table.rows)  # type: ignore[attr-defined]
         self._lib.kv_matmul_experts(
             table, len(weights.parts), weights.experts, ids.data_ptr(), pairs, pairs // x.shape[0], x.data_ptr(), k,
             x.stride(0), out.data_ptr(), out.stride(0),
@@ -304,15 +324,15 @@ class NativeBackend:
 
     def mix(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         (t, n), d = weights.shape, y.shape[1]
-        out = torch.empty(t, d)
+        out = self._new(t, d)
         self._lib.kv_mix(y.data_ptr(), weights.data_ptr(), t, n, d, out.data_ptr())
         return out
 
     def rows(self, weight: Matrix, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        low, high = torch.aminmax(ids)
+        low, high = map(int, torch.aminmax(ids))
         if low < 0 or high >= weight.rows:
-            raise IndexError(f"rows {int(low)} to {int(high)} asked for, there are {weight.rows}")
-        out = torch.empty(ids.shape[0], weight.cols)
+            raise IndexError(f"rows {low} to {high} asked for, there are {weight.rows}")
+        out = self._new(ids.shape[0], weight.cols)
         self._lib.kv_rows(self._table((weight,)), ids.data_ptr(), ids.shape[0], weight.cols, scale, out.data_ptr())
         add_changed_rows(self.matmul, self.rows, weight, ids, scale, out)
         return out
@@ -320,9 +340,9 @@ class NativeBackend:
     def _norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None, centred: bool = False
     ) -> torch.Tensor:
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x[0] if x.dim() == 3 and len(x) == 1 else x.reshape(-1, x.shape[-1])
         n, d = rows.shape
-        out = torch.empty(n, d)
+        out = self._new(n, d)
         self._lib.kv_norm(
             rows.data_ptr(), rows.stride(0), weight.data_ptr(), _address(bias), centred, eps, n, d, out.data_ptr(), d
         )
@@ -337,6 +357,10 @@ class NativeBackend:
     gated = gated
     softcap = staticmethod(softcap)
 
+    def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None:
+        (n, d), ldy = x.shape, y.stride(0) if y.dim() == 2 else 0
+        self._lib.kv_add(x.data_ptr(), x.stride(0), y.data_ptr(), ldy, scale, n, d)
+
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         t, heads, dim = x.shape
         self._lib.kv_rope(x.data_ptr(), x.stride(0), t, heads, dim, 2 * cos.shape[1], cos.data_ptr(), sin.data_ptr())
@@ -348,7 +372,7 @@ class NativeBackend:
         return self._activate(x, x.shape[1] // 2, act, True)
 
     def _activate(self, x: torch.Tensor, f: int, act: str, gates: bool) -> torch.Tensor:
-        out = torch.empty(x.shape[0], f)
+        out = self._new(x.shape[0], f)
         self._lib.kv_activate(x.data_ptr(), x.shape[0], f, ACTS[act], gates, out.data_ptr())
         return out
 
@@ -375,7 +399,10 @@ class NativeBackend:
         numbers: list[int] = []
         for part, found in zip(parts, angles or (None,) * len(parts), strict=True):
             numbers += self._paged(part.kv, found), part.lo, part.hi - part.lo, part.start
-        return array("q", numbers)
+        made = array("q", numbers)
+        if self._calls:
+            self._calls.parts.append(made)
+        return made
 
     def rotate_(self, x: torch.Tensor) -> None:
         t, heads, dim = x.shape
@@ -420,7 +447,7 @@ class NativeBackend:
     ) -> torch.Tensor:
         """See `attend.attention_each`; in one call, whose threads share the work of all parts."""
         t, heads = q.shape[0], q.shape[1]
-        out = torch.empty(t, heads * parts[0].kv.record.dim_v)
+        out = self._new(t, heads * parts[0].kv.record.dim_v)
         second = (None, 0) if turned_q is None else (turned_q.data_ptr(), turned_q.stride(0))
         there = self._parts(parts, angles)
         self._lib.kv_attention(

@@ -221,6 +221,7 @@ typedef struct {
     void (*mix)(const float *, const float *, int64_t, int64_t, int64_t, float *);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
     void (*norm)(const float *, int64_t, const float *, const float *, int64_t, float, int64_t, int64_t, float *, int64_t);
+    void (*add)(float *, int64_t, const float *, int64_t, float, int64_t, int64_t);
     void (*rope)(float *, int64_t, int64_t, int64_t, int64_t, int64_t, const float *, const float *);
     void (*activate)(const float *, int64_t, int64_t, int64_t, int64_t, float *);
     void (*rotate)(float *, int64_t, int64_t, int64_t, int64_t);
@@ -453,6 +454,11 @@ void kv_norm(const float *x, int64_t ldx, const float *weight, const float *bias
     active->norm(x, ldx, weight, bias, centred, eps, n, d, y, ldy);
 }
 
+/* x[i, 0..d) += scale * y[i, 0..d) for n rows of x that are `ldx` apart, of y `ldy`; 0 = one row for all. */
+void kv_add(float *x, int64_t ldx, const float *y, int64_t ldy, float scale, int64_t n, int64_t d) {
+    active->add(x, ldx, y, ldy, scale, n, d);
+}
+
 /* Rotate dims [0, rope_dim) of every head in place, half-split order; cos/sin are [t, rope_dim / 2]. */
 void kv_rope(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64_t rope_dim, const float *cos,
              const float *sin) {
@@ -485,3 +491,5 @@ void kv_attention(const float *q, int64_t ldq, const float *turned, int64_t ld_t
                   float softcap, const float *sinks, const kv_part *parts, int64_t n_parts, float *out) {
     active->attention(q, ldq, turned, ld_turned, heads, window, scale, softcap, sinks, parts, n_parts, out);
 }
+
+#include "cpu_calls.h"

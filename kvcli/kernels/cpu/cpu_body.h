@@ -466,6 +466,11 @@ static void NAME(norm)(const float *x, int64_t ldx, const float *weight, const f
     }
 }
 
+static void NAME(add)(float *x, int64_t ldx, const float *y, int64_t ldy, float scale, int64_t n, int64_t d) {
+    for (int64_t r = 0; r < n; r++, x += ldx, y += ldy)
+        for (int64_t i = 0; i < d; i++) x[i] += scale * y[i];
+}
+
 static void NAME(rope)(float *x, int64_t ldx, int64_t t, int64_t heads, int64_t dim, int64_t rope_dim, const float *cos,
                        const float *sin) {
     int64_t half = rope_dim / 2;
@@ -550,7 +555,7 @@ static const kernels NAME(kernels) = {
 #else
     "base",
 #endif
-    NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(rope), NAME(activate),
+    NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(add), NAME(rope), NAME(activate),
     NAME(rotate), NAME(store), NAME(seal), NAME(has_codec),
     NAME(attention),
 };

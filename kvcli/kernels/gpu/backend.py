@@ -171,6 +171,7 @@ class GpuBackend:
     glu = staticmethod(pointwise.glu)
     activated = pointwise.activated
     softcap = staticmethod(pointwise.softcap)
+    add_ = staticmethod(pointwise.add_)
 
     def rotate_(self, x: torch.Tensor) -> None:
         dim = x.shape[-1]

@@ -13,7 +13,17 @@ from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.experts import matmul_experts, mix, place_experts, route
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
-from kvcli.kernels.reference.pointwise import activate, activated, gated, glu, layer_norm, rms_norm, rope_, softcap
+from kvcli.kernels.reference.pointwise import (
+    activate,
+    activated,
+    add_,
+    gated,
+    glu,
+    layer_norm,
+    rms_norm,
+    rope_,
+    softcap,
+)
 from kvcli.kernels.reference.rotation import rotate_
 from kvcli.kernels.reference.store import seal, store
 
@@ -40,6 +50,7 @@ class ReferenceBackend:
     activate = staticmethod(activate)
     glu = staticmethod(glu)
     softcap = staticmethod(softcap)
+    add_ = staticmethod(add_)
     rotate_ = staticmethod(rotate_)
     store = staticmethod(store)
     seal = staticmethod(seal)

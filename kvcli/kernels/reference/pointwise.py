@@ -69,6 +69,11 @@ def cut_gates(x: torch.Tensor, cutoff: float) -> torch.Tensor:
     return x
 
 
+def add_(x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None:
+    """x [T, D] += scale * y, for y [T, D], or [D] for all rows."""
+    x += y if scale == 1 else y * scale
+
+
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap), of each element (arXiv 2408.00118)."""
     return tanh(x / cap) * cap
@@ -78,6 +83,7 @@ class Products(Protocol):
     """The operations of the facade that `gated` and `activated` are written in."""
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Any], add_to: torch.Tensor | None = None) -> torch.Tensor: ...
+    def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None: ...
     def activate(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
 
@@ -89,15 +95,17 @@ def gated(
 
     `bias` [2F] is added to the products.
     """
-    return ops.glu(_biased(ops.matmul(x, weights), bias), act)
+    return ops.glu(_biased(ops, ops.matmul(x, weights), bias), act)
 
 
 def activated(
     ops: Products, x: torch.Tensor, weights: Sequence[Any], act: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The first products of a feed-forward part without gates, activated: x [T, cols], `bias` [F] -> [T, F]."""
-    return ops.activate(_biased(ops.matmul(x, weights), bias), act)
+    return ops.activate(_biased(ops, ops.matmul(x, weights), bias), act)
 
 
-def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x if bias is None else x.add_(bias)
+def _biased(ops: Products, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        ops.add_(x, bias)
+    return x

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.errors import UsageError
+from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
@@ -24,6 +25,7 @@ from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
 from kvcli.runtime.plan.plan import Plan
@@ -61,7 +63,9 @@ class Engine:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
         else:
             self.pool = pool.under(self.layout, terms.pool_bytes)
-        self.steps: StepGraph | None = None
+        self.steps: StepGraph | StepList | None = None
+        if isinstance(self.model.ops, NativeBackend):
+            self.steps = StepList(self.model, self.model.ops)
         self.slow_path, self.graph = self._token_graph()
         self.load_s = loaded.load_s + time.perf_counter() - began
 

@@ -155,9 +155,8 @@ class Decoder:
             return
         y = self.ops.matmul(inner, sublayer.out) if sublayer.out else inner
         if bias is not None:
-            y += bias
-        y = self._normed(y, sublayer.post_norm)
-        x += y if scale == 1 else y * scale
+            self.ops.add_(y, bias)
+        self.ops.add_(x, self._normed(y, sublayer.post_norm), scale)
 
     def _inner(self, inner: Inner, x: Operand, step: Step, tokens: torch.Tensor | None) -> Operand:
         """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff], or

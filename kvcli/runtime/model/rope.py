@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -43,6 +43,11 @@ class RopeTable:
         if self._last[0] != spans:
             self._last = spans, self.at_positions(_positions(spans))
         return self._last[1]
+
+    def handed_over(self) -> tuple[Spans, Angles]:
+        """What `of` gave last, and for which rows; the tensors are the caller's from now on."""
+        last, self._last = self._last, (((0, 1),), self.at_positions(np.zeros(1)))
+        return last
 
     def inside(self, spans: Spans, shift: np.ndarray) -> Angles:
         """cos, sin of such rows where they stand earlier inside the cache by `shift`, int64 [sum of n]; kept, too."""
@@ -103,6 +108,9 @@ class RopeTables:
         """`factors`: those of the file, by `RopeConfig.scaling`."""
         ropes = {x.rope for x in config.layers if x.rope is not None}
         self._tables = {rope: RopeTable(rope, (factors or {}).get(rope.scaling)) for rope in ropes}
+
+    def __iter__(self) -> Iterator[RopeTable]:
+        return iter(self._tables.values())
 
     def table(self, rope: RopeConfig | None) -> RopeTable | None:
         return None if rope is None else self._tables[rope]

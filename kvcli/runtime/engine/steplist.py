@@ -1,0 +1,123 @@
+"""Single tokens on a CPU as lists of kernel calls: what a CUDA graph is on a GPU.
+
+A token needs the calls of the token before it, but for its id, its position and the angles of that, as long as the
+sequence has the same pages. So the second token in a page is computed by the decoder as ever, with its calls noted, and
+those after it by one call of C that makes them again over the same buffers: the results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.calls import Calls
+from kvcli.runtime.cache.pagelist import Layers
+from kvcli.runtime.cache.sequence import Part, Step
+from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.model.rope import RopeTable
+
+KEPT = 8  # lists, each of one sequence
+_HARMLESS = {
+    "alias", "aminmax", "as_strided", "detach", "empty", "expand", "item", "lift_fresh", "permute", "select", "slice",
+    "split", "squeeze", "t", "transpose", "unsqueeze", "view", "_local_scalar_dense", "_reshape_alias", "_unsafe_view",
+}  # fmt: skip
+
+
+class _Computed(TorchDispatchMode):
+    """Operations by which torch itself computes meanwhile: no list has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (name := func.overloadpacket.__name__) not in _HARMLESS:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Noted:
+    """The calls of a token that writes into some page of a sequence, with the buffers that they read."""
+
+    def __init__(self, groups: tuple[Layers, ...]) -> None:
+        self.groups, self.usable = groups, True
+        self.ids = torch.zeros(1, dtype=torch.int64)
+        self.calls: Calls | None = None
+        self.hidden: torch.Tensor
+        self.angles: list[tuple[RopeTable, np.ndarray, np.ndarray]] = []
+
+    def of(self, part: Part) -> bool:
+        """Whether they are of this part's pages."""
+        return len(self.groups) == len(part.groups) and all(map(lambda a, b: a is b, self.groups, part.groups))
+
+    def run(self, token: int, position: int) -> torch.Tensor:
+        assert self.calls is not None
+        self.ids[0] = token
+        for part in self.calls.parts:
+            part[3] = position
+        for rope, cos, sin in self.angles:
+            angles = position * rope.frequencies
+            cos[:], sin[:] = np.cos(angles), np.sin(angles)
+        self.calls.run()
+        return self.hidden.clone()
+
+
+class StepList:
+    """The model's pass over one row of one sequence at a time. `computed`: what torch itself computes in it, for which
+    there are no lists; None = not known yet."""
+
+    def __init__(self, model: Decoder, ops: NativeBackend) -> None:
+        self._model, self._ops = model, ops
+        self._vocabulary: int = model.weights.embedding[0].rows
+        self._lists: OrderedDict[int, _Noted] = OrderedDict()
+        self.computed: set[str] | None = None
+
+    def run(self, part: Part) -> torch.Tensor | None:
+        """The row's hidden state, float32 [1, d_model]; None where it is for the decoder to compute."""
+        if self.computed or len(part.ids) != 1 or not part.groups or any(shift is not None for shift in part.shifts):
+            return None
+        token, key = int(part.ids[0]), id(part.groups[0])
+        if part.end % part.groups[0][0].record.page_size == 0 or not 0 <= token < self._vocabulary:
+            return None  # what a full page brings, pages are sealed and means are fixed; or the token is refused
+        noted = self._lists.get(key)
+        if noted is None or not noted.of(part):
+            self._lists[key] = _Noted(part.groups)
+            if len(self._lists) > KEPT:
+                self._lists.popitem(last=False)
+            return None
+        self._lists.move_to_end(key)
+        if noted.calls is not None:
+            return noted.run(token, part.start)
+        return self._note(noted, replace(part, ids=noted.ids), token) if noted.usable else None
+
+    def _note(self, noted: _Noted, part: Part, token: int) -> torch.Tensor:
+        """Compute a row and note the calls."""
+        noted.ids[0] = token
+        if self.computed is None:
+            with _Computed() as computed:
+                calls, noted.hidden = self._hidden(part)
+            self.computed = computed.found
+        else:
+            calls, noted.hidden = self._hidden(part)
+        span = ((part.start, 1),)
+        for rope in self._model.ropes:
+            given, (cos, sin) = rope.handed_over()
+            if given == span:
+                calls.keep += cos, sin
+                noted.angles.append((rope, cos[0].numpy(), sin[0].numpy()))
+        noted.usable = not calls.others
+        noted.calls = calls if noted.usable else None
+        return noted.hidden.clone()
+
+    def _hidden(self, part: Part) -> tuple[Calls, torch.Tensor]:
+        with self._ops.noted() as calls:
+            return calls, self._model.hidden(Step((part,)))
