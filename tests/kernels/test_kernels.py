@@ -214,6 +214,17 @@ def test_softcap(name: str):
     assert close(found, exact, exact.abs(), 1e-6)
 
 
+@pytest.mark.parametrize("name", ISAS)
+def test_rows_are_added_in_place(name: str):
+    ops, wide = backend(name), torch.randn(5, 90, generator=torch.manual_seed(4))
+    for y in (torch.randn(5, 37), torch.randn(37), torch.randn(5, 60)[:, 20:57]):
+        for scale in (1.0, 0.3):
+            found, expected = wide.clone(), wide.clone()
+            ops.add_(found[:, 3:40], y, scale)
+            ReferenceBackend.add_(expected[:, 3:40], y, scale)
+            assert same_bits(found, expected)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("dim", "rope_dim"), ((8, 8), (64, 64), (72, 72), (80, 32), (128, 2)))
 def test_rope_rotates_in_place_what_it_should(dim: int, rope_dim: int, name: str):
