@@ -1,4 +1,4 @@
-"""Tokens by lists of kernel calls: to the bit what the decoder computes, for every family, and only where they may be."""
+"""Tokens by lists of kernel calls: to the bit what the decoder computes, and only where they may be."""
 
 from __future__ import annotations
 
