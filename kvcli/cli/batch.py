@@ -215,7 +215,7 @@ def _answer(
                     request.seq.close()
             progress("lines", answers.done, len(answers.numbers))
     for one in asked.values():
-        one.request.close()
+        one.request.abandon()
         one.request.seq.close()
     if stats:
         took, made = time.perf_counter() - began, counted(answers.done - before, "line")

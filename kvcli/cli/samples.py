@@ -106,7 +106,7 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
         raise
     finally:
         for request in requests:
-            request.close()
+            request.abandon()
     return [each.result for each in samples.values() if each.result is not None]
 
 

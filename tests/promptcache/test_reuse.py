@@ -274,6 +274,7 @@ def test_what_was_prefilled_for_long_is_stored_however_it_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.model, "hidden", stopped)
+        patch.setattr(ledger.PromptLedger, "interrupted", lambda *_: None)  # as if it was killed
         with closing(engine.prompt_caches(store_in(tmp_path), Told())) as caches:
             seq = engine.new_sequence()
             with pytest.raises(SystemExit):

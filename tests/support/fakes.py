@@ -202,7 +202,11 @@ class FakeEngine:
         """Caches that have nothing but the sequence and, in `stored`, rows of one prompt."""
         self.cache_options = options
         return SimpleNamespace(
-            close=lambda: None, save=lambda sequence: None, find=self._find, kept_otherwise=lambda tokens: ""
+            close=lambda: None,
+            save=lambda sequence: None,
+            find=self._find,
+            keeps=lambda prompt_tokens: False,
+            kept_otherwise=lambda tokens: "",
         )
 
     def _find(self, sequence: FakeSequence, tokens: list[int]) -> int:

@@ -24,7 +24,7 @@ from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
-from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag, json_option
 from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, SamplesSink, Sink, TextSink
@@ -175,7 +175,7 @@ class BatchFlags:
             "--verify-estimate": output.verify_estimate,
             "--assistant": prompt.assistant is not None,
             "--logprobs": output.logprobs is not None,
-            "--prompt-cache without --prompt-cache-ro": named.prompt_cache is not None and not named.prompt_cache_ro,
+            "--prompt-cache-all": named.prompt_cache_all,
         }
         if given := [name for name, there in together.items() if there]:
             raise UsageError(f"--batch and {given[0]} cannot be used together", "each line has a prompt and an answer")
@@ -291,9 +291,11 @@ def run(
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
-        with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches, copy or nullcontext():
+        opened = closing(engine.prompt_caches(kept, render.telling(invocation)))
+        with opened as caches, copy or nullcontext():
             how = output.verify_estimate, False, cut, thinking, marks, told
             job = Job(load.model, sampling, sink, interrupts, caches, *how)
+            interrupts.stage = UNWIND if caches.keeps(len(ids)) else interrupts.stage
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code

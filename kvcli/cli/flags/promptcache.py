@@ -116,7 +116,10 @@ class FileFlags:
         _option(
             "--prompt-cache",
             metavar="FILE",
-            help="Reuse the cache in this file; create or extend it after the prompt.",
+            help=(
+                "Reuse the cache in this file; create or extend it after the prompt (--batch: the first one; "
+                "kv chat: at its end)."
+            ),
             callback=not_empty("--prompt-cache", "give the name of a file"),
         ),
     ] = None

@@ -286,10 +286,13 @@ class Engine:
         try:
             while not request.finished:
                 yield from self.step([request])[0]
-            if request.error is not None:
-                raise request.error
+        except BaseException:
+            request.abandon()
+            raise
         finally:
             request.close()
+        if request.error is not None:
+            raise request.error
 
     def request(
         self,

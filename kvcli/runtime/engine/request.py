@@ -74,7 +74,7 @@ class Request:
         for twin in twins:
             twin._waits = True
         self._ledger: Ledger | None = None  # None = not begun
-        self._parked = False
+        self._parked = self._abandoned = False
         self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
         self._events: list[Event] = []
         self._thinking = thinking
@@ -298,9 +298,16 @@ class Request:
             self._tokens.close()
             self._tokens = None
 
+    def abandon(self) -> None:
+        """It will not be gone on with. What was computed of its prompt is kept, where there is a cache for it."""
+        self.close()
+        if self._ledger is not None and not self.answering and not self._parked and not self._abandoned:
+            self._abandoned = True
+            self._ledger.interrupted(self.seq)
+
     def fail(self, error: KVError) -> None:
         """End with an error, for its twins, too, where they wait for it."""
-        self.close()
+        self.abandon()
         self.error = error
         for twin in self.twins:
             if twin._waits:
@@ -310,6 +317,8 @@ class Request:
         self.close()
         if self.answering and self._ledger is not None:
             self._written = self._ledger.answered(self.seq)
+        elif self._ledger is not None:
+            self.abandon()
         self.end = self._told(reason)
         self._events.append(self.end)
         for twin in self.twins:

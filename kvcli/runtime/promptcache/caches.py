@@ -55,6 +55,9 @@ class Ledger:
         """There will be no more of them; `seq` has the answer's rows too."""
         return Written()
 
+    def interrupted(self, seq: Sequence) -> None:
+        """There will be no more rows of the prompt, of which some are missing: those that are there are kept."""
+
     def breakpoints(self) -> tuple[Breakpoint, ...]:
         """The marks of the prompt, and what became of them."""
         return ()
@@ -69,6 +72,9 @@ class Caches(Protocol):
     def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
         """Make `seq` the longest prefix of `prompt`, less its last token, that is to be had. What later prompts need to
         start from `marks` is kept."""
+
+    def keeps(self, prompt_tokens: int) -> bool:
+        """Whether rows of such a prompt are kept beyond the process, however it ends."""
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """How many of the first rows of a prompt that goes on from `tokens` are to be had. Changes nothing."""
@@ -94,6 +100,9 @@ class LiveRows:
 
     def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
         return Ledger(Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1]))))
+
+    def keeps(self, prompt_tokens: int) -> bool:
+        return False
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         return seq.rewindable(common_length(seq.tokens, tokens))

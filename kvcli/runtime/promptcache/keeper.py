@@ -79,6 +79,10 @@ class Keeper:
         """Whether a prompt of `n_tokens` gets into the store."""
         return self.options.store is not None and n_tokens >= self.options.stored_from and self.exact
 
+    def keeps(self, n_tokens: int) -> bool:
+        """Whether rows of a prompt of `n_tokens` get into the store or into the user's file."""
+        return self.stores(n_tokens) or (self.file is not None and not self.options.read_only)
+
     def announce(self, store: Shelves) -> None:
         """Say what the store is, where this is its first file."""
         if not store.root.exists():

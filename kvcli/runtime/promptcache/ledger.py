@@ -120,22 +120,38 @@ class PromptLedger(Ledger):
             keeper.lookups.looked_up(self.trail.end, self.reuse.tokens, self.reading, compute_s, self.reuse.choice)
         if keeper.stores(seq.length):
             self.to_store(seq, seconds)
-        if keeper.file is not None and not keeper.options.save_answer:
-            self._to_file(seq, seconds)
+        if keeper.file is not None and not keeper.options.save_answer and keeper.options.chat is None:
+            self.to_file(seq, seconds)
 
     def answered(self, seq: Sequence) -> Written:
         """There will be no more rows. Where that is awaited, all is written first."""
         keeper, self.done = self.keeper, True
         if self.tree is not None:
             self.tree.insert(seq)
-        if keeper.file is not None and keeper.options.save_answer:
-            self._to_file(seq, 0.0)
+        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None:
+            self.to_file(seq, 0.0)
         if keeper.options.awaited:
             keeper.wait()
         keeper.writer.pump()
         if self.counts and keeper.lookups is not None:
             keeper.lookups.flush()
         return self._written()
+
+    def interrupted(self, seq: Sequence) -> None:
+        """Ctrl-C, or an error: what was computed of the prompt is kept, and the next run goes on from there."""
+        keeper, self.done, seconds = self.keeper, True, time.monotonic() - self._began
+        seq.rewind_to(seq.length)  # less the pages of a step that did not come to its end
+        if seq.length < self.reuse.tokens + self._layout.page_size:
+            return
+        if self.tree is not None:
+            self.tree.insert(seq, whole=True)
+        if keeper.stores(self.trail.end):
+            self.to_store(seq, seconds)
+        if keeper.file is not None:
+            self.to_file(seq, seconds)
+        if keeper.keeps(self.trail.end):
+            n, total = seq.length, self.trail.end
+            keeper.tell.announce(f"{n:,} of {total:,} prompt tokens are kept; the same prompt goes on from there")
 
     @property
     def _layout(self) -> KVLayout:
@@ -202,7 +218,7 @@ class PromptLedger(Ledger):
         if plan.own:
             self.keeper.owned[file.path] = file.contents
 
-    def _to_file(self, seq: Sequence, seconds: float) -> None:
+    def to_file(self, seq: Sequence, seconds: float) -> None:
         """Write the file that the user named, where it has less than this."""
         file = self.keeper.file
         assert file is not None
@@ -214,6 +230,7 @@ class PromptLedger(Ledger):
             identity["eviction"] = "none"
         contents = self._contents(seq, keys, seconds, identity, {})
         held_pages = HeldPages(seq, self.trail.copies, keys)
+        file.tokens = list(seq.tokens)  # from now on: of several prompts the first one has the file
         self._named = self.keeper.writer.start(contents, held_pages, file.write, str(file.path)), seq.length
 
     def _written(self) -> Written:

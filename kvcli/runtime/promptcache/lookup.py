@@ -64,6 +64,10 @@ class PromptCaches:
         self.tree.clear()
         self._wait()
 
+    @property
+    def _page_size(self) -> int:
+        return self.engine.pool.layout.page_size
+
     def _wait(self) -> None:
         self.keeper.wait()
 
@@ -82,7 +86,7 @@ class PromptCaches:
         ledger = self._begin(seq, len(prompt))
         began = time.perf_counter()
         reuse = self._from_memory(seq, wanted)
-        if file is not None and not file.asked:
+        if file is not None and (not file.asked or file.has_more(wanted, reuse.tokens + self._page_size)):
             reuse = self._from_file(file, seq, wanted, reuse, ledger)
         if self.options.store is not None and len(prompt) >= self.options.stored_from:
             ledger.counts = True
@@ -101,6 +105,9 @@ class PromptCaches:
             other.alone &= other.done
         self._ledgers[seq] = ledger
         return ledger
+
+    def keeps(self, prompt_tokens: int) -> bool:
+        return self.keeper.keeps(prompt_tokens)
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
         """See `Caches`; a named file is not looked into."""
@@ -282,10 +289,14 @@ class PromptCaches:
         return self.tree.spare(arena)
 
     def save(self, seq: Sequence) -> None:
-        """Write all of `seq` to the store, however short it is."""
-        if self.options.store is not None and self.keeper.exact and seq.shares:
-            ledger = self._ledgers.get(seq) or self.ledger(0)
+        """Write all of `seq` to the store, however short it is, and to the user's file."""
+        if not seq.shares:
+            return
+        ledger = self._ledgers.get(seq) or self.ledger(0)
+        if self.options.store is not None and self.keeper.exact and self.options.chat != "":
             ledger.to_store(seq, 0.0)
+        if self.keeper.file is not None:
+            ledger.to_file(seq, 0.0)
 
     def pump(self) -> None:
         self.keeper.writer.pump()

@@ -75,6 +75,10 @@ class UserFile:
         self.converts = True
         return file
 
+    def has_more(self, wanted: list[int], least: int) -> bool:
+        """Whether it agrees with `least` tokens of a prompt, or more, as far as is known."""
+        return common_length(self.tokens, wanted) >= least
+
     def fate(self) -> str:
         """What becomes of a file that cannot be used."""
         if not os.path.lexists(self.path):

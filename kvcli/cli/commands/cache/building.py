@@ -17,7 +17,7 @@ from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.flags.promptcache import CacheMarks, writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags
-from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.sinks import NoSink
 from kvcli.errors import CacheFileError, OutputError, UsageError
@@ -64,6 +64,7 @@ def build(
             lead=question.text(loaded.text, ids)[0],
         )  # fmt: skip
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:
+            interrupts.stage = UNWIND
             job = Job(model.model, options, NoSink(invocation), interrupts, caches, marks=marks, told=invocation.told)
             result = answer(engine, engine.new_sequence(), ids, job)
     if not file.is_file():

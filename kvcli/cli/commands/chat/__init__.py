@@ -24,7 +24,7 @@ from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
 from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.eviction import EvictFlags
-from kvcli.cli.flags.promptcache import StoreFlags
+from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
@@ -70,6 +70,7 @@ def chat(
     model: ModelFlags,
     cache: CacheFlags,
     store: StoreFlags,
+    named: FileFlags,
     evict: EvictFlags,
     system: SystemFlags,
     template: TemplateFlags,
@@ -97,7 +98,7 @@ def chat(
         cache_options, name = cache.options(evict_options), flags.session_name()
         message = system.text(render.telling(invocation))
         stats = report.wants_stats(flags.stats, invocation)
-        aside, kept = partial(render.aside, invocation=invocation), store.options(invocation)
+        aside, kept = partial(render.aside, invocation=invocation), named.add_to(store.options(invocation))
         how = aside, invocation.verbose > 0
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
         out = TextOut.stdout(flags.raw_output)

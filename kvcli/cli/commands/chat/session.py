@@ -92,7 +92,7 @@ class ChatSession:
     def close(self) -> None:
         """Keep the rows of a saved chat, and let go of everything."""
         try:
-            if self.branches.saved_as:
+            if self.branches.saved_as or self.options.kept.file:
                 self.caches.save(self.sequence)
         finally:
             self.caches.close()
