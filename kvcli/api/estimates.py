@@ -62,6 +62,7 @@ def estimate(
     cache: CacheOptions = CacheOptions(),
     sequences: int = 1,
     lora: Adapters = (),
+    quantize: str | None = None,
     offline: bool = False,
 ) -> Estimate:
     """What a model would need; only headers are read.
@@ -76,6 +77,7 @@ def estimate(
     cache: page size, 16-bit pages, rows of a prefill step, and eviction.
     sequences: contexts at a time.
     lora: LoRA adapters of a GGUF file, as `load` takes them.
+    quantize: what the weights of a folder are to be packed as, as `load` takes it.
     offline: read nothing from the network.
 
     Raises UsageError, ModelError, DeviceError and DownloadError.
@@ -99,7 +101,9 @@ def estimate(
     for type_k, type_v in pairs:
         checks.check_cache(CacheOptions(ctx, type_k, type_v, cache.page_size, cache.ubatch, cache.tail, cache.sinks))
     target, warnings = planning.find_target(gpu, memory, device, None, bandwidth)
-    planned = planned_model(model, Given(), target.memory.kind, offline, checks.adapters(lora))
+    planned = planned_model(
+        model, Given(), target.memory.kind, offline, checks.adapters(lora), checks.block_format(quantize)
+    )
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")

@@ -82,6 +82,22 @@ def test_a_config_of_other_weights_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_estimate_counts_what_is_packed(kv_here: KvHere, tmp_path: Path) -> None:
+    folder, path = str(tiny.folder("llama")), tmp_path / "x.gguf"
+    assert kv_here("convert", folder, "-o", str(path), "--quantize", "bf16")[0] == 0
+
+    def weights(*words: str) -> int:
+        code, out, _ = kv_here("estimate", *words, "--device", "cpu", "--json")
+        assert code == 0
+        return next(each["predicted_bytes"] for each in json.loads(out)["fixed"] if each["name"] == "weights")
+
+    assert weights(folder, "--quantize", "bf16") == weights(str(path)) < weights(folder)
+    args = kv_here("estimate", folder, "--device", "cpu", "--quantize", "bf16", "--print-args")[1]
+    assert "--quantize bf16" in args
+    code, _, err = kv_here("estimate", str(path), "--quantize", "q8_0")
+    assert code == 2 and "--quantize is counted for folders of safetensors that are here" in err
+
+
 def test_nothing_beside_the_file_is_touched(kv_here: KvHere, tmp_path: Path) -> None:
     path, part = tmp_path / "x.gguf", tmp_path / "x.gguf.part"
     part.write_text("mine")

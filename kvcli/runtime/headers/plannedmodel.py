@@ -15,7 +15,7 @@ from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf, 
 from kvcli.runtime.headers.modelheaders import HeaderTensor, ModelHeader
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
-from kvcli.runtime.hub import store
+from kvcli.runtime.hub import hubcache, store
 from kvcli.runtime.hub.hubnames import SAFETENSORS
 from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.hub.recipes import Recipe
@@ -52,21 +52,25 @@ class PlannedModel:
 
 
 def planned_model(
-    name: str | None, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption] = ()
+    name: str | None, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption] = (), quantize: str = ""
 ) -> PlannedModel:
     """The model of that name, with adapters, for a plan on a device of `kind`; without a name the shape that the flags
-    give.
+    give. `quantize`: what the matrices of a folder are to be packed as, a key of FORMATS; "" = as they are.
 
     Raises UsageError, ModelError, DownloadError.
     """
     if lora and (name is None or given.params is not None or given.bpw is not None):
         raise UsageError("`lora` is counted by the header of a model", "name a model, and leave its size to the header")
+    if quantize and name is None:
+        raise UsageError("`quantize` packs the weights of a folder", "name one, or give --bpw")
     if name is None:
         return _by_hand(given)
     ref = ModelRef.parse(name, planning=True)
     recipe = ref.recipe
     if recipe is None:
-        return _from_header(name, ref, given, kind, offline, lora)
+        return _from_header(name, ref, given, kind, offline, lora, quantize)
+    if quantize:
+        raise UsageError(f"`quantize` packs the weights of a folder, and {recipe.name} has a file", "leave it out")
     path = store.stored_path(recipe)
     if path is not None and store.stored_variant(recipe):
         return _from_header(recipe.name, ModelRef(str(path)), given, kind, offline, lora)
@@ -110,14 +114,17 @@ def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> 
 
 
 def _from_header(
-    label: str, ref: ModelRef, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption]
+    label: str, ref: ModelRef, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption], quantize: str = ""
 ) -> PlannedModel:
     from kvcli.runtime.headers.reading import read_header
 
     header = read_header(ref, offline=offline)
     problem, remedy = "", "kv models ls lists the models that run"
-    if header.container == SAFETENSORS and ref.is_path:
-        header, problem = _as_it_runs(header, Path(ref.name).expanduser())
+    folder = _folder_here(ref) if header.container == SAFETENSORS else None
+    if quantize and folder is None:
+        raise UsageError("`quantize` is counted for folders of safetensors that are here", "leave it out, or pull it")
+    if folder is not None:
+        header, problem = _as_it_runs(header, folder, quantize)
     elif header.container == SAFETENSORS and header.config:
         problem = config_problem(header.config)
     if lora and not header.metadata:
@@ -161,12 +168,20 @@ def _from_header(
     )
 
 
-def _as_it_runs(header: ModelHeader, path: Path) -> tuple[ModelHeader, str]:
+def _folder_here(ref: ModelRef) -> Path | None:
+    """The folder, or a file in it, that a name means: a path, or what is here of a repository."""
+    if ref.is_path:
+        return Path(ref.name).expanduser()
+    cached = ref.reference and hubcache.find(ref.reference, loose=True)
+    return cached.path if cached and cached.label == SAFETENSORS else None
+
+
+def _as_it_runs(header: ModelHeader, path: Path, quantize: str) -> tuple[ModelHeader, str]:
     """A folder with the keys and tensors of the GGUF file that it runs as, and ""; else as it is, and why."""
     from kvcli.runtime.headers.folder import SafetensorsModel
 
     try:
-        with SafetensorsModel(path if path.is_dir() else path.parent) as model:
+        with SafetensorsModel(path if path.is_dir() else path.parent, quantize) as model:
             tensors = {name: HeaderTensor(t.shape, t.type, t.nbytes) for name, t in model.tensors.items()}
             notices = (*header.notices, *model.notices)
             return replace(header, metadata=model.metadata, tensors=tensors, notices=notices), ""

@@ -86,7 +86,7 @@ def _report(
     device: DeviceFlags,
     invocation: Invocation,
 ) -> Report:
-    from kvcli.api.checks import lora_option
+    from kvcli.api.checks import block_format, lora_option
     from kvcli.api.planning import compare, find_target, recommend
     from kvcli.cli.commands.estimate.view import Report
     from kvcli.runtime.headers.plannedmodel import planned_model
@@ -96,7 +96,8 @@ def _report(
         raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
-    model = planned_model(name, given, target.memory.kind, invocation.offline, tuple(map(lora_option, plan.lora)))
+    adapters, form = tuple(map(lora_option, plan.lora)), block_format(plan.quantize)
+    model = planned_model(name, given, target.memory.kind, invocation.offline, adapters, form)
     query = plan.query(model, evict)
     outcomes = compare(model, target, query)
     trained = model.config.context_length
@@ -156,6 +157,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
         render.announce(f"{name} has no file of its own: {model.run_as} is taken from the hub", invocation)
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += [word for each in plan.lora for word in ("--lora", each)]
+    args += ["--quantize", plan.quantize] if plan.quantize else []
     args += choice.args
     args += [] if query.page_size == CacheOptions.page_size else ["--page-size", str(query.page_size)]
     args += [] if query.ubatch == CacheOptions.ubatch else ["-ub", str(query.ubatch)]

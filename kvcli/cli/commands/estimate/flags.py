@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.api.checks import Types, check_pages, lora_option
+from kvcli.api.checks import Types, block_format, check_pages, lora_option
 from kvcli.cli.flags.cache import (
     PageSize,
     Sinks,
@@ -172,6 +172,16 @@ class PlanFlags:
             callback=checked(lora_option),
         ),
     ] = field(default_factory=list)
+    quantize: Annotated[
+        str | None,
+        _plan(
+            "--quantize",
+            metavar="TYPE",
+            help="Count the weights of a folder of safetensors as they are packed: q8_0, q6_k, q4_k, ...",
+            show_default="as they are",
+            callback=checked(block_format),
+        ),
+    ] = None
 
     @property
     def names_types(self) -> bool:
