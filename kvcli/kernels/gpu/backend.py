@@ -20,7 +20,7 @@ from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.combine import MOST_PARTS, combine
+from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
 from kvcli.kernels.gpu.pages import (
     Asked,
@@ -186,7 +186,7 @@ class GpuBackend:
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
         apart = past.least_pages(kv.record, rows, layer, self.device)
-        asked = Asked(part.start, rows, block, layer.window, min(alone, MOST_PARTS), apart)
+        asked = Asked(part.start, rows, block, layer.window, min(alone, most_parts(kv.record.dim_v)), apart)
         lists = page_lists(kv, part.shift, asked, self.device)
         return device_pages(kv, lists, self.device, self._half_angles(angles))
 

@@ -20,7 +20,13 @@ from kvcli.kernels.reference.rotation import block
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_PARTS = 128  # they are read in one go
+WIDEST = 256  # of heads with so many; wider ones have fewer
 EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other
+
+
+def most_parts(dim: int) -> int:
+    """Most partial results of a query of heads of `dim` elements: more would not stay in registers."""
+    return MOST_PARTS * WIDEST // max(WIDEST, padded(dim))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -87,8 +93,8 @@ def combine(
     With `into` (T = 1) the result goes there instead. `sinks`: see `AttentionLayer`.
     """
     rows, heads, parts, dim = partials.out.shape
-    if parts > MOST_PARTS:
-        raise ValueError(f"{parts} partial results are more than the {MOST_PARTS} that are merged")
+    if parts > most_parts(dim):
+        raise ValueError(f"{parts} partial results are more than the {most_parts(dim)} that are merged")
     fused = into is not None and dim % 32 == 0
     turn = block(dim) if pages.rotated[1] else 0
     out = some = partials.out  # stands for what is not there

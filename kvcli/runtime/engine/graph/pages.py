@@ -11,7 +11,7 @@ import torch
 
 from kvcli.kernels.gpu.attention import block_rows, part_count, programs
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.combine import MOST_PARTS
+from kvcli.kernels.gpu.combine import MOST_PARTS, most_parts
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
 from kvcli.kernels.gpu.places import check_slots
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
@@ -102,9 +102,9 @@ class GroupTables:
         each = programs(self.chip, group.sealed) // (group.kv_heads * self.blocks)
         splits = max(1, min(each, seen // (PAGES_EACH * group.page_size)))
         if self.rows == 1:
-            return min(MOST_PARTS, part_count(splits, group.sealed, turns))
+            return min(most_parts(group.dim_v), part_count(splits, group.sealed, turns))
         others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries
-        return min(MOST_PARTS, splits + others)
+        return min(most_parts(group.dim_v), splits + others)
 
     def bind(self, part: Part, group: int, bucket: int) -> bool:
         """Upload the lists of a sequence, of which this is group number `group`, for the part's rows, or for the one
