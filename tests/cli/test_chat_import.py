@@ -66,7 +66,14 @@ def test_markdown_keeps_the_text(kv, tmp_path):
     assert sessions.read("eve").messages() == sessions.read("ann").messages()
     kv.engine.answers = ["go on"]
     outcome = chat(kv, "more\n", "--resume", "eve")
-    assert outcome.code == 0 and "second" in asked(kv)
+    assert outcome.code == 0 and "second" in asked(kv) and "last used with" not in outcome.err
+    kv("chat", "import", file, "--name", "new")
+    listed = json.loads(kv("chat", "ls", "--json").out)
+    check("chat ls", listed)
+    assert "  -  " in next(line for line in kv("chat", "ls").out.splitlines() if line.startswith("new"))
+    assert {each["session"]: each["model"] for each in listed["sessions"]} == {
+        "ann": "smollm2", "eve": "smollm2", "new": None,
+    }  # fmt: skip
 
 
 @given(st.lists(st.text("#\\ \nUserAistanSym", max_size=40).map(str.strip), min_size=1, max_size=4))

@@ -10,7 +10,6 @@ import typer
 
 from kvcli.cli import render
 from kvcli.cli.commands.chat import transcript
-from kvcli.cli.flags.shared import DEFAULT_MODEL
 from kvcli.cli.invocation import JsonFlag
 from kvcli.errors import InputBytesError, UsageError
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES
@@ -109,7 +108,8 @@ def _of_markdown(file: str, text: str) -> tuple[dict[str, Any], str]:
 
 
 def _fresh(file: str, messages: Any, model: str) -> dict[str, Any]:
-    """A session's file with messages alone, whose tokens are made when the chat goes on. Raises UsageError."""
+    """A session's file with messages alone, whose tokens are made when the chat goes on. `model`: "" = not known.
+    Raises UsageError."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(f"{file} is no chat: it has no messages", FORMS)
     for number, message in enumerate(messages, 1):
@@ -123,7 +123,7 @@ def _fresh(file: str, messages: Any, model: str) -> dict[str, Any]:
     state = {"system": system, "messages": kept, "chunks": []}
     return {
         "kv_session": sessions.VERSION,
-        "model": model or DEFAULT_MODEL,
+        "model": model,
         "hashes": {},
         "branch": sessions.MAIN,
         "branches": {sessions.MAIN: state},

@@ -48,7 +48,7 @@ def _row(chat: dict[str, Any]) -> list[str]:
         return [chat["session"], "-", "-", size, "-", "-", chat["problem"]]
     counts = [str(chat["turns"]), str(len(chat["branches"])), size]
     when = datetime.fromisoformat(chat["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
-    return [chat["session"], *counts, when, transcript.model_name(chat["model"]), chat["begins"]]
+    return [chat["session"], *counts, when, transcript.model_name(chat["model"] or "") or "-", chat["begins"]]
 
 
 def _described(name: str, rows_bytes: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _described(name: str, rows_bytes: int) -> dict[str, Any]:
     first = found.attachments.part(next((m["content"] for m in messages if m["role"] == "user"), ""))[1]
     return {
         "session": name,
-        "model": found.model,
+        "model": found.model or None,
         "turns": transcript.turns(messages),
         "branch": found.branch,
         "branches": sorted(found.states),
