@@ -64,7 +64,10 @@ def test_matrices_that_are_packed_otherwise_are_told(kv_here: KvHere, tmp_path: 
         ({"vocab_size": 400}, "vocab_size in config.json is 400, and the embedding has 377 rows"),
         ({"vocab_size": 300}, "vocab_size in config.json is 300, and the embedding has 377 rows"),
         ({"intermediate_size": 96}, "tensor blk.0.ffn_gate.weight has the shape [80, 48], [96, 48] is needed"),
-        ({"model_type": "gpt2"}, "kv neither runs nor converts models of the architecture 'gpt2'"),
+        (
+            {"model_type": "gpt2", "hidden_act": "gelu_new"},
+            "kv neither runs nor converts models of the architecture 'gpt2'",
+        ),
         (None, "config.json lacks the key num_hidden_layers\n  the file is incomplete: download it again"),
     ],
 )

@@ -72,9 +72,10 @@ class SafetensorsModel(ModelFile):
     ) -> dict[str, Presented]:
         from kvcli.runtime.formats.packedweights import sources_of
         from kvcli.runtime.headers.hfarithmetic import check_arithmetic
-        from kvcli.runtime.headers.hftensors import present
+        from kvcli.runtime.headers.hftensors import check_runs, present
 
         sizes = config_of(config)
+        check_runs(sizes)
         check_arithmetic(sizes)
         sources = sources_of(merged, self._raw, config)
         presented = present(sources, config, sizes)

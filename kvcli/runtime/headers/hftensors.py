@@ -93,12 +93,15 @@ def _check_vocabulary(found: Mapping[str, Presented], config: HFConfig) -> None:
         )
 
 
+def check_runs(config: HFConfig) -> None:
+    """Raises ModelError for a family that kv does not run: nothing else that is odd about it matters."""
+    if (arch := families.gguf_name(config.model_type)) not in RUNNABLE:
+        what = f"kv neither runs nor converts models of the architecture '{arch}'"
+        raise ModelError(what, f"it runs {listed(RUNNABLE)}")
+
+
 def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
-    """From names in the folder to those of llama.cpp. Raises ModelError for an architecture that was not compared."""
-    if arch not in RUNNABLE:
-        raise ModelError(
-            f"kv neither runs nor converts models of the architecture '{arch}'", f"it runs {listed(RUNNABLE)}"
-        )
+    """From names in the folder to those of llama.cpp."""
     import gguf
 
     known = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
