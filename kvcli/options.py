@@ -97,6 +97,7 @@ class PromptCacheOptions:
     min_tokens: int = 1024  # shorter prompts are not worth a file of the store
     max_bytes: int = 4 << 30  # of the store
     ttl_s: float = 7 * 86400.0  # after its last use a file of the store is removed
+    converts: bool = True  # rows that were stored with a larger cache type are of use, too; a saved chat has its own
     memory: bool = False  # pages stay in the pool for the next prompt of this process
     source: str = ""  # where the text of prompts is from, for people: names of files
     lead: int = 0  # first tokens of a prompt that are not the user's: template, system message

@@ -26,7 +26,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def miss(root: Path, options: CacheOptions, prompt: list[int] = PROMPT, variant: str = "llama") -> str:
     """Of a run that keeps nothing itself."""
     engine = open_tiny(variant, "native", options)
-    found = ask(engine, prompt, replace(store_in(root), max_bytes=1))
+    found = ask(engine, prompt, replace(store_in(root), max_bytes=1, converts=False))
     assert found.usage.cache_read_tokens == 0
     return found.usage.cache_miss
 

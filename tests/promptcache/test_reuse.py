@@ -336,7 +336,7 @@ def test_a_miss_says_why(tmp_path: Path) -> None:
     assert first.usage.cache_miss == "" and len(told.lines) == 1 and "`store=None`" in told.lines[0]
     other = [*PROMPT[:5], 9, *PROMPT[6:]]
     assert "differs at token 5 (it has" in ask(engine, other, store_in(tmp_path)).usage.cache_miss
-    miss = ask(engine_of("llama", "int8"), PROMPT, store_in(tmp_path)).usage.cache_miss
+    miss = ask(engine_of("llama", "int8"), PROMPT, store_in(tmp_path, converts=False)).usage.cache_miss
     assert "shares 140 tokens with this one, but was stored with cache type f16, this run has int8" in miss
     assert ask(engine, PROMPT[:6], store_in(tmp_path)).usage.cache_miss == "", "too short to be kept"
 

@@ -1,5 +1,5 @@
-"""Rows of a 16-bit (or 32-bit) cache as pages of another cache type: what `--prompt-cache` does with a file of f16
-where int8 is asked for.
+"""Rows of a 16-bit (or 32-bit) cache as pages of another cache type: what is done with rows of f16, of the store or of
+a named file, where int8 is asked for.
 
 The rows themselves are those of the file; a run with the smaller type would have computed them over its own coarser
 rows. So the result is near it, not equal to it.
@@ -7,13 +7,15 @@ rows. So the result is near it, not equal to it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from kvcli.errors import CacheFileError, UsageError
+from kvcli.codecs import CODECS
+from kvcli.errors import CacheFileError, DoesNotFit, UsageError
 from kvcli.kernels import HostBackend, PagedKV
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
@@ -22,8 +24,8 @@ from kvcli.runtime.model.sealing import seal_step
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.promptcache.found import Found
-from kvcli.runtime.promptcache.pagefiles import take_rows
-from kvcli.runtime.promptcache.prefixpages import longest
+from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, release, take_rows
+from kvcli.runtime.promptcache.prefixpages import needed
 from kvcli.runtime.promptcache.settings import pair, types_of
 
 STEP = 256  # rows that are converted at a time
@@ -58,28 +60,70 @@ def _refused(file: PromptCacheFile, why: str) -> CacheFileError:
     return CacheFileError(f"{file.path}: its cache type {types} cannot become this run's: {why}")
 
 
+def larger(config: ModelConfig, target: KVLayout) -> list[KVLayout]:
+    """The layouts whose rows may become those of `target`: of 16 bits or more, and at least as many as it has, the
+    smallest first. None where rows are evicted."""
+    if target.retention:
+        return []
+    types = [name for name, each in CODECS.items() if not each.sealed]
+    pairs = sorted(itertools.product(types, types), key=lambda pair: sum(CODECS[name].bits for name in pair))
+    found = (KVLayout.build(config, k, v, target.page_size) for k, v in pairs)
+    return [layout for layout in found if _holds(layout, target)]
+
+
+def _holds(source: KVLayout, target: KVLayout) -> bool:
+    """Whether every type is the same or has more bits, and some have."""
+    pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
+             for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
+    return all(s == t or s.bits > t.bits for s, t in pairs) and any(s != t for s, t in pairs)
+
+
+def named(source: KVLayout) -> str:
+    """The cache types of a layout: 'f16', or 'f32/f16' for keys and values."""
+    group = source.groups[0]
+    return pair((group.codec_k.name, group.codec_v.name))
+
+
+def move(converted: Sequence, seq: Sequence) -> int:
+    """Make `seq` have the rows of a converted sequence, or as many as can be gone on from; how many. Raises DoesNotFit,
+    with nothing changed."""
+    pool, length, held = seq.pool, converted.rewindable(converted.length), converted.numbered()
+    pages: dict[PageKey, int] = {}
+    try:
+        for key in needed(pool.layout, length):
+            pages[key] = pool.take(key[0])
+            pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
+    except DoesNotFit:
+        release(pool, pages)
+        raise
+    bases = bases_of(basis_arrays(converted.bases), pool.layout, length, pool.device)
+    seq.adopt(converted.tokens[:length], pages, bases)
+    release(pool, pages)
+    return length
+
+
+def blocked(source: KVLayout, target: KVLayout, length: int) -> str:
+    """Why `length` rows cannot be converted; "" = they can."""
+    if any(b.sealed and a.first_page(length) for a, b in zip(source.groups, target.groups, strict=True)):
+        return "the first rows of its sliding windows are gone, which fix the scales of this cache type"
+    return ""
+
+
 def convert(
-    file: PromptCacheFile,
-    agrees: int,
+    found: Found,
+    tokens: list[int],
+    source: KVLayout,
     config: ModelConfig,
     target: KVLayout,
     rope_of: Callable[[int], RopeTable | None],
     ops: HostBackend,
 ) -> Sequence:
-    """A sequence in a pool of its own, on the CPU, with the first `agrees` rows of a file, or as many as it has whole.
+    """A sequence in a pool of its own, on the CPU, with the rows of `tokens`, which files have in the layout `source`.
 
-    Raises CacheFileError where the file cannot be converted or is damaged.
+    Raises CacheFileError where one is damaged.
     """
-    source = source_layout(config, target, file)
-    found = Found.in_file(file, agrees, source.page_size)
-    length = longest(source, agrees, found.valid)
-    for a, b in zip(source.groups, target.groups, strict=True):
-        if b.sealed and a.first_page(length):
-            raise CacheFileError(
-                f"{file.path}: the first rows of its sliding windows are gone, which fix the scales of this cache type"
-            )
+    length = len(tokens)
     theirs, ours = Sequence(PagePool(source)), Sequence(PagePool(target))
-    tokens = file.contents.tokens[:length]
     take_rows(theirs, found, tokens)
     views = theirs.views()
     own = [(i, slot) for i, slot in enumerate(source.slots) if slot and config.layers[i].shares_kv_with is None]

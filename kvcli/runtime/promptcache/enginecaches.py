@@ -16,8 +16,8 @@ from kvcli.runtime.host.memory import CUDA
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import fingerprint
-from kvcli.runtime.promptcache.convert import convert
-from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.convert import convert, larger, source_layout
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.keeper import EngineView
 from kvcli.runtime.text.tokenizer import Tokenizer
 
@@ -58,7 +58,10 @@ def view(engine: Opened) -> EngineView:
         model=loaded.title,
         text_of=loaded.tokenizer.decode,
         sums=sums(loaded, engine.layout),
-        convert=lambda file, agrees: _convert(loaded, engine.layout, file, agrees),
+        identity_of=lambda layout: fingerprint.identity(loaded.file, loaded.adapters, loaded.config, layout),
+        source_of=lambda file: source_layout(loaded.config, engine.layout, file),
+        larger=lambda: larger(loaded.config, engine.layout),
+        convert=lambda found, tokens, source: _convert(loaded, engine.layout, found, tokens, source),
         card=loaded.device.name if loaded.device.kind == CUDA else "",
     )
 
@@ -76,8 +79,8 @@ def sums(loaded: Loaded, layout: KVLayout) -> str:
     return ", ".join([*found, *([f"evicting {kept.identity}"] if kept and ops.device.type != "cpu" else [])])
 
 
-def _convert(loaded: Loaded, layout: KVLayout, file: PromptCacheFile, agrees: int) -> Sequence:
+def _convert(loaded: Loaded, layout: KVLayout, found: Found, tokens: list[int], source: KVLayout) -> Sequence:
     """See `convert`; on the host, whatever computes."""
     layers, ropes = loaded.config.layers, loaded.decoder.ropes
     ops = kernels.on_host(loaded.decoder.ops, loaded.threads)
-    return convert(file, agrees, loaded.config, layout, lambda i: ropes.table(layers[i].rope), ops)
+    return convert(found, tokens, source, loaded.config, layout, lambda i: ropes.table(layers[i].rope), ops)

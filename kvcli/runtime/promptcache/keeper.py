@@ -11,9 +11,12 @@ from pathlib import Path
 
 from kvcli.notices import Tell
 from kvcli.options import PromptCacheOptions
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
-from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
+from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.lookups import Lookups
 from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.shelves import Shelves
@@ -34,7 +37,10 @@ class EngineView:
     computed_on: str
     model: str
     text_of: Callable[[list[int]], str]
-    convert: userfile.Convert
+    identity_of: Callable[[KVLayout], dict[str, str]]  # that of a layout of this model
+    source_of: Callable[[PromptCacheFile], KVLayout]  # that of a file that may be converted; raises CacheFileError
+    larger: Callable[[], list[KVLayout]]  # those whose rows may be converted
+    convert: Callable[[Found, list[int], KVLayout], Sequence]  # the rows of tokens, from files of such a layout
     sums: str = ""  # what else decides the last bits of a row: how the cache is cut into pages; "" = nothing
     card: str = ""  # the name of the GPU that the pool is on
 

@@ -20,10 +20,11 @@ import torch
 
 from kvcli.errors import CacheFileError, DoesNotFit
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse
+from kvcli.runtime.promptcache.convert import blocked, move, named
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.found import Found, files_of
 from kvcli.runtime.promptcache.held import WindowTrail
@@ -31,11 +32,11 @@ from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.lookups import Choice, Reading
 from kvcli.runtime.promptcache.marks import Mark
-from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, read_page, release, take_rows
+from kvcli.runtime.promptcache.pagefiles import read_page, take_rows
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcache.sameness import same_rows
-from kvcli.runtime.promptcache.settings import pair, types_of
+from kvcli.runtime.promptcache.settings import pair
 from kvcli.runtime.promptcache.store import discard
 from kvcli.runtime.promptcache.userfile import UserFile
 
@@ -91,6 +92,8 @@ class PromptCaches:
         if self.options.store is not None and len(prompt) >= self.options.stored_from:
             ledger.counts = True
             reuse = self._from_store(seq, prompt, reuse, ledger)
+            if not self.options.chat:  # the rows of a saved chat are to be stored
+                reuse = self._from_larger(seq, prompt, reuse)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
         ledger.mark(marks, self.tree.common(wanted))
         return ledger
@@ -139,13 +142,11 @@ class PromptCaches:
             seq.rewind(live)
         return Reuse(max(live, length))
 
-    def _from_file(
-        self, named: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger
-    ) -> Reuse:
+    def _from_file(self, user: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         try:
-            with named.open(self.engine.identity()) as file:
-                if named.converts:
-                    length = self._convert(file, seq, wanted, reuse.tokens)
+            with user.open(self.engine.identity()) as file:
+                if user.converts:
+                    length = self._convert_file(file, seq, wanted, reuse.tokens)
                 else:
                     agrees = common_length(file.contents.tokens, wanted)
                     agrees = min(agrees, same_rows(file.contents.identity, self.engine.identity()))
@@ -161,12 +162,12 @@ class PromptCaches:
         except CacheFileError as error:
             if self.options.strict:
                 raise
-            named.tokens = []  # nothing that is of use
-            self.tell.warn(f"{error.message}; {named.fate()}")
+            user.tokens = []  # nothing that is of use
+            self.tell.warn(f"{error.message}; {user.fate()}")
             return replace(reuse, reason=error.message)
         if length > reuse.tokens:
-            return Reuse(length, length)
-        name, held = str(named.path), named.tokens
+            return Reuse(length, length, how=f"converted from {pair(user.types)}" if user.converts else "")
+        name, held = str(user.path), user.tokens
         why = missed.diverges(name, common_length(held, wanted), held, wanted, self.engine.text_of)
         if common_length(held, wanted) < min(len(held), len(wanted)):
             why += "; it is left as it is"
@@ -186,31 +187,48 @@ class PromptCaches:
             self.tell.notice(why)
         return replace(reuse, reason=why or reuse.reason)
 
-    def _convert(self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
+    def _convert_file(self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
         """Rows of a file of a larger cache type, encoded as this run's."""
-        pool, shared = self.engine.pool, common_length(file.contents.tokens, wanted)
-        if shared <= have:
+        source, agrees = self.engine.source_of(file), common_length(file.contents.tokens, wanted)
+        found = Found.in_file(file, agrees, source.page_size)
+        length = longest(source, agrees, found.valid)
+        if agrees <= have:
             return have
-        converted = self.engine.convert(file, shared)
-        length = converted.rewindable(shared)
-        pages: dict[PageKey, int] = {}
-        held = converted.numbered()
-        try:
-            for key in needed(pool.layout, length):
-                pages[key] = pool.take(key[0])
-                pool.page(key[0], pages[key]).copy_(converted.pool.page(key[0], held[key]))
-        except DoesNotFit:
-            release(pool, pages)
-            raise
-        arrays = basis_arrays(converted.bases)
-        seq.adopt(wanted[:length], pages, bases_of(arrays, pool.layout, length, pool.device))
-        release(pool, pages)
+        if why := blocked(source, self.engine.pool.layout, length):
+            raise CacheFileError(f"{file.path}: {why}")
+        return self._convert(found, seq, wanted[:length], source, str(file.path))
+
+    def _convert(self, found: Found, seq: Sequence, tokens: list[int], source: KVLayout, name: str) -> int:
+        """Make `seq` have these rows, which files have in another layout; how many of them."""
+        converted = self.engine.convert(found, tokens, source)
+        length = move(converted, seq)
         self.keeper.exact = False
-        types = pair(types_of(file.contents.identity))
         self.tell.announce(
-            f"{file.path}: {length:,} tokens converted from {types}; answers may differ from those of a run without it"
+            f"{name}: {length:,} tokens converted from {named(source)}; answers may differ from those of a run"
+            " without it"
         )
         return length
+
+    def _from_larger(self, seq: Sequence, prompt: list[int], reuse: Reuse) -> Reuse:
+        """What the store has of a prompt in a larger cache type, where that is more: it is converted, and nothing of
+        it gets into the store."""
+        store, wanted = self.keeper.store, prompt[:-1]
+        for source in self.engine.larger() if store is not None and self.options.converts else ():
+            assert store is not None
+            with closing(store.like(self.engine.identity_of(source)).find(prompt)) as found:
+                length = longest(source, len(wanted), found.valid)
+                if length < reuse.tokens + source.page_size or blocked(source, self.engine.pool.layout, length):
+                    continue
+                try:
+                    length = self._convert(found, seq, wanted[:length], source, str(store.root))
+                except DoesNotFit:
+                    return self._missed(reuse, missed.NO_ROOM)
+                except CacheFileError as error:
+                    self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
+                    continue
+                store.touch(files_of(found.pieces(needed(source, length))))
+                return Reuse(length, length, how=f"converted from {named(source)}")
+        return reuse
 
     def _from_store(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         store, wanted = self.keeper.store, prompt[:-1]

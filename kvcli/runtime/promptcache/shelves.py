@@ -20,7 +20,7 @@ class Shelves:
     """Those of an engine whose rows are made as `identity` says, `computed_on` included."""
 
     def __init__(self, root: Path, identity: Identity, limits: Limits, warn: Callable[[str], None]) -> None:
-        self.root, self.identity, self.limits = root, dict(identity), limits
+        self.root, self.identity, self.limits, self._warn = root, dict(identity), limits, warn
         self.page_size = int(identity["page_size"])
         self.whole = unevicted(identity)  # rows that see all before them
         where = root, {**identity, "eviction": "none"}, self.page_size, limits, warn
@@ -37,6 +37,12 @@ class Shelves:
             if other is not None:
                 found.join(other.find(tokens))
         return found
+
+    def like(self, identity: Identity) -> PromptStore:
+        """Where rows lie that were made with other cache options, on the same device and in the same scope."""
+        own = {name: value for name, value in self.identity.items() if name not in identity}
+        where = {**identity, **own, "eviction": "none"}
+        return PromptStore(self.root, where, self.page_size, self.limits, self._warn)
 
     def writes(self, folder: Path) -> bool:
         """Whether new files go into this folder."""

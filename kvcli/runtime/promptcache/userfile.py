@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvcli import __version__
 from kvcli.errors import CacheFileError
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, foreign, is_prompt_cache, remove_parts, write
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.sameness import SCOPE, same_rows
-
-Convert = Callable[[PromptCacheFile, int], Sequence]
+from kvcli.runtime.promptcache.settings import types_of
 
 
 class UserFile:
@@ -31,13 +29,14 @@ class UserFile:
         self.tokens: list[int] = []  # what it holds
         self.asked = False
         self.converts = False  # it is of another cache type
+        self.types = "?", "?"  # of keys and values, then
         self._keep = False  # not ours to replace
         self._found: os.stat_result | None = None  # what was there when it was opened, or written by this process
 
     def open(self, identity: Mapping[str, str]) -> PromptCacheFile:
         """The file, checked but for its pages. Raises FileNotFoundError if there is none, or none that is wanted, and
         CacheFileError."""
-        self.asked, self._found = True, self._there()
+        self.asked, self.converts, self._found = True, False, self._there()
         if self._found is None:
             if self.read_only:
                 raise CacheFileError(f"there is no prompt cache {self.path}", "kv cache build makes one")
@@ -72,7 +71,7 @@ class UserFile:
         self._keep = True
         theirs = {name: found.get(name, "") for name in LAYOUT_FIELDS}
         file = PromptCacheFile(self.path, {**identity, **theirs})
-        self.converts = True
+        self.converts, self.types = True, types_of(found)
         return file
 
     def has_more(self, wanted: list[int], least: int) -> bool:
