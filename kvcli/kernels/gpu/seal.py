@@ -271,7 +271,7 @@ def _launch(
         padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset,
         r.k_scales, r.v_scales, o.codec_k.numbers, o.codec_v.numbers, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, pages.centre is not None, 0 if pages.angles is None else pages.angles.shape[1],
-        block(r.dim_k) if pages.rotated[0] else 0, pdl, **launch_options(pdl, 2),
+        block(r.dim_k) if pages.rotated[0] else 0, pdl, **launch_options(pdl, 4 if max(r.dim_k, r.dim_v) > 256 else 2),
     )  # fmt: skip
 
 
