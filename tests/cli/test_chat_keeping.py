@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calling import Caller
@@ -84,3 +86,18 @@ def test_what_a_shorter_context_is_refused_with(kv):
     told = "kv: error: line 2: the conversation has 27 tokens, more than a context of 10 holds\n"
     hint = "  /ctx 27 or more holds it, /evict sink keeps the newest text only\n"
     assert (outcome.code, outcome.err) == (2, told + hint)
+
+
+@pytest.mark.parametrize("ending", [".md", ".json"])
+def test_a_chat_that_cannot_be_saved_can_be_exported(
+    ending: str, kv: Caller, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes, flush: bool = False) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sessions.paths, "replace_file", full)
+    outcome = talk("first", f"/export a{ending}", args=("--session", "ann", "-sys", "be kind"))
+    assert "cannot save the chat in" in outcome.err and f"wrote 1 turn to a{ending}" in outcome.err
+    if ending == ".json":
+        whole = json.loads(Path("a.json").read_text())["whole"]
+        assert sessions.parsed("ann", whole, 0.0).messages()[-1] == {"role": "assistant", "content": "one"}

@@ -182,6 +182,12 @@ def test_tables_of_bitsandbytes(kind: str, nested: bool):
     assert list(found) == ["m.weight"] and close(found["m.weight"], expected)
     with pytest.raises(ModelError, match=r"m\.weight\.quant_map has 15 elements, 16 fit"):
         sources(tensors | {"m.weight.quant_map": table[:15].copy()})
+    with pytest.raises(ModelError, match=r"m\.weight is stored as I8 \(bitsandbytes\), which kv does not read"):
+        sources(tensors | {"m.weight": tensors["m.weight"].view(np.int8)}, quant_method="bitsandbytes")
+    half = {"m.weight.quant_map": torch.from_numpy(table).bfloat16()}
+    rounded = half["m.weight.quant_map"].float().numpy()
+    expected = (rounded[q] * np.repeat(absmax, 64)[:n].astype(float)).reshape(shape)
+    assert close(sources(tensors | half, "bfloat16")["m.weight"], expected)
 
 
 def test_bytes_of_bitsandbytes():

@@ -63,6 +63,13 @@ def test_a_file_of_unknown_cost_counts_as_a_mean_one(tmp_path: Path) -> None:
     assert a > c > b and c == pytest.approx((a + b) / 2)
 
 
+def test_empty_files_have_a_worth() -> None:
+    """Such as a crash leaves."""
+    path = Path("x-x-a.safetensors")
+    value = worth.ranking(Worth(files={"a": FileWorth(cost_s=8.0)}), [(path, 0)], 0.0)
+    assert value(path, 0, 0.0) > 0
+
+
 def test_pinned_files_and_what_they_go_on_from_stay(tmp_path: Path) -> None:
     store, tokens = store_at(tmp_path, LONG), list(range(100))
     head, tail = _add(store, tokens[:40], age=5000), _add(store, tokens, 32, 5000)

@@ -126,6 +126,20 @@ def test_a_damaged_record_begins_anew(tmp_path: Path, text: str) -> None:
     assert ours.flush() and len(worth.read(tmp_path).models) == 1
 
 
+def test_a_record_that_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, encoding: str) -> str:
+        raise OSError(24, "Too many open files")
+
+    ours = lookups(tmp_path)
+    ours.looked_up(100, 0, None, 1.0)
+    assert ours.flush()
+    ours.looked_up(100, 0, None, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fails)
+        assert not ours.flush() and worth.read(tmp_path).models == {}
+    assert ours.flush() and [each.lookups for each in worth.read(tmp_path).models.values()] == [2]
+
+
 def test_it_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worth, "MAX_FILES", 3)
     monkeypatch.setattr(worth, "MAX_MODELS", 2)

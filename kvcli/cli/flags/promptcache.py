@@ -81,7 +81,6 @@ class StoreFlags:
     cache_ttl: Annotated[str, time_option("--cache-ttl", "How long an unused prompt stays stored, e.g. 36h or 7d.")] = (
         CACHE_TTL
     )
-
     cache_scope: Annotated[
         str,
         _option(

@@ -265,15 +265,15 @@ class _Sources:
         sizes = {"": -(-state.elements // 2), ".absmax": state.blocks, ".quant_map": 16}
         sizes |= {".nested_absmax": -(-state.blocks // max(1, state.nested)), ".nested_quant_map": 256}
         for part in parts:
-            if self._elements(name + part).size != sizes[part]:
-                raise ModelError(
-                    f"tensor {name}{part} has {self._elements(name + part).size} elements, {sizes[part]} fit"
-                )
+            if (size := self._elements(name + part).size) != sizes[part]:
+                raise ModelError(f"tensor {name}{part} has {size} elements, {sizes[part]} fit")
+            if part in state.codes and (dtype := self.tensors[name + part].dtype) != "U8":
+                raise ModelError(f"tensor {name}{part} is stored as {dtype}{self._by()}, which kv does not read")
         made = functools.partial(self._table_values, name, state, parts)
         return self._made(name, state.shape, made, f"{kind.upper()} of bitsandbytes")
 
     def _table_values(self, name: str, state: State, parts: list[str]) -> np.ndarray:
-        return state.values({part: self._elements(name + part) for part in parts})
+        return state.values({x: (self._elements if x in state.codes else self._numbers)(name + x) for x in parts})
 
     def _of_bytes(self, name: str, tensor: TensorInfo) -> Source:
         """bitsandbytes, 8 bits: the largest of a row is 127."""

@@ -56,6 +56,11 @@ class State:
         return math.prod(self.shape)
 
     @property
+    def codes(self) -> tuple[str, ...]:
+        """The parts whose bytes are places in tables; the others are numbers."""
+        return ("", ".absmax") if self.nested else ("",)
+
+    @property
     def blocks(self) -> int:
         """How many scales there are."""
         return -(-self.elements // self.block)

@@ -40,8 +40,10 @@ def _has_other_cuda() -> bool:
 
 
 def _load(libraries: list[tuple[bytes, int]], done: _thread.LockType) -> None:
-    with suppress(AttributeError, OSError):
-        dlopen = ctypes.CDLL(None).dlopen  # unlike `ctypes.CDLL` of a path, a call of it holds no lock of Python
-        dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-        all(dlopen(path, mode) for path, mode in libraries)
-    done.release()
+    try:
+        with suppress(AttributeError, OSError):
+            dlopen = ctypes.CDLL(None).dlopen  # unlike `ctypes.CDLL` of a path, a call of it holds no lock of Python
+            dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+            all(dlopen(path, mode) for path, mode in libraries)
+    finally:
+        done.release()  # else the process would never end

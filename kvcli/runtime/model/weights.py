@@ -53,7 +53,7 @@ class Weights:
                 raise ModelError(
                     f"the experts of {name} are stored as {' and '.join(sorted(types))}", "convert it again"
                 )
-            blocks = tuple(_bytes(self.file, each).view(rows, -1) for each in apart)
+            blocks = tuple(self._bytes(each).view(rows, -1) for each in apart)
             return ExpertTensor(types.pop(), blocks, cols)
         info = self._info(name, (experts, rows, cols))
         return ExpertTensor(info.type, self._bytes(name).view(experts, rows, -1), cols)

@@ -137,7 +137,7 @@ class Lookups:
         except OSError:
             return False
         if done:
-            self._waiting.clear()
+            del self._waiting[: len(waiting)]
         return done
 
 

@@ -112,6 +112,10 @@ class Branches:
                 if name != self.branch and all(isinstance(token, int) and 0 <= token < MAX_ID for token in ids):
                     yield ids
 
+    def value(self, conversation: Conversation) -> dict[str, Any] | None:
+        """All that a saved chat is now, as its file has it; None for one in memory only."""
+        return None
+
     def save(self, conversation: Conversation) -> None:
         """Nothing outlives the process."""
 
@@ -148,6 +152,16 @@ def path_of(name: str) -> Path:
 
 def read(name: str) -> Saved:
     """Raises UsageError for a session that is not there or damaged."""
+    return _read(name)[0]
+
+
+def value_of(name: str) -> dict[str, Any]:
+    """All that a session's file has: what `create` makes the same session of. Raises UsageError."""
+    return _read(name)[1]
+
+
+def _read(name: str) -> tuple[Saved, dict[str, Any]]:
+    """What a session's file says, and all that it has. Raises UsageError."""
     path = path_of(name)
     try:
         with path.open("rb") as file:
@@ -165,7 +179,7 @@ def read(name: str) -> Saved:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UsageError(f"{path} is damaged", "move it away, or use another name") from None
-    return found
+    return found, value
 
 
 def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
@@ -181,12 +195,6 @@ def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
         if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
             raise TypeError(branch)
     return found
-
-
-def value_of(name: str) -> dict[str, Any]:
-    """All that a session's file has: what `create` makes the same session of. Raises UsageError."""
-    read(name)
-    return load_object(path_of(name).read_bytes(), str(path_of(name)), UsageError)
 
 
 def create(name: str, value: dict[str, Any]) -> None:
@@ -301,15 +309,19 @@ class Session(Branches):
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{self.path} is damaged: {error}", "move it away, or use another --session") from None
 
+    def value(self, conversation: Conversation) -> dict[str, Any]:
+        """As above."""
+        self.states[self.branch] = conversation.state()
+        texts = (message["content"] for state in self.states.values() for message in state["messages"])
+        return {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
+                "hashes": self.hashes, "branch": self.branch, "branches": self.states,
+                "files": self.attachments.state(texts)}  # fmt: skip
+
     def save(self, conversation: Conversation) -> None:
         """Replace the file where anything changed; there is none before that. Raises OutputError."""
-        self.states[self.branch] = conversation.state()
+        value = self.value(conversation)
         if not self._saved and list(self.states.values()) == [self._untouched]:
             return
-        texts = (message["content"] for state in self.states.values() for message in state["messages"])
-        value = {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
-                 "hashes": self.hashes, "branch": self.branch, "branches": self.states,
-                 "files": self.attachments.state(texts)}  # fmt: skip
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         if data == self._saved:
             return

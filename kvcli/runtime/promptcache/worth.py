@@ -153,8 +153,16 @@ def _model(value: dict[str, Any]) -> ModelWorth:
 def read(root: Path) -> Worth:
     """What is recorded of the store at `root`; nothing where there is none, or where it cannot be read."""
     try:
+        return _read(root)
+    except OSError:
+        return Worth(time.time())
+
+
+def _read(root: Path) -> Worth:
+    """The same. Raises OSError where there is a record and it cannot be read: that is no reason to begin anew."""
+    try:
         return Worth.of(json.loads((root / NAME).read_text("utf-8")))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
         return Worth(time.time())
 
 
@@ -168,7 +176,7 @@ def ranking(record: Worth, files: Iterable[tuple[Path, int]], now: float) -> Cal
     of a mean byte is taken: where nothing is known, what was used longest ago goes first.
     """
     known = [(each.cost_s, size) for path, size in files if (each := record.files.get(key_of(path))) and each.cost_s]
-    mean = sum(cost for cost, _ in known) / sum(size for _, size in known) if known else 1.0
+    mean = sum(cost for cost, _ in known) / max(1, sum(size for _, size in known)) if known else 1.0
 
     def value(path: Path, size: int, used_at: float) -> float:
         found = record.files.get(key_of(path), FileWorth())
@@ -207,7 +215,7 @@ def change(root: Path, how: Callable[[Worth], object]) -> bool:
             return False
         for left in root.glob(f".{NAME}.*.part"):  # by a process that was killed: nobody else writes now
             left.unlink(missing_ok=True)
-        worth = read(root)
+        worth = _read(root)
         how(worth)
         worth.bound()
         paths.replace_file(root / NAME, json.dumps(worth.as_object()).encode())

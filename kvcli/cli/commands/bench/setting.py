@@ -47,7 +47,7 @@ class Setting:
     def of(cls, engine: Engine, load: LoadOptions, types: TypeFlags, evict: EvictOptions) -> Setting:
         from kvcli.runtime.host.cores import physical_cores
 
-        size, threads = engine.loaded.path.stat().st_size, load.threads or physical_cores()
+        size, threads = engine.loaded.file.size, load.threads or physical_cores()
         computes = engine.loaded.backend, engine.device, threads, engine.ubatch
         pages = types.page_size, types.kv_tail, types.kv_sink
         return cls(load.model, engine.loaded.title, size, *computes, comparing.evict_object(engine, evict), *pages)

@@ -33,7 +33,7 @@ def _pin(names: list[str], wanted: bool, cache_dir: str | None, json: bool, invo
     root = store_folder(cache_dir)
     files = list(dict.fromkeys(cachefiles.locate(name, root) for name in names))
     if outside := [file for file in files if root not in file.absolute().parents]:
-        raise UsageError(f"{outside[0]} is not in {root}", "only files of the store are ever removed by kv")
+        raise UsageError(f"{outside[0]} is not in {root}", "kv pins files of the store only")
     changed = []
     for file in files:
         try:

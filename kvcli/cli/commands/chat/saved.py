@@ -145,7 +145,7 @@ def _remove_rows(names: list[str], root: Path) -> int:
     """Delete what these chats alone have in the store; how many bytes. Raises OutputError."""
     freed = 0
     for file in map(cachefiles.describe, cachefiles.stored(root)):
-        if (file.about or {}).get(OWNER) in names:
+        if file.about.get(OWNER) in names:
             try:
                 store.remove(file.path)
             except OSError as error:

@@ -19,7 +19,7 @@ from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.promptcache.sessions import path_of, value_of
+from kvcli.runtime.promptcache.sessions import path_of
 from kvcli.words import counted, human_bytes
 
 REASONING = ("on", "off", "auto")
@@ -241,8 +241,8 @@ def _export(session: ChatSession, name: str) -> None:
     system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
     messages = [*system, *conversation.messages]
     branches = session.branches
-    whole = value_of(branches.saved_as) if branches.saved_as else None
-    path = transcript.export(name, messages, session.options.model, branches.saved_as, branches.branch, whole)
+    named = branches.saved_as, branches.branch, branches.value(conversation)
+    path = transcript.export(name, messages, session.options.model, *named)
     say(f"wrote {counted(conversation.turns, 'turn')} to {path}")
 
 
