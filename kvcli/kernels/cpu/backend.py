@@ -24,7 +24,7 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.calls import Calls
-from kvcli.kernels.cpu.interleaved import Interleaved
+from kvcli.kernels.cpu.interleaved import Interleaved, Room
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.experts import experts
 from kvcli.kernels.grids import grids
@@ -235,7 +235,7 @@ class NativeBackend:
         self.exact = exact or not self._lib.kv_has_fixed()
         self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
-        self._interleaved_bytes = self._unreleased = 0
+        self._room, self._interleaved_bytes, self._unreleased = Room(), 0, 0
         self.release: Callable[[], None] = lambda: None
         self._calls: Calls | None = None
 
@@ -278,7 +278,7 @@ class NativeBackend:
         if self.exact or w.type not in INTERLEAVED:
             return w
         groups, group_bytes = -(-w.rows // INTERLEAVED_ROWS), INTERLEAVED_ROWS * w.blocks.shape[1]
-        blocks = torch.empty(groups, group_bytes, dtype=torch.uint8)
+        blocks = self._room.take(groups * group_bytes).view(groups, group_bytes)
         step = max(1, READ_AT_ONCE // group_bytes)
         for first in range(0, groups, step):
             part = w.unchanged.part(first * INTERLEAVED_ROWS, (first + step) * INTERLEAVED_ROWS)
