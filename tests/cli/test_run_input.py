@@ -208,3 +208,9 @@ def test_a_model_without_a_template_can_be_made_to_chat(kv):
     kv.engine.spare_template = FakeTemplate()
     assert kv("run", "hello", "--no-raw", "-sys", "x").code == 0 and asked(kv) == "system:xuser:helloassistant:"
     assert kv("run", "hello", "--no-raw", "--special").code == 2
+
+
+def test_a_mark_stands_in_the_prompt(kv):
+    outcome = kv("run", "hello", "--cache-mark", "xyz")
+    assert outcome.code == 2 and "--cache-mark: the prompt does not contain 'xyz'" in outcome.err
+    assert kv("run", "hello", "--cache-mark", "ell").code == 0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engines import PROMPT, open_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reusecases import NOWHERE, ask, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.promptcache import enginecaches, store
+from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.sameness import ALL, evict_options, row_fields, same_rows, unevicted
 
 BASE = CacheOptions(ctx_size=320, type_k="f16", type_v="f16", page_size=16)
@@ -89,3 +94,54 @@ def test_what_rows_depend_on() -> None:
         assert unevicted({**f16, "eviction": nonsense}) == 0
         with pytest.raises(ValueError):
             evict_options(nonsense)
+
+
+_ENGINES: dict[CacheOptions, Engine] = {}
+
+
+def _opened(options: CacheOptions) -> Engine:
+    if options not in _ENGINES:
+        _ENGINES[options] = open_tiny("gemma3", "native", options)
+    return _ENGINES[options]
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("none", "sink", "window", "shift")),
+            st.sampled_from((192, 320)),
+            st.sampled_from((16, 32)),
+            st.sampled_from(("f16", "int8")),
+            st.integers(20, 110),
+        ),
+        min_size=3,
+        max_size=6,
+    )
+)
+def test_any_order_of_settings(runs: list[tuple[str, int, int, str, int]]) -> None:
+    """Beginnings of one prompt under any settings: the answer of a cold run, and never two copies of a row that is the
+    same."""
+    with tempfile.TemporaryDirectory() as name:
+        root, longest = Path(name), dict[tuple[str, int], int]()
+        for policy, ctx, page, k, n in runs:
+            evict = EvictOptions(policy) if policy == "none" else EvictOptions(policy, window=64)
+            engine, prompt = _opened(CacheOptions(ctx, k, k, page, ubatch=32, evict=evict)), [*PROMPT[:n], 7, 8]
+            found = ask(engine, prompt, store_in(root, converts=False))
+            assert found.ids == ask(engine, prompt, NOWHERE).ids
+            whole = engine.retention.whole if engine.retention else 1 << 20
+            common = min(longest.get((k, page), 0), n, whole) // page * page
+            assert found.usage.cache_read_tokens >= common - page
+            if n + 2 <= whole:
+                longest[k, page] = max(longest.get((k, page), 0), n)
+        rows: dict[tuple[str, str, str, int, int], int] = {}
+        for path in files_in(root):
+            with PromptCacheFile(path) as file:
+                c = file.contents
+            for arena, number in c.pages:
+                size = int(c.identity["page_size"])
+                if arena == 1 and (number + 1) * size <= c.end - 2:  # whole pages without what ends each prompt
+                    at = c.identity["cache_type_k"], c.identity["eviction"], c.identity["page_size"], arena, number
+                    rows[at] = rows.get(at, 0) + 1
+        assert all(count == 1 for count in rows.values()), rows
