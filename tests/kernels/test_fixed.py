@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from kernelcases import ISAS, native, one_thread, packed, same_bits
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.errors import UsageError
+from kvcli.kernels.cpu import backend
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.interleaved import Interleaved
 from kvcli.kernels.reference.fixed import MOST, fixed_matmul, rounded
@@ -104,3 +109,17 @@ def test_exact_products_take_weights_as_they_are():
     ops = NativeBackend(1, exact=True)
     assert ops.place((w,)) == (w,)
     assert ops.arithmetic != native().arithmetic or native().exact
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or platform.machine() != "x86_64", reason="of compilers for x86")
+def test_a_compiler_without_avx_vnni_will_do() -> None:
+    """Such as GCC 10: the other instruction sets are there all the same."""
+    source = Path(backend.__file__).with_name("cpu.c")
+
+    def compiled(has: int, *how: str) -> str:
+        words = ["cc", *how, "-std=gnu11", "-w", '-DKV_SOURCES=""', f"-DKV_AVX_VNNI={has}", str(source)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    compiled(0, "-fsyntax-only")
+    assert ["_avxvnni" in compiled(has, "-E") for has in (0, 1)] == [False, True]
+    assert "fixed_avx512vnni" in compiled(0, "-E")

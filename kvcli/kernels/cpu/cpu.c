@@ -170,6 +170,14 @@ static inline float e4m3_halved(uint8_t s) {
 enum { SILU, GELU, RELU2, CLAMPED }; /* activations; GELU by its tanh form. CLAMPED: `glu` of pointwise.py */
 #define CLAMP 7.0f
 
+#ifndef KV_AVX_VNNI /* whether the compiler has these instructions */
+#ifdef __clang__
+#define KV_AVX_VNNI (__clang_major__ >= 13)
+#else
+#define KV_AVX_VNNI (__GNUC__ >= 11)
+#endif
+#endif
+
 /* ---- products with keys in integers ------------------------------------------------------------------------------- */
 
 #define MULTIPLES_MOST 16256.0f /* multiples of its scale that the largest element of a query is: 127 * 128 */
@@ -198,6 +206,7 @@ typedef struct {
 #undef LANES
 #pragma GCC pop_options
 
+#if KV_AVX_VNNI
 #pragma GCC push_options
 #pragma GCC target("avxvnni,avx2,fma,f16c")
 #define NAME(x) x##_avxvnni
@@ -206,6 +215,7 @@ typedef struct {
 #undef NAME
 #undef LANES
 #pragma GCC pop_options
+#endif
 #endif
 
 static const kv_keys *int_keys; /* NULL = there is no instruction for it */
@@ -283,6 +293,7 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #undef VNNI
 #pragma GCC pop_options
 
+#if KV_AVX_VNNI
 #pragma GCC push_options
 #pragma GCC target("avxvnni,avx2,fma,f16c")
 #define NAME(x) x##_avxvnni
@@ -293,6 +304,7 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #undef LANES
 #undef VNNI
 #pragma GCC pop_options
+#endif
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
@@ -349,10 +361,12 @@ static int has_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+#if KV_AVX_VNNI
 static int has_avx_vnni(void) { /* which compilers do not all know by name */
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
 }
+#endif
 #endif
 
 /* ---- entry points ------------------------------------------------------------------------------------------ */
@@ -388,7 +402,9 @@ const char *kv_init(int threads, const char *isa) {
 #if defined(__x86_64__)
         {has_avx512() && __builtin_cpu_supports("avx512vnni"), "avx512vnni", &kernels_avx512, &fixed_avx512vnni, &keys_avx512vnni},
         {has_avx512(), "avx512", &kernels_avx512, &fixed_avx2, NULL},
+#if KV_AVX_VNNI
         {has_avx2() && has_avx_vnni(), "avxvnni", &kernels_avx2, &fixed_avxvnni, &keys_avxvnni},
+#endif
         {has_avx2(), "avx2", &kernels_avx2, &fixed_avx2, NULL},
 #endif
         {1, "base", &kernels_base, NULL, NULL},
