@@ -13,7 +13,8 @@ from safetensors.torch import save
 
 from kvcli.errors import ModelError
 from kvcli.runtime.formats import packedweights
-from kvcli.runtime.formats.packedweights import Source, sources_of, widened
+from kvcli.runtime.formats.elements import widened
+from kvcli.runtime.formats.packedweights import Source, sources_of
 from kvcli.runtime.formats.safetensors import parse_header
 
 RNG = np.random.default_rng(5)

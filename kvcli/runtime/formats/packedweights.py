@@ -30,11 +30,10 @@ from typing import Any
 import numpy as np
 
 from kvcli.errors import ModelError
+from kvcli.runtime.formats.elements import STORAGE, blocks_of, fp8_values, narrowed, spread, unpacked, widened
 from kvcli.runtime.formats.safetensors import TensorInfo
 from kvcli.runtime.formats.tableweights import BESIDE, INT8_BESIDE, NVFP4_BLOCK, STATE, STATES, State, nvfp4
 
-# How elements of a type lie in memory: bfloat16, which numpy lacks, as the upper halves of float32.
-STORAGE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PLAIN = {**STORAGE, "F64": np.float64}
 _RAW = {
     **_PLAIN, "F8_E4M3": np.uint8, "I8": np.int8, "U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
@@ -75,21 +74,6 @@ class Source:
     read: Callable[[], np.ndarray]
     direct: bool = False
     layout: str = _AS_THEY_LIE
-
-
-def widened(type: str, values: np.ndarray) -> np.ndarray:
-    """Elements as float32 (a view where they are)."""
-    if type == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-def narrowed(type: str, values: np.ndarray) -> np.ndarray:
-    """float32 in the memory of `type`, rounded to the nearest, ties to even."""
-    if type == "BF16":
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return values.astype(STORAGE[type], copy=False)
 
 
 def sources_of(
@@ -186,7 +170,7 @@ class _Sources:
     def _numbers(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """The elements of a tensor of plain or FP8 numbers as float32. Raises ModelError likewise."""
         values, kind = self._elements(name, shape), self.tensors[name].dtype
-        return _fp8()[values] if kind == "F8_E4M3" else widened(kind, values)
+        return fp8_values()[values] if kind == "F8_E4M3" else widened(kind, values)
 
     def _plain(self, name: str, tensor: TensorInfo) -> Source:
         if tensor.dtype == "F64":
@@ -203,7 +187,7 @@ class _Sources:
         if scales not in self.tensors:
             raise ModelError(f"tensor {name} is stored as {tensor.dtype} and has no tensor {scales}")
         scale_shape = self.tensors[scales].shape
-        blocks = _blocks(tensor.shape, scale_shape, self.how.get("weight_block_size"))
+        blocks = blocks_of(tensor.shape, scale_shape, self.how.get("weight_block_size"))
         if blocks is None:
             raise ModelError(f"tensor {scales} has the shape {list(scale_shape)}, of no use to {list(tensor.shape)}")
 
@@ -215,8 +199,8 @@ class _Sources:
             for at in range(0, len(values), step):
                 some = values[at : at + step]
                 few = scale[at // block : -(-(at + step) // block)] if block else scale
-                wide = _fp8()[some] if tensor.dtype == "F8_E4M3" else some.astype(np.float32)
-                result[at : at + step] = narrowed(self.type, wide * _spread(few, some.shape, blocks))
+                wide = fp8_values()[some] if tensor.dtype == "F8_E4M3" else some.astype(np.float32)
+                result[at : at + step] = narrowed(self.type, wide * spread(few, some.shape, blocks))
             return result
 
         layout = "FP8" if tensor.dtype == "F8_E4M3" else "int8"
@@ -296,12 +280,12 @@ class _Sources:
         groups = self.tensors[f"{name}_scale"].shape[-1] if f"{name}_scale" in self.tensors else 0
 
         def make() -> np.ndarray:
-            q = _unpacked(self._elements(f"{name}_packed"), bits)[:, :cols].astype(np.float32)
+            q = unpacked(self._elements(f"{name}_packed"), bits)[:, :cols].astype(np.float32)
             scale, zero = self._numbers(f"{name}_scale", (rows, groups)), np.float32(1 << (bits - 1))
             group = self._group_of(f"{name}_g_idx", cols, groups)
             if f"{name}_zero_point" not in self.tensors:
                 return (q - zero) * scale[:, group]
-            zeros = _unpacked(self._elements(f"{name}_zero_point").T, bits).T[:rows].astype(np.float32)
+            zeros = unpacked(self._elements(f"{name}_zero_point").T, bits).T[:rows].astype(np.float32)
             return (q - zeros[:, group]) * scale[:, group]
 
         return self._made(name, (rows, cols), make, f"{bits}-bit integers")
@@ -322,11 +306,11 @@ class _Sources:
 
         def make() -> np.ndarray:
             if awq:
-                q = _unpacked(self._elements(f"{stem}qweight"), bits, _AWQ_ORDER)
-                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits, _AWQ_ORDER)
+                q = unpacked(self._elements(f"{stem}qweight"), bits, _AWQ_ORDER)
+                zeros = unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits, _AWQ_ORDER)
             else:
-                q = _unpacked(self._elements(f"{stem}qweight").T, bits).T
-                zeros = _unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits)
+                q = unpacked(self._elements(f"{stem}qweight").T, bits).T
+                zeros = unpacked(self._elements(f"{stem}qzeros", (groups, rows * bits // 32)), bits)
             scale = self._numbers(f"{stem}scales", (groups, rows))
             group = self._group_of(f"{stem}g_idx", cols, groups)
             zeros = ((zeros + zero_shift) & ((1 << bits) - 1)).astype(np.float32)
@@ -343,7 +327,7 @@ class _Sources:
         groups = cols // size
 
         def make() -> np.ndarray:
-            q, zeros = (_unpacked(self._elements(f"{stem}{part}"), 4) for part in ("qweight", "qzeros"))
+            q, zeros = (unpacked(self._elements(f"{stem}{part}"), 4) for part in ("qweight", "qzeros"))
             scale = self._numbers(f"{stem}scales")
             if min(zeros.shape[1], scale.shape[1]) < groups or {len(zeros), len(scale)} != {rows}:
                 raise ModelError(f"the scales beside {stem}qweight are not {groups} of each row", "the file is damaged")
@@ -371,54 +355,3 @@ def _bits_of(how: Mapping[str, Any]) -> int:
     tables = list(groups.values()) if isinstance(groups, Mapping) else []
     found = {each["weights"].get("num_bits") for each in tables if isinstance(each.get("weights"), Mapping)}
     return found.pop() if len(found) == 1 else 0
-
-
-def _unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Words int32 [..., n] -> integers uint8 [..., n * 32 / bits], the lowest bits first or as `order` says.
-
-    Numbers of 3 bits go on from one word into the next.
-    """
-    if bits == 3:
-        each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
-        triples = each.reshape(*words.shape[:-1], -1, 3)
-        return triples[..., 0] | triples[..., 1] << 1 | triples[..., 2] << 2
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    if order is not None:
-        shifts = shifts[list(order)]
-    parts = (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return parts.astype(np.uint8).reshape(*words.shape[:-1], -1)
-
-
-def _blocks(shape: tuple[int, ...], scales: tuple[int, ...], said: Any) -> tuple[int, ...] | None:
-    """The sizes of the blocks that share a scale, None where the shapes do not fit."""
-    if scales in ((), (1,)):
-        return shape
-    if len(scales) == len(shape) - 1 and scales == shape[:-1]:
-        scales = (*scales, 1)
-    if len(scales) != len(shape):
-        return None
-    blocks = tuple(-(-n // count) if count else 0 for n, count in zip(shape, scales, strict=True))
-    if isinstance(said, list) and len(said) == 2 and all(isinstance(n, int) and n > 0 for n in said):
-        blocks = (*blocks[:-2], *said)
-    fits = all(block and -(-n // block) == count for n, block, count in zip(shape, blocks, scales, strict=True))
-    return blocks if fits else None
-
-
-def _spread(scales: np.ndarray, shape: tuple[int, ...], blocks: tuple[int, ...]) -> np.ndarray:
-    """Scales for each element."""
-    if scales.ndim != len(shape):
-        scales = scales.reshape(*scales.shape, *[1] * (len(shape) - scales.ndim))
-    for axis, block in enumerate(blocks):
-        if scales.shape[axis] > 1:
-            scales = np.repeat(scales, block, axis)[(slice(None),) * axis + (slice(shape[axis]),)]
-    return scales
-
-
-@functools.cache
-def _fp8() -> np.ndarray:
-    """The 256 values of F8_E4M3 (arXiv 2209.05433): no infinities, 0x7F and 0xFF are NaN."""
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    values = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    values[codes & 127 == 127] = np.nan
-    return np.where(codes < 128, values, -values).astype(np.float32)

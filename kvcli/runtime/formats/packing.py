@@ -85,14 +85,14 @@ def _fitting(cols: int, type: str) -> str:
 
 
 def pack(type: str, values: np.ndarray, stored: str = "F32") -> np.ndarray:
-    """Numbers [..., n] in the memory of `stored` (see `packedweights`) in a block format: uint8 [..., bytes], or in the
+    """Numbers [..., n] in the memory of `stored` (see `elements`) in a block format: uint8 [..., bytes], or in the
     memory of numbers of 16 bits.
 
     Some rows at a time are float32, on each of the processors that this process may use.
     """
     import numpy as np
 
-    from kvcli.runtime.formats.packedweights import widened
+    from kvcli.runtime.formats.elements import widened
 
     rows = values.reshape(-1, values.shape[-1])
     step = max(1, _AT_ONCE // max(1, rows.shape[1]))
@@ -112,7 +112,7 @@ def _pack(type: str, rows: np.ndarray) -> np.ndarray:
     import numpy as np
 
     if type in ("F16", "BF16"):
-        from kvcli.runtime.formats.packedweights import narrowed
+        from kvcli.runtime.formats.elements import narrowed
 
         return narrowed(type, rows)
     if type in K_FORMATS:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from kvcli.errors import ModelError
-from kvcli.runtime.formats.packedweights import STORAGE, Source
+from kvcli.runtime.formats.elements import STORAGE
+from kvcli.runtime.formats.packedweights import Source
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.presented import Presented
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvcli.runtime.formats.packedweights import Source, widened
+from kvcli.runtime.formats.elements import widened
+from kvcli.runtime.formats.packedweights import Source
 
 # Small, and which expert is chosen rests on them.
 _FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp)\.weight$")
@@ -16,7 +17,7 @@ _FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp)\.weight$")
 
 @dataclass(frozen=True)
 class Presented:
-    """A tensor under llama.cpp's name. `read()`: its elements in the memory of `type` (see `packedweights`)."""
+    """A tensor under llama.cpp's name. `read()`: its elements in the memory of `type` (see `elements`)."""
 
     name: str
     shape: tuple[int, ...]
