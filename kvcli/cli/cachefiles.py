@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,16 @@ def locate(name: str, root: Path) -> Path:
         many = f"{len(found)} stored prompts have ids that begin with '{name}'"
         raise UsageError(many if found else f"there is no file and no stored prompt '{name}'", "kv cache ls lists ids")
     return found[0]
+
+
+def of_store(names: Iterable[str], root: Path, what: str) -> list[Path]:
+    """The files of the store that a user means, each once. `what`: what kv does with them. Raises UsageError, also for
+    any other file or folder, wherever it is."""
+    files, there = list(dict.fromkeys(locate(name, root) for name in names)), {path.name for path in stored(root)}
+    for file in files:
+        if file.name not in there or file.parent.resolve().parent != root.resolve():
+            raise UsageError(f"{file} is no stored prompt in {root}", f"kv {what} files of the store only")
+    return files
 
 
 def label(path: Path, root: Path) -> str:

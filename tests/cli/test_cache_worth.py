@@ -70,6 +70,20 @@ def test_pins_are_shown_and_taken_back(root: Path, kv_here: KvHere, tmp_path: Pa
     assert kv_here("cache", "pin", "none")[0] == 2
 
 
+@pytest.mark.parametrize("command", [("pin",), ("unpin",), ("rm", "-y")])
+def test_what_is_no_stored_prompt_is_left_alone(
+    command: tuple[str, ...], root: Path, kv_here: KvHere, tmp_path: Path
+) -> None:
+    (file, *_), mine = files_in(tmp_path), tmp_path / "mine.safetensors"
+    mine.touch()
+    before = sorted(tmp_path.rglob("*"))
+    for path in (mine, root / worth.NAME, root / "CACHEDIR.TAG", file.parent, root):
+        code, _, err = kv_here("cache", *command, str(path))
+        assert code == 2 and f"{path} is no stored prompt in {root}" in err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert kv_here("cache", *command, str(root / ".." / "prompts" / file.relative_to(root)))[0] == 0
+
+
 def test_too_much_that_is_pinned_is_told(
     root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

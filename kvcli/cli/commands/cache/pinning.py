@@ -9,7 +9,7 @@ import typer
 from kvcli.cli import cachefiles, render
 from kvcli.cli.flags.promptcache import CACHE_SIZE, CacheDir, store_folder
 from kvcli.cli.invocation import Invocation, JsonFlag
-from kvcli.errors import OutputError, UsageError
+from kvcli.errors import OutputError
 from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcache import store
 from kvcli.runtime.promptcache.store import entries, folders
@@ -31,9 +31,7 @@ def unpin(ctx: typer.Context, names: Names, cache_dir: CacheDir = None, json: Js
 
 def _pin(names: list[str], wanted: bool, cache_dir: str | None, json: bool, invocation: Invocation) -> None:
     root = store_folder(cache_dir)
-    files = list(dict.fromkeys(cachefiles.locate(name, root) for name in names))
-    if outside := [file for file in files if root not in file.absolute().parents]:
-        raise UsageError(f"{outside[0]} is not in {root}", "kv pins files of the store only")
+    files = cachefiles.of_store(names, root, "pins")
     changed = []
     for file in files:
         try:

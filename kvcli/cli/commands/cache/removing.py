@@ -21,7 +21,7 @@ from kvcli.cli.flags.promptcache import (
     time_option,
 )
 from kvcli.cli.invocation import Invocation, JsonFlag
-from kvcli.errors import OutputError, UsageError
+from kvcli.errors import OutputError
 from kvcli.runtime.host.memory import parse_size
 from kvcli.runtime.promptcache import store
 from kvcli.words import counted, human_bytes
@@ -43,10 +43,8 @@ def rm(
     """Remove stored prompts."""
     root = store_folder(cache_dir)
     check_choice(names or [], all, "ids", "kv cache ls lists them")
-    files = cachefiles.stored(root) if all else [cachefiles.locate(name, root) for name in names or []]
-    if outside := [file for file in files if root not in file.absolute().parents]:
-        raise UsageError(f"{outside[0]} is not in {root}", "kv removes files of the store only")
-    _remove(list(dict.fromkeys(files)), root, yes, dry_run, json, ctx.obj)
+    files = cachefiles.stored(root) if all else cachefiles.of_store(names or [], root, "removes")
+    _remove(files, root, yes, dry_run, json, ctx.obj)
 
 
 def prune(
