@@ -63,6 +63,16 @@ def test_rows_in_memory_are_counted_apart(tmp_path: Path) -> None:
     assert model.memory_tokens >= 64 and model.disk.hits == 0 and model.lookups == 2
 
 
+def test_rows_of_a_named_file_and_converted_ones_were_not_in_memory(tmp_path: Path) -> None:
+    wide, options = engine_of("llama"), store_in(tmp_path)
+    ask(wide, PROMPT[:100], options)
+    assert ask(engine_of("llama", "int8"), [*PROMPT[:100], 5, 6], options).usage.cache_how == "converted from f16"
+    ask(wide, PROMPT[20:120], PromptCacheOptions(file=tmp_path / "named"))
+    assert ask(wide, [*PROMPT[20:120], 5], replace(options, file=tmp_path / "named")).usage.disk_tokens >= 96
+    models = worth.read(tmp_path / "prompts").models.values()
+    assert sorted(model.lookups for model in models) == [1, 2] and not any(model.memory_tokens for model in models)
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_whichever_is_predicted_to_be_faster(slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is the same; the receipt has both figures."""

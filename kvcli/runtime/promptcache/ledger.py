@@ -117,7 +117,9 @@ class PromptLedger(Ledger):
             self.tree.insert(seq, whole=True)
         if self.counts and keeper.lookups is not None:
             compute_s = seconds - self.looked_s if self.alone else None
-            keeper.lookups.looked_up(self.trail.end, self.reuse.tokens, self.reading, compute_s, self.reuse.choice)
+            reuse, elsewhere = self.reuse, 0 if self.reading else self.reuse.disk
+            found = reuse.tokens, self.reading, compute_s, reuse.choice, elsewhere
+            keeper.lookups.looked_up(self.trail.end, *found)
         if keeper.stores(seq.length):
             self.to_store(seq, seconds)
         if keeper.file is not None and not keeper.options.save_answer and keeper.options.chat is None:

@@ -84,9 +84,11 @@ class Lookups:
         reading: Reading | None,
         compute_s: float | None,
         choice: Choice | None = None,
+        elsewhere: int = 0,
     ) -> None:
         """A prompt of `n_tokens` was looked for. `reused` of its rows were there, and the others took `compute_s`;
-        None = that is not known. `choice`: what was predicted of stored rows."""
+        None = that is not known. `choice`: what was predicted of stored rows. `elsewhere`: how many rows were neither
+        in memory nor read as they are stored, but come from a named file, or were converted."""
         now = time.time()
 
         def tell(record: Worth) -> None:
@@ -99,7 +101,7 @@ class Lookups:
             if choice is not None and not choice.reads:
                 model.was_not_read()
             if reading is None:
-                model.memory_tokens += reused
+                model.memory_tokens += reused - elsewhere
                 return
             model.was_read(reading.nbytes, reading.seconds)
             saved_s = max(0.0, (model.prefill.seconds(0, reading.tokens) or 0.0) - reading.seconds)
