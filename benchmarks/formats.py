@@ -18,7 +18,8 @@ import torch
 
 from kvcli.blockformats import FORMATS, WEIGHT_FORMATS
 from kvcli.kernels import QuantTensor
-from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.library import asked_isa
 from kvcli.runtime.host.cores import physical_cores
 
 SIZE = 2048

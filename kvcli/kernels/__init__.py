@@ -47,7 +47,8 @@ from typing import TYPE_CHECKING, Union
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.cpu.backend import NativeBackend, asked_isa
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.library import asked_isa
 from kvcli.kernels.experts import ExpertLayer, SharedExpert
 from kvcli.kernels.paged import CENTRE_ROWS, NEVER, Angles, Basis, Entries, Into, PagedKV, Stretch
 from kvcli.kernels.reference.backend import ReferenceBackend

@@ -357,6 +357,7 @@ def test_every_value_is_checked_where_it_is_read() -> None:
         "system",
         "system-file",
         "cache-dir",
+        "cache-mark",
         "text",
         "branch",
         "seed of eval recall",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from kernelcases import need_native
 
-from kvcli.kernels.cpu.backend import library
+from kvcli.kernels.cpu.library import library
 from kvcli.runtime.host import cores
 
 

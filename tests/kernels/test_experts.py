@@ -7,7 +7,7 @@ import torch
 from expertcases import ROUTINGS, each_by_itself, layer, random, special, stack
 from kernelcases import backend, same_bits
 
-from kvcli.kernels.cpu.backend import ISAS
+from kvcli.kernels.cpu.library import ISAS
 from kvcli.kernels.reference.experts import ExpertMatrices, matmul_experts, route
 from kvcli.routing import CHOSEN, SIGMOID, SOFTMAX, Routing
 

@@ -15,8 +15,9 @@ from kvcli import kernels
 from kvcli.blockformats import FORMATS, WEIGHT_FORMATS
 from kvcli.errors import UsageError
 from kvcli.kernels import QuantTensor
-from kvcli.kernels.cpu import backend as native_backend
-from kvcli.kernels.cpu.backend import NativeBackend, library
+from kvcli.kernels.cpu import library as native_library
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.library import library
 from kvcli.kernels.reference import ggml
 from kvcli.kernels.reference.backend import ReferenceBackend
 
@@ -275,10 +276,10 @@ def test_clamped_gates(name: str):
 def test_kernels_of_other_sources_are_not_used(monkeypatch: pytest.MonkeyPatch):
     """After an update of a checkout, say: their structures may be other ones."""
     need_native()
-    monkeypatch.setattr(native_backend, "checksum", lambda folder: "0badc0de")
-    native_backend.library.cache_clear()
+    monkeypatch.setattr(native_library, "checksum", lambda folder: "0badc0de")
+    library.cache_clear()
     try:
         found, notice = kernels.backend("auto", 1)
         assert found.name == "reference" and "compiled from older sources" in notice and "reinstall" in notice
     finally:
-        native_backend.library.cache_clear()
+        library.cache_clear()

@@ -15,7 +15,8 @@ from kvcli.blockformats import FORMATS
 from kvcli.codecs import CODECS, Codec, Section
 from kvcli.errors import KVError
 from kvcli.kernels import NEVER, Backend, Entries, Into, PagedKV, QuantTensor, RecordLayout
-from kvcli.kernels.cpu.backend import ISAS, NativeBackend, library
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.library import ISAS, library
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.runtime.host.cores import physical_cores

@@ -10,6 +10,7 @@ import typer
 
 from kvcli.cli import render
 from kvcli.cli.commands.chat import transcript
+from kvcli.cli.flags.checks import checked
 from kvcli.cli.invocation import JsonFlag
 from kvcli.errors import InputBytesError, UsageError
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES
@@ -19,11 +20,23 @@ from kvcli.words import counted
 FORMS = "kv chat export writes such files; messages are a list of objects with role and content"
 
 
+def _check_name(name: str) -> str:
+    """Raises UsageError for a name that is none; "" = as in the file."""
+    return name and sessions.check_name(name)
+
+
 def import_(
     ctx: typer.Context,
     file: Annotated[str, typer.Argument(metavar="FILE", help="JSON or Markdown, as kv chat export writes it.")],
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What to call the chat.", show_default="as in the file")
+        str,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="What to call the chat.",
+            show_default="as in the file",
+            callback=checked(_check_name),
+        ),
     ] = "",
     json: JsonFlag = False,
 ) -> None:
@@ -34,7 +47,7 @@ def import_(
     text = _read(file)
     as_json = text.lstrip()[:1] in ("{", "[")
     value, called = _of_json(file, text) if as_json else _of_markdown(file, text)
-    name = sessions.check_name(name or _name(called or Path(file).stem, file))
+    name = name or sessions.check_name(_name(called or Path(file).stem, file))
     sessions.create(name, value)
     found = sessions.read(name)
     turns = transcript.turns(found.messages())
