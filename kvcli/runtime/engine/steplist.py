@@ -37,6 +37,11 @@ class _Computed(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or torch would import its compiler with the first operation, to have that leave this class alone."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
