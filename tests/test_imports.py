@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,3 +198,10 @@ def test_numpy_is_not_imported_by(arguments: str, kv_env: dict[str, str]) -> Non
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=kv_env)
     assert result.returncode == 0 and result.stderr.splitlines()[-1] == "False", result.stderr
+
+
+def test_every_package_is_installed() -> None:
+    """`pip install .` takes those that pyproject.toml names: a folder that is not there would be missing."""
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for path in PACKAGE_ROOT.rglob("*.py")}
+    assert named - {"kvcli.models"} == {".".join(folder.parts) for folder in folders}

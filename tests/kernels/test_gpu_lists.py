@@ -19,7 +19,7 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.pages import half_angles
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.reference.rotation import rotate_
-from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.config import FULL, SLIDING, RopeConfig
 from kvcli.runtime.engine.graph.pages import PAGES_EACH, CentreAngles, GroupTables
 from kvcli.runtime.model.rope import RopeTable
 
@@ -56,7 +56,7 @@ def check(kv: PagedKV, cache: GpuCache, start: int, t: int, window: int, graph: 
     cache.kv, cache.angles = kv, cache.rope.centres(kv) if kv.basis.centre is not None else None
     pages, out = cache.on_device(start, t, HEADS, window, 3, shift), None
     if graph:
-        group = replace(cache.layout.groups[0], window=window)
+        group = replace(cache.layout.groups[0], window=window, kind=SLIDING if window else FULL)
         tables = GroupTables(group, SIZE * sum(len(each.entries) for each in kv.classes), position(start), 1)
         angles = tables.centres.of(cache.rope) if tables.centres else None
         part = SimpleNamespace(groups=((cache.there,),), shifts=(shift,), start=start)
