@@ -8,13 +8,14 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
 from conftest import PACKAGE_ROOT, ROOT
+
+from kvcli.runtime.hub import recipes
 
 # The house from the roof down; a name covers what is below it, unless that is named itself. See docs/architecture.md.
 FLOORS = """
@@ -202,6 +203,6 @@ def test_numpy_is_not_imported_by(arguments: str, kv_env: dict[str, str]) -> Non
 
 def test_every_package_is_installed() -> None:
     """`pip install .` takes those that pyproject.toml names: a folder that is not there would be missing."""
-    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
-    folders = {path.parent.relative_to(ROOT) for path in PACKAGE_ROOT.rglob("*.py")}
+    named = set(recipes.tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "kvcli").rglob("*.py")}
     assert named - {"kvcli.models"} == {".".join(folder.parts) for folder in folders}
