@@ -268,10 +268,10 @@ typedef struct {
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
 } fixed_kernels;
 
-/* Room for so many blocks, kept from call to call. */
+/* Room for so many blocks, kept from call to call of a thread: two may compute at once. */
 static kv_fixed *fixed_rows(int64_t blocks) {
-    static kv_fixed *rows;
-    static int64_t room;
+    static _Thread_local kv_fixed *rows;
+    static _Thread_local int64_t room;
     if (blocks > room) {
         free(rows);
         rows = aligned_alloc(64, (size_t)(blocks + 3) / 4 * 4 * sizeof(kv_fixed));
