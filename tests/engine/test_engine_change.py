@@ -143,11 +143,12 @@ def test_find_says_what_restore_will_have(tmp_path: Path):
     with closing(engine.prompt_caches(options, Told())) as caches:
         assert found(caches, seq, TEXT[:60]) == 60, "of the store, whatever the context's size"
         assert found(caches, seq, [*TEXT[:30], *TEXT[:20]]) == 30
-    engine = engine.reopened(80, SINK)
-    seq.close()
-    seq = engine.new_sequence()
-    with closing(engine.prompt_caches(options, Told())) as caches:
-        assert found(caches, seq, TEXT[:60]) == 0, "the store keeps rows of other policies apart"
-        assert caches.find(seq, TEXT[:8]) == 8
+    for evict, stored, live in ((SINK, 60, 8), (WINDOW, 35, 0)):  # of 63 and of 35 rows that see everything
+        engine = engine.reopened(80, evict)
+        seq.close()
+        seq = engine.new_sequence()
+        with closing(engine.prompt_caches(options, Told())) as caches:
+            assert found(caches, seq, TEXT[:60]) == stored, "of the store, whatever is evicted for later rows"
+            assert caches.find(seq, TEXT[:8]) == live, "the first rows of a window are gone"
     seq.close()
     engine.pool.check([])
