@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 
@@ -46,7 +47,7 @@ def block_format(quantize: str | None) -> str:
 
 
 def lora_option(text: str) -> LoraOption:
-    """The adapter in 'FILE' or 'FILE:SCALE'; what does not end with a number is a file. Raises UsageError.
+    """The adapter in 'FILE' or 'FILE:SCALE'; a file may have a colon in its name. Raises UsageError.
 
     >>> lora_option("style.gguf:0.5")
     LoraOption(path='style.gguf', scale=0.5)
@@ -55,6 +56,8 @@ def lora_option(text: str) -> LoraOption:
     try:
         option = LoraOption(path, float(number)) if colon else LoraOption(text)
     except ValueError:
+        if os.path.isfile(path) and not os.path.exists(text):
+            raise UsageError(f"the scale of `lora` must be a number, not '{number}'", f"such as {path}:0.5") from None
         option = LoraOption(text)
     if not option.path.strip() or not math.isfinite(option.scale):
         raise UsageError(f"`lora` must be a file, or a file and a scale, not '{text}'", "such as style.gguf:0.5")

@@ -77,7 +77,11 @@ def _prepared(ctx: Any, args: list[str]) -> Iterator[list[str]]:
         return
     invocation: Invocation = ctx.obj
     plainvalues.read_plainly(ctx.command.get_params(ctx))
-    reader = commandline.Reader(ctx.command.get_params(ctx), ctx.command_path)
+    reader = commandline.Reader(
+        ctx.command.get_params(ctx),
+        ctx.command_path,
+        lambda name: having(invocation.tree() if invocation.tree else ctx.find_root().command, name),
+    )
     read = reader.read(args, ctx.allow_interspersed_args)
     invocation.called |= reader.called
     last = getattr(ctx.command, "alone", True) and not reader.stopped
@@ -119,6 +123,15 @@ def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     yield words, command
     for name, below in getattr(command, "commands", {}).items():
         yield from walk(below, (*words, name))
+
+
+def having(tree: Any, name: str) -> list[str]:
+    """The commands that have an option of that name, as they are called."""
+    return [
+        " ".join(("kv", *words))
+        for words, command in walk(tree)
+        if any(name in (*option.opts, *option.secondary_opts) for option in command.params)
+    ]
 
 
 def shared_options(tree: Any) -> dict[str, Any]:

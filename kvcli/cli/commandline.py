@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcli.cli import foreign
 from kvcli.errors import UsageError
-from kvcli.words import meant, near
+from kvcli.words import listed, meant, near
 
-_SHOWN = 3  # of the words that are too many
+_SHOWN = 3  # of the words that are too many, and of commands
+_LISTS = ("LIST", "N[,N]", "T[,T]")  # what options are said to take that have several values in one word
 _TEXTS = ("prompt", "text")  # what arguments that are a user's text are called
 _VALUES = "values"  # what arguments that may be negative numbers are called
 
@@ -23,12 +24,16 @@ _VALUES = "values"  # what arguments that may be negative numbers are called
 class Reader:
     """Reads the words for one command, whose options and arguments are `params`. `path`: the words that name it.
 
+    `having` finds the commands that have an option of some name.
+
     `called` tells what to call an option in messages, by the name that they would use: {"--predict": "-n/--predict"}
     where -n was typed. `given`: the options that were typed; `stopped`: whether a word ended them.
     """
 
-    def __init__(self, params: Sequence[Any], path: str) -> None:
-        self.params, self.path = params, path
+    def __init__(
+        self, params: Sequence[Any], path: str, having: Callable[[str], Sequence[str]] = lambda name: ()
+    ) -> None:
+        self.params, self.path, self.having = params, path, having
         self.options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
         self.called: dict[str, str] = {}
         self.given: list[Any] = []
@@ -61,6 +66,8 @@ class Reader:
             if value is None and self._is_row(word):
                 return [word]
             raise self._missing(word, name)
+        if self.options[ours] in self.given:
+            self._check_twice(self.options[ours], name)
         self.given.append(self.options[ours])
         self.called |= {each: f"{name}/{each}" for each in self.options[ours].opts if name != each}
         if not _takes_value(self.options[ours]):
@@ -73,6 +80,15 @@ class Reader:
             metavar = self.options[ours].metavar or "VALUE"
             raise UsageError(f"{name} needs a value: {name} {metavar}", f"see {self.path} --help")
         return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
+
+    def _check_twice(self, option: Any, name: str) -> None:
+        """The last value of an option counts, but not where the others were to be compared with it: UsageError then."""
+        if option.metavar in _LISTS:
+            raise UsageError(f"{name} is given twice", f"put all values in one list: {name} {option.metavar}")
+        if "--gpu" in option.opts:
+            from kvcli.runtime.plan.cards import one_at_a_time
+
+            raise one_at_a_time()
 
     def _parts(self, word: str) -> tuple[str, str | None]:
         """--name=value, -n=value or -n5: a name, and the value that is part of the word."""
@@ -102,10 +118,14 @@ class Reader:
         if note := _note(spelled):
             return UsageError(f"{name} {note}", hint)
         alike = 0.7 if word.startswith("--") else 0.85
-        if offered := near(f"--{spelled.lstrip('-')}", self.options, 2, alike):
+        begun = [each for each in self.options if spelled.startswith("--") and each.startswith(f"{spelled}-")]
+        if offered := begun[:2] or near(f"--{spelled.lstrip('-')}", self.options, 2, alike):
             hint = meant(offered)
         elif (option := self.options.get(word[:2])) and _takes_value(option):
             hint = f"did you mean {word[:2]} {word[2:]}?"
+        elif others := self.having(spelled):
+            more = [f"{len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
+            hint = f"{listed([*others[:_SHOWN], *more])} {'have' if others[1:] else 'has'} it; {hint}"
         elif not word.startswith("--") and _takes_text(self.params):
             hint += f'; for a text that begins with -: {self.path} -- "-..."'
         return UsageError(f"no such option: {name if '=' in word else word}", hint)

@@ -109,6 +109,14 @@ def test_three_depths_make_a_line(bench: Bench) -> None:
     assert evicting[0] == 0 and json.loads(evicting[1])["lines"] == []
 
 
+def test_generation_above_the_limit_is_pointed_out(bench: Bench) -> None:
+    flags = ("-p", "0", "-n", "2", "-r", "1", "--no-warmup", "-ct", "f16")
+    told = "generation is above 100 % of the limit: --bandwidth (0.0 GB/s) is too low"
+    assert bench(*flags)[2] == ""
+    assert bench(*flags, "--bandwidth", "1e-6")[2].startswith(f"kv: warning: {told}")
+    assert json.loads(bench(*flags, "--bandwidth", "1e-6", "--json")[1])["warnings"][0].startswith(told)
+
+
 def test_json_alone(bench: Bench) -> None:
     code, out, _ = bench("-p", "0", "-n", "2", "-r", "1", "--json", "--no-warmup")
     value = json.loads(out)
@@ -201,6 +209,8 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
         (("-n", ""), "--n-gen must "),
         (("-d", "-4"), "--n-depth must "),
         (("-d", "cuda"), "-d is not --device"),
+        (("-d", "0", "-d", "4k"), "put all values in one list: -d LIST"),
+        (("--prompt-cache", "x"), "kv run and kv chat have it; see kv bench --help"),
         (("-r", "0"), "--repetitions must "),
         (("-ub", "-1"), "--ubatch-size must "),
         (("-ctk", "f16,int3"), "'int3' is not a cache type"),

@@ -169,6 +169,8 @@ def test_less_than_a_page_is_not_reused(kv_here: KvHere, model: tuple[str, ...],
 def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
     code, _, err = kv_here("run", *RUN, *model, "--prompt-cache", "", TEXT)
     assert code == 2 and "--prompt-cache is empty\n  give the name of a file" in err
+    code, out, err = kv_here("run", *RUN, *model, "--prompt-cache", "/", TEXT)
+    assert (code, out, err) == (74, "", "kv: error: cannot write /: it is a folder\n  name a file\n")
     code, _, err = kv_here("run", *RUN, *model, "--cache-size", "much", TEXT)
     assert code == 2 and "share" not in err
     (tmp_path / "file").write_text("")
@@ -213,6 +215,7 @@ def test_what_a_killed_run_left_beside_a_file_goes(kv_here: KvHere, model: tuple
     [
         (("--prompt-cache-all",), "--prompt-cache-all needs --prompt-cache FILE"),
         (("--prompt-cache", "x", "--prompt-cache-all", "--prompt-cache-ro"), "cannot be used together"),
+        (("--prompt-cache", "/", "--prompt-cache-ro"), "--prompt-cache / is a folder"),
         (("--cache-ttl", "7"), "--cache-ttl must be a time, not '7'"),
         (("--cache-size", "many"), "--cache-size must be a size, not 'many'"),
         (("--cache-min-tokens", "0"), "1 or more"),

@@ -151,6 +151,7 @@ def test_removing_as_json(root: Path, kv_here: KvHere, monkeypatch: pytest.Monke
     assert code == 2 and "-y" in json.loads(out)["error"]["hint"] and "Remove" not in err
     value = json.loads(kv_here("cache", "rm", entries[0]["id"], "--json", "-y")[1])
     assert value["removed"] == [{key: entries[0][key] for key in ("id", "path", "size_bytes")}]
+    assert value["removed_bytes"] == entries[0]["size_bytes"] and "size_bytes" not in value
     value = json.loads(kv_here("cache", "prune", "--max-size", "0", "--json", "--dry-run")[1])
     assert value["dry_run"] and len(value["removed"]) == 3 and len(listed(kv_here)) == 3
     assert json.loads(kv_here("cache", "prune", "--json", "-y")[1])["removed"] == []

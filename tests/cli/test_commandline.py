@@ -58,6 +58,7 @@ def test_words_as_options_of_ours(given: tuple[str, ...], taken: str) -> None:
         ("--no-mmap", "--no-mmap is not needed: ", ""),
         ("--modle", "no such option: --modle", "did you mean --model?"),
         ("--temprature=1", "no such option: --temprature", "did you mean --temperature?"),
+        ("--ctx", "no such option: --ctx", "did you mean --ctx-size?"),
         ("-model", "no such option: -model", "did you mean --model?"),
         ("--bogus", "no such option: --bogus", "see kv run --help"),
         ("-ohello", "no such option: -ohello", "did you mean -o hello?"),

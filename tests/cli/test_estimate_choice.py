@@ -42,7 +42,7 @@ def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
     assert "a context of 204,800 needs RoPE scaling: the model is trained on 131,072" in err
     code, out, err = kv_here("estimate", "llama-3.1-8b", "--vram", "80G", "-c", "10m", "--print-args")
     assert (code, out) == (4, "") and "a context of 10,485,760 does not fit with any type, one of 131,072 does" in err
-    code, out, err = kv_here("estimate", *CARD, "-c", "1k,2k", "--print-args")
+    code, out, err = kv_here("estimate", "llama-3.1-8b", "--gpu", "rtx3060-12g", "-c", "1k,2k", "--print-args")
     assert (code, out) == (2, "") and "one context" in err
 
 
@@ -158,6 +158,14 @@ def test_cards_by_their_numbers(kv_here: KvHere) -> None:
     for name, hint in (("a100", "a100-40g or a100-80g"), ("4095", "rtx4090-24g"), ("m2", "--list-gpus")):
         code, _, err = kv_here("estimate", "smollm2", "--gpu", name)
         assert code == 2 and hint in err and "--vram 24G --bandwidth 800 needs no name" in err
+
+
+def test_one_card_at_a_time(kv_here: KvHere) -> None:
+    for given in (("--gpu", "a10", "--gpu", "h200"), ("--gpu=a10,h200",)):
+        code, out, err = kv_here("estimate", "smollm2", *given)
+        assert (code, out) == (2, "") and err.startswith("kv: error: --gpu takes one card at a time\n")
+    code, _, err = kv_here("estimate", "smollm2", "--gpu", "h200", "-c", "4k", "--ctx-size", "8k")
+    assert code == 2 and err.endswith("--ctx-size is given twice\n  put all values in one list: --ctx-size N[,N]\n")
 
 
 def test_what_does_not_fit_is_exit_4(kv_here: KvHere) -> None:

@@ -231,7 +231,8 @@ def test_run_takes_adapters(tmp_path: Path, kv_here: KvHere):
     assert plain[0] == changed[0] == 0 and plain[1] == none[1] != changed[1] == both[1]
     for value, code, message in (
         (f"{model}", 3, "is a model, not a LoRA adapter"), (f"{path}:nan", 2, "--lora must be a file"),
-        (f"{path}:much", 3, "no such file"),
+        (f"{path}:much", 2, "the scale of --lora must be a number, not 'much'"),
+        ("none.gguf:much", 3, "check the path of the adapter"), (str(tmp_path), 3, "not an adapter"),
     ):  # fmt: skip
         found = kv_here(*run, "--lora", value)
         assert found[0] == code and message in found[2] and len(found[2].strip().splitlines()) <= 2

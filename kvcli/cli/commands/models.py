@@ -174,7 +174,7 @@ def rm(
     remove(things, f"{names} ({human_bytes(sum(sizes.values()))})", yes, json, ctx.obj)
     if json:
         rows = [{"model": name, "size_bytes": size} for name, size in sizes.items()]
-        render.print_json("models rm", {"removed": rows, "size_bytes": sum(sizes.values())})
+        render.print_json("models rm", {"removed": rows, "removed_bytes": sum(sizes.values())})
 
 
 def _bytes(entry: Entry) -> int:

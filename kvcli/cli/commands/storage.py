@@ -81,7 +81,7 @@ def rm(
     things = [Removable(_amount(kind), partial(clear, kind)) for kind in found]
     remove(things, ", ".join(map(_amount, found)), yes, json, ctx.obj)
     if json:
-        render.print_json("storage rm", {"removed": rows, "size_bytes": size})
+        render.print_json("storage rm", {"removed": rows, "removed_bytes": size})
 
 
 def _amount(kind: Kind) -> str:

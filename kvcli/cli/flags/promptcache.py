@@ -147,6 +147,8 @@ class FileFlags:
             )
         if self.prompt_cache_ro:
             file = Path(self.prompt_cache).absolute()
+            if file.is_dir():
+                raise UsageError(f"--prompt-cache {self.prompt_cache} is a folder", "name a file")
         else:
             file = writable(self.prompt_cache, "name another file, or add --prompt-cache-ro to read one only")
         options = replace(options, file=file, save_answer=self.prompt_cache_all)
@@ -170,6 +172,8 @@ def writable(name: str, hint: str = "name another file") -> Path:
     if name == "-":
         raise UsageError("a prompt cache cannot be written to stdout", "name a file; one that is called - is ./-")
     file = Path(name).absolute()
+    if file.is_dir():
+        raise OutputError(f"cannot write {name}: it is a folder", "name a file")
     if not os.access(file.parent, os.W_OK):
         raise OutputError(f"cannot write {name}: its folder is missing or not writable", hint)
     return file

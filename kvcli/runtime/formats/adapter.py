@@ -62,6 +62,10 @@ class Adapter:
     @classmethod
     def open(cls, path: Path, scale: float, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
         """The adapter in that file, for a model with that header. Raises ModelError if it is not one for it."""
+        if not path.exists():
+            raise ModelError(f"no such file: {path}", "check the path of the adapter; `lora` takes FILE or FILE:SCALE")
+        if path.is_dir():
+            raise ModelError(f"{path} is a directory, not an adapter", "give the .gguf file inside it")
         file = GGUFFile.open(path)
         _check_kind(file, metadata)
         alpha = file.metadata.get("adapter.lora.alpha", 0.0)

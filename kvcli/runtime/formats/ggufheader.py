@@ -110,7 +110,7 @@ def _read_version(cursor: Cursor) -> int:
         if start[8:9] == b"{":
             found = "probably safetensors"
         what = f"but {found}" if found else f"(it begins with {_legible(start[:8])})"
-        raise ModelError(f"{cursor.label} is not a GGUF file {what}", "kv runs models in .gguf files")
+        raise ModelError(f"{cursor.label} is not a GGUF file {what}", "kv reads models and adapters in .gguf files")
     cursor.pos = 4
     version = cursor.u32("the version")
     if version and version & 0xFFFF == 0:

@@ -31,7 +31,7 @@ class LocalFile(MappedFile):
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ModelError(f"{path} is not a regular file", "a model is memory-mapped, so a pipe will not do")
+                raise ModelError(f"{path} is not a regular file", "it is memory-mapped, so a pipe will not do")
             if status.st_size == 0:
                 raise ModelError(f"{path} is empty (0 bytes)", "download it again")
             super().__init__(descriptor, str(path))

@@ -74,8 +74,15 @@ CARDS = {
 }
 
 
+def one_at_a_time() -> UsageError:
+    """The error for several cards."""
+    return UsageError("`gpu` takes one card at a time", "to compare cards, estimate each by itself")
+
+
 def find_card(name: str) -> Card:
     """The card of that name; the size may be left out where a model has only one, and RTX. Raises UsageError."""
+    if "," in name:
+        raise one_at_a_time()
     wanted = re.sub(r"[\s_-]|nvidia|geforce|rtx|gtx", "", name.lower())
     found = [c for c in CARDS.values() if wanted in _short_names(c)]
     if len(found) == 1:

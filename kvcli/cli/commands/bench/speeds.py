@@ -73,6 +73,8 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
 
     tables, failures = replace(series, cache=replace(series.cache, ctx_size=longest)).measure(one, meter.restart)
     (common, bandwidth), *_ = setting
+    if told := _too_low(tables, bandwidth):
+        render.warn(told, invocation)
     if as_json:
         value = as_object(tables, common, bandwidth, repetitions, failures)
         render.print_json("bench", value | {"warnings": invocation.told})
@@ -87,6 +89,17 @@ def _bandwidth(engine: Engine, what: BenchFlags, invocation: Invocation) -> Band
     if what.bandwidth is not None:
         return Bandwidth(what.bandwidth, "--bandwidth")
     return Bandwidth(*benching.bandwidth(engine.device, partial(render.notice, invocation=invocation)))
+
+
+def _too_low(tables: list[Table], bandwidth: Bandwidth) -> str:
+    """What to say of generation faster than its limit; "" where there is none."""
+    limits = ((speed.median, speed.limit(bandwidth.value)) for table in tables for speed in table.speeds)
+    if not any(limit is not None and rate > limit for rate, limit in limits):
+        return ""
+    known = f"the {'stored ' if bandwidth.source == 'kv doctor' else ''}memory bandwidth"
+    named = bandwidth.source if bandwidth.source.startswith("--") else known
+    too_low = f"{named} ({bandwidth.value:,.1f} GB/s) is too low, or caches hold the model"
+    return f"generation is above 100 % of the limit: {too_low}; kv doctor measures it again"
 
 
 def show(tables: list[Table], setting: Setting, bandwidth: Bandwidth, invocation: Invocation) -> None:

@@ -86,7 +86,7 @@ def _remove(files: list[Path], root: Path, yes: bool, dry_run: bool, json: bool,
         remove(things, f"{', '.join([*named, *more])}: {what}", yes, json, invocation, what, nothing)
     if json:
         removed = [{"id": cachefiles.id_of(f.path), "path": str(f.path), "size_bytes": f.size} for f in found]
-        render.print_json("cache rm", {"dry_run": dry_run, "size_bytes": size, "removed": removed})
+        render.print_json("cache rm", {"dry_run": dry_run, "removed_bytes": size, "removed": removed})
         return
     for file in files:
         render.write_out(f"{cachefiles.id_of(file)}\n")

@@ -138,7 +138,7 @@ def rm(
     if freed:
         render.notice(f"removed {human_bytes(freed)} of rows of theirs", ctx.obj)
     if json:
-        render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "size_bytes": freed})
+        render.print_json("chat rm", {"removed": [{"session": name} for name in wanted], "removed_bytes": freed})
 
 
 def _remove_rows(names: list[str], root: Path) -> int:
