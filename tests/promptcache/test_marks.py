@@ -142,8 +142,44 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     options = store_in(tmp_path, max_bytes=8 * (cost[130] + 1))
     prompt = [*lead(), *document(0)]
     found = ask(engine, prompt, options, marks=marks)
-    assert [p.mark.at for p in found.usage.breakpoints if p.kept] == [130]
+    kept = [p.mark.at for p in found.usage.breakpoints if p.kept]
+    assert kept == [100, 130]  # what 130 needs is enough for 100
+    assert ask(engine, [*prompt[:100], *document(7)], options).usage.disk_tokens == 100
     assert engine_of("llama").layout.arenas and affordable(engine_of("llama").layout, marks, 0) != []
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_mark_in_rows_that_are_reused_is_kept_only_where_windows_have_theirs(tmp_path: Path, named: bool) -> None:
+    engine, prompt, told = engine_of("gemma3"), [*lead(), *document(0)], Told()
+    options = PromptCacheOptions(file=tmp_path / "x.safetensors") if named else store_in(tmp_path)
+    ask(engine, prompt, options, marks=[Mark(LEAD, SYSTEM)])
+    found = ask(engine, prompt, options, told, [Mark(60, USER, "x"), Mark(LEAD, USER, "y")])
+    assert found.usage.cache_write_tokens == 0
+    assert points(found) == [(60, USER, True, False), (LEAD, USER, True, True)]
+    (line,) = told.lines
+    assert line.startswith("the mark behind 'x' (token 60) is not kept: rows that sliding windows need")
+    for at, reused in ((60, 0), (LEAD, LEAD)):
+        assert ask(engine, [*prompt[:at], *document(7)], options).usage.disk_tokens == reused
+
+
+def test_a_file_that_is_written_again_has_its_marks(tmp_path: Path) -> None:
+    engine, prompt, marks = engine_of("gemma3"), [*lead(), *document(0)], [Mark(LEAD, SYSTEM)]
+    options = PromptCacheOptions(file=tmp_path / "x.safetensors")
+    ask(engine, prompt, options, marks=marks)
+    found = ask(engine, [*prompt, *document(1, 40)], options, marks=marks)
+    assert found.usage.cache_write_tokens and points(found) == [(LEAD, SYSTEM, True, True)]
+    assert ask(engine, [*lead(), *document(7)], options).usage.disk_tokens == LEAD
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "llama"])
+def test_nothing_is_kept_where_nothing_is_written(tmp_path: Path, variant: str) -> None:
+    engine, prompt, told = engine_of(variant), [*lead(), *document(0)], Told()
+    damaged = tmp_path / "x.safetensors"
+    damaged.write_bytes(b"no cache")
+    options = PromptCacheOptions(file=damaged, read_only=True)
+    found = ask(engine, prompt, options, told, [Mark(60, USER, "x"), Mark(LEAD, FILE, "y")])
+    assert points(found) == [(60, USER, False, False), (LEAD, FILE, False, False)]
+    assert told.lines[-1] == "the mark behind 'x' (token 60) is not kept: nothing of this prompt is written"
 
 
 def test_places_are_settled_once() -> None:

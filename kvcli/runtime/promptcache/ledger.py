@@ -4,7 +4,7 @@ into the file that the user named."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,10 @@ from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.lookups import Reading
-from kvcli.runtime.promptcache.marks import SHARED, SLACK, Breakpoint, Mark, affordable, pages_of, settled
+from kvcli.runtime.promptcache.marks import SHARED, SLACK, USER, Breakpoint, Mark, affordable, pages_of, settled
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTree
-from kvcli.runtime.promptcache.prefixpages import needed
+from kvcli.runtime.promptcache.prefixpages import covers, needed
 from kvcli.runtime.promptcache.store import OWNER, PromptStore
 from kvcli.runtime.promptcache.writer import Job
 
@@ -52,6 +52,8 @@ class PromptLedger(Ledger):
         self.keeper, self.tree, self.elsewhere = keeper, tree, elsewhere
         self.kept: list[Kept] = []  # what the store has of the prompt
         self.marks: list[Mark] = []
+        self.also: list[tuple[KVLayout, Mapping[PageKey, int]]] = []  # pages of it in files that it does not write
+        self._kept_marks: set[Mark] = set()
         self._there: frozenset[PageKey] = frozenset()  # whole pages that the store has, and does not lose
         self.trail = WindowTrail(keeper.engine.pool.layout, n_tokens)
         self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
@@ -88,10 +90,46 @@ class PromptLedger(Ledger):
             self._there = frozenset(key for key, (_, reach) in state.providers.items() if reach >= state.end(key))
 
     def breakpoints(self) -> tuple[Breakpoint, ...]:
-        windows = any(arena.kind in WINDOWED for arena in self._layout.arenas)
-        keeps = self.tree is not None or self.keeper.stores(self.trail.end) or self.keeper.file is not None
-        kept = self.trail.marks if windows else self.marks
-        return tuple(Breakpoint(m, m.at <= self.reuse.tokens, keeps and m in kept) for m in self.marks)
+        return tuple(Breakpoint(m, m.at <= self.reuse.tokens, m in self._kept_marks) for m in self.marks)
+
+    def _places(self, tokens: list[int]) -> Iterator[tuple[KVLayout, Mapping[PageKey, int]]]:
+        """Everywhere that later prompts find rows of this one: the pages, and up to how many tokens each is right.
+        Files that are not done are taken for written."""
+        if self.tree is not None:
+            yield self._layout, self.tree.valid(tokens)
+        failed = {file.path for job, file, _ in self._stored if job.problem}
+        kept = [file for file in self.kept if file.path not in failed]
+        state = State(self._layout, len(tokens), 0, (), kept, self.keeper.owner)
+        yield self._layout, {key: reach for key, (_, reach) in state.providers.items()}
+        if self._named is not None and not self._named[0].problem:
+            yield self._layout, dict.fromkeys(self._named[0].contents.pages, self._named[1])
+        yield from self.also
+
+    def _look_back(self, seq: Sequence) -> None:
+        """See which marks later prompts can start from. Why one of the user's is not kept is told."""
+        if not self.marks:
+            return
+        places = list(self._places(seq.tokens[: self.trail.end]))
+        for mark in self.marks:
+            if any(covers(layout, at, valid) for layout, valid in places for at in _starts(layout, mark.at)):
+                self._kept_marks.add(mark)
+            elif mark.kind == USER and mark.at <= seq.length:
+                self.keeper.tell.warn(
+                    f"the mark behind '{mark.name}' (token {mark.at:,}) is not kept: {self._why(mark)}"
+                )
+
+    def _why(self, mark: Mark) -> str:
+        """Why later prompts cannot start from it."""
+        if self.tree is None and not self.keeper.keeps(self.trail.end):
+            return "nothing of this prompt is written"
+        if mark not in self.trail.marks:
+            return f"marks take at most 1/{MARKS_SHARE} of --cache-size"
+        if mark.at <= self.reuse.tokens:
+            return (
+                "rows that sliding windows need there were not stored with the prompt that was reused;"
+                " kv cache rm removes that one, and the next run computes them"
+            )
+        return "its rows were not written"
 
     def follow(self, seq: Sequence) -> None:
         """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
@@ -137,6 +175,7 @@ class PromptLedger(Ledger):
         keeper.writer.pump()
         if self.counts and keeper.lookups is not None:
             keeper.lookups.flush()
+        self._look_back(seq)
         return self._written()
 
     def interrupted(self, seq: Sequence) -> None:
@@ -151,6 +190,7 @@ class PromptLedger(Ledger):
             self.to_store(seq, seconds)
         if keeper.file is not None:
             self.to_file(seq, seconds)
+        self._look_back(seq)
         if keeper.keeps(self.trail.end):
             n, total = seq.length, self.trail.end
             keeper.tell.announce(f"{n:,} of {total:,} prompt tokens are kept; the same prompt goes on from there")
@@ -264,3 +304,10 @@ class PromptLedger(Ledger):
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
         basis = basis_arrays(seq.bases)
         return Contents(identity, seq.tokens[start:end], list(keys), sizes, basis, about, start, parent)
+
+
+def _starts(layout: KVLayout, at: int) -> set[int]:
+    """Where a prompt starts that has `at` tokens in common with another: there, or, below 16 bits, where that page
+    begins."""
+    sealed = any(group.sealed for group in layout.groups)
+    return {at, at // layout.page_size * layout.page_size if sealed else at} - {0}

@@ -84,7 +84,8 @@ class PromptCaches:
         wanted, file = prompt[:-1], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
-        ledger = self._begin(seq, len(prompt))
+        ledger, marks = self._begin(seq, len(prompt)), list(marks)
+        ledger.mark(marks, 0)  # a file that is written again keeps what it has for them
         began = time.perf_counter()
         reuse = self._from_memory(seq, wanted)
         if file is not None and (not file.asked or file.has_more(wanted, reuse.tokens + self._page_size)):
@@ -93,7 +94,7 @@ class PromptCaches:
             ledger.counts = True
             reuse = self._from_store(seq, prompt, reuse, ledger)
             if not self.options.chat:  # the rows of a saved chat are to be stored
-                reuse = self._from_larger(seq, prompt, reuse)
+                reuse = self._from_larger(seq, prompt, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
         ledger.mark(marks, self.tree.common(wanted))
         return ledger
@@ -146,12 +147,13 @@ class PromptCaches:
         try:
             with user.open(self.engine.identity()) as file:
                 if user.converts:
-                    length = self._convert_file(file, seq, wanted, reuse.tokens)
+                    length = self._convert_file(file, seq, wanted, reuse.tokens, ledger)
                 else:
                     agrees = common_length(file.contents.tokens, wanted)
                     agrees = min(agrees, same_rows(file.contents.identity, self.engine.identity()))
                     found = Found.in_file(file, agrees, self.engine.pool.layout.page_size)
                     length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
+                    ledger.also.append((self.engine.pool.layout, found.valid))
                     if length > reuse.tokens and (other := self._made_otherwise(file)):
                         self.keeper.exact = False
                         self.tell.notice(f"{file.path} was computed {other}; answers may differ in the last bits")
@@ -187,7 +189,9 @@ class PromptCaches:
             self.tell.notice(why)
         return replace(reuse, reason=why or reuse.reason)
 
-    def _convert_file(self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int) -> int:
+    def _convert_file(
+        self, file: PromptCacheFile, seq: Sequence, wanted: list[int], have: int, ledger: PromptLedger
+    ) -> int:
         """Rows of a file of a larger cache type, encoded as this run's."""
         source, agrees = self.engine.source_of(file), common_length(file.contents.tokens, wanted)
         found = Found.in_file(file, agrees, source.page_size)
@@ -196,7 +200,9 @@ class PromptCaches:
             return have
         if why := blocked(source, self.engine.pool.layout, length):
             raise CacheFileError(f"{file.path}: {why}")
-        return self._convert(found, seq, wanted[:length], source, str(file.path))
+        length = self._convert(found, seq, wanted[:length], source, str(file.path))
+        ledger.also.append((source, found.valid))
+        return length
 
     def _convert(self, found: Found, seq: Sequence, tokens: list[int], source: KVLayout, name: str) -> int:
         """Make `seq` have these rows, which files have in another layout; how many of them."""
@@ -209,7 +215,7 @@ class PromptCaches:
         )
         return length
 
-    def _from_larger(self, seq: Sequence, prompt: list[int], reuse: Reuse) -> Reuse:
+    def _from_larger(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         """What the store has of a prompt in a larger cache type, where that is more: it is converted, and nothing of
         it gets into the store."""
         store, wanted = self.keeper.store, prompt[:-1]
@@ -227,6 +233,7 @@ class PromptCaches:
                     self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
                     continue
                 store.touch(files_of(found.pieces(needed(source, length))))
+                ledger.also.append((source, found.valid))
                 return Reuse(length, length, how=f"converted from {named(source)}")
         return reuse
 

@@ -77,6 +77,11 @@ class PrefixTree:
         length = longest(self.pool.layout, agree, dict.fromkeys(pages, agree))
         return length, {key: pages[key] for key in needed(self.pool.layout, length)}, bases
 
+    def valid(self, tokens: list[int]) -> dict[PageKey, int]:
+        """The pages in the tree of a prompt, and up to how many tokens each agrees with it."""
+        agree, pages, _ = self._match(tokens)
+        return dict.fromkeys(pages, agree)
+
     def common(self, tokens: list[int]) -> int:
         """How many tokens some prompt in the tree has in common with this one before the two part, or either ends."""
         return self._match(tokens)[0]

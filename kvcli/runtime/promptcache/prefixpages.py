@@ -33,6 +33,12 @@ def needed(layout: KVLayout, length: int) -> Iterator[PageKey]:
             yield g if opened is None or (number >= group.sinks and (full or not group.tail)) else opened, number
 
 
+def covers(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> bool:
+    """Whether a sequence of `length` rows can be gone on from with the pages of `valid`, see `longest`."""
+    ends = ((key, min(length, (key[1] + 1) * layout.page_size)) for key in needed(layout, length))
+    return all(valid.get(key, -1) >= end for key, end in ends)
+
+
 def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
     """The longest prefix of at most `length` tokens that can be gone on from with the pages of `valid`.
 
@@ -44,7 +50,6 @@ def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
     length = min(length, max(valid.values(), default=0))
     ends_of = {min(length, reach) for reach in valid.values()} | set(range(size, length + 1, size))
     for candidate in sorted(ends_of - {0, -1}, reverse=True):
-        ends = ((key, min(candidate, (key[1] + 1) * size)) for key in needed(layout, candidate))
-        if all(valid.get(key, -1) >= end for key, end in ends):
+        if covers(layout, candidate, valid):
             return candidate
     return 0
