@@ -18,7 +18,7 @@ from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.promptcache import lookups
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
-from kvcli.runtime.promptcache.sameness import SCOPE
+from kvcli.runtime.promptcache.sameness import SCOPE, is_exact
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
 from kvcli.runtime.promptcache.starting import starts
 from kvcli.runtime.promptcache.store import SUFFIX, entries, folders, is_pinned
@@ -134,6 +134,7 @@ class Described:
             found += [f"{name} {value}" for name, (value, default) in values.items() if value != default]
             found += [f"evict {o.evict.keep}+{o.evict.window}"] if o.evict.policy != "none" else []
         found += [f"scope {self.scope}"] if self.scope else []
+        found += ["exact"] if self.exact else []
         device = self.identity.get("computed_on", "").split(" ")[0]
         return " ".join([*found, *([device] if device not in ("", "cpu") else [])])
 
@@ -141,6 +142,11 @@ class Described:
     def scope(self) -> str:
         """The scope that it is kept in; "" = the one of everything else."""
         return self.identity.get(SCOPE, "")
+
+    @property
+    def exact(self) -> bool:
+        """Whether its rows were computed as with --exact."""
+        return is_exact(self.about.get("computed_on", ""))
 
     @property
     def source(self) -> str:
@@ -199,6 +205,7 @@ class Described:
             "lossless": lossless == "yes" if c else None,
             "losses": losses.split("; ") if losses else [],
             "scope": self.scope or None,
+            "exact": self.exact if c else None,
             "source": about.get("source"),
             "chat": about.get("chat"),
             "begins": about.get("begins"),

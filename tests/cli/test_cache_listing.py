@@ -15,11 +15,13 @@ from conftest import KvHere
 from engines import PROMPT
 from promptfiles import blocks
 from promptfiles import contents as small
-from reusecases import ask, engine_of, store_in
+from reusecases import ask, engine_of, files_in, store_in
 
 from kvcli.cli import cachefiles, render
-from kvcli.options import PromptCacheOptions
+from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
+from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.promptcache.file import write
+from kvcli.runtime.promptcache.sameness import is_exact
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 
@@ -91,6 +93,25 @@ def test_json_has_a_model_once_and_all_of_an_entry(root: Path, kv_here: KvHere) 
     decode = engine_of("llama").tokenizer.decode
     assert document["begins"] == " ".join(decode(PROMPT[3:67]).split())
     assert question["begins"] == " ".join(decode([*PROMPT[96:100], 5, 6, 7]).split())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_prompts_that_were_computed_exactly_are_told_apart(tmp_path: Path, exact: bool) -> None:
+    engine = Engine.open(tiny.make("llama").path, LoadOptions("llama", 2, "native", exact=exact), CacheOptions(320))
+    ask(engine, PROMPT[:100], store_in(tmp_path))
+    (file,) = map(cachefiles.describe, files_in(tmp_path))
+    told = " in fixed point" not in engine.loaded.decoder.ops.arithmetic  # without such kernels all is exact
+    assert file.as_json(1.0)["exact"] is told and ("exact" in file.settings.split()) is told and (told or not exact)
+
+
+def test_the_name_of_what_computed_says_whether_exactly() -> None:
+    said = {
+        "cpu native avx2": True,
+        "cpu native avx2 rows in fixed point": False,
+        "cuda X": False,
+        "cuda X exact": True,
+    }
+    assert {name: is_exact(name) for name in said} == said
 
 
 def test_models_are_named_as_other_commands_take_them() -> None:

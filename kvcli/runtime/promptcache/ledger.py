@@ -110,24 +110,26 @@ class PromptLedger(Ledger):
         if not self.marks:
             return
         places = list(self._places(seq.tokens[: self.trail.end]))
+        lost: dict[tuple[str, str], list[str]] = {}
         for mark in self.marks:
             if any(covers(layout, at, valid) for layout, valid in places for at in _starts(layout, mark.at)):
                 self._kept_marks.add(mark)
             elif mark.kind == USER and mark.at <= seq.length:
-                self.keeper.tell.warn(
-                    f"the mark behind '{mark.name}' (token {mark.at:,}) is not kept: {self._why(mark)}"
-                )
+                lost.setdefault((" ".join(mark.name.split()), self._why(mark)), []).append(f"{mark.at:,}")
+        for (name, why), (first, *more) in lost.items():
+            where = f"token {first}{f' and {len(more)} later ones' if more else ''}"
+            self.keeper.writer.later(f"the mark behind '{name}' ({where}) is not kept: {why}")
 
     def _why(self, mark: Mark) -> str:
         """Why later prompts cannot start from it."""
         if self.tree is None and not self.keeper.keeps(self.trail.end):
             return "nothing of this prompt is written"
         if mark not in self.trail.marks:
-            return f"marks take at most 1/{MARKS_SHARE} of --cache-size"
+            return f"marks take at most 1/{MARKS_SHARE} of `max_bytes`"
         if mark.at <= self.reuse.tokens:
             return (
                 "rows that sliding windows need there were not stored with the prompt that was reused;"
-                " kv cache rm removes that one, and the next run computes them"
+                " once that is removed (kv cache rm), a run stores them"
             )
         return "its rows were not written"
 

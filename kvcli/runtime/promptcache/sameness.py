@@ -39,6 +39,13 @@ def is_sealed(identity: Identity) -> bool:
     return any(CODECS[name].sealed for name in names if name in CODECS)
 
 
+def is_exact(computed_on: str) -> bool:
+    """Whether products were computed without rounding activations, as --exact asks; kernels of some CPUs always do.
+    `computed_on`: see `enginecaches.computed_on`."""
+    cpu = computed_on.startswith("cpu ")
+    return not computed_on.endswith(" in fixed point") if cpu else computed_on.endswith(" exact")
+
+
 def row_fields(identity: Identity) -> dict[str, str]:
     """What its rows depend on, but for what was evicted."""
     names = (*_ALWAYS, *(_SEALED if is_sealed(identity) else ()))

@@ -81,6 +81,10 @@ class CacheWriter:
             self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
             self._thread.start()
 
+    def later(self, problem: str) -> None:
+        """Have `tell` say this, too."""
+        self._problems.append(problem)
+
     def tell(self) -> None:
         """Say what was not written."""
         while self._problems:
