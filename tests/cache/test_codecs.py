@@ -14,12 +14,14 @@ import pytest
 import torch
 from kernelcases import ISAS, backend, native, one_thread, same_bits
 from kernelcases import page as page_of
-from sealedcases import DIMS, PAIRS, SEALED, Cache, gaussian, layout
+from sealedcases import DIMS, LANES, PAIRS, SEALED, Cache, gaussian, layout
 
 from kvcli.codecs import CODECS
 from kvcli.kernels import Backend
+from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.codecs.grid import GridCodec, pack_plane, unpack_plane
+from kvcli.kernels.reference.fixed import MOST
 from kvcli.kernels.reference.rotation import rotate
 
 BACKENDS = (*ISAS, "reference")
@@ -273,6 +275,24 @@ def test_sinks_and_the_own_page_are_read_in_16_bits_and_all_others_sealed():
         assert not same_bits(cache.attend(q, 64), before), page
         source.records(page_of(source, page)).copy_(saved)
     assert same_bits(cache.attend(q, 64), before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type_", ("int8", "int4"))
+def test_exact_attention_keeps_queries_as_they_are(type_: str, isa: str):
+    """And rounded ones are as near to it as 15 bits are: a score is off by at most half a unit of each dim."""
+    native(isa)  # or skips
+    q, found = gaussian(70, 6, 128, seed=2), []
+    for exact in (True, False):
+        ops = NativeBackend(2, isa, exact)
+        cache = Cache(ops, layout((type_, type_), (128, 128), 2))
+        cache.append(gaussian(70, 2, 128), gaussian(70, 2, 128, seed=1))
+        found.append(cache.attend(q, 0))
+        assert (found[-1] - cache.dense(q, 0)).abs().max() < 2e-5
+    assert cache.in_integers() == (isa in LANES) == (not same_bits(*found))
+    k, v = (torch.cat([cache.parts(page, 4, 16)[i] for page in range(4)], 1) for i in (0, 1))
+    off = 0.51 / MOST * q.abs().max() * k.abs().sum(-1).max() * 128**-0.5  # of a score; weights: exp of twice that
+    assert (found[0] - found[1]).abs().max() <= 2 * (math.exp(2 * off) - 1) * v.abs().max() + 2e-5
 
 
 def test_threads_change_no_bit():

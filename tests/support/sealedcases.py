@@ -8,6 +8,8 @@ from kernelcases import place
 
 from kvcli.codecs import CODECS
 from kvcli.kernels import Angles, Backend, PagedKV
+from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.reference.fixed import rounded_query
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
@@ -20,6 +22,7 @@ PAIRS = (
     ("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"),
     ("int5", "int4"), ("int8", "int5"),
 )  # fmt: skip
+LANES = {"avx512vnni": 16, "avxvnni": 8}  # 32-bit lanes of instruction sets that multiply bytes
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -79,31 +82,50 @@ class Cache:
         group = self.layout.groups[0]
         return self.kv.open if self.kv.open and (page < group.sinks or page > own - group.tail) else self.kv
 
-    def rows(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """float64 [kv_heads, n, dim]: a page up to slot `end`, as a query of page `own` has to read it."""
+    def in_integers(self) -> bool:
+        """Whether the backend multiplies queries with keys of sealed pages in integers (`rounded_query`)."""
+        codec, dim, size = self.kv.record.codec_k, self.kv.record.dim_k, self.kv.record.page_size
+        fast = isinstance(self.ops, NativeBackend) and not self.ops.exact
+        lanes = LANES.get(self.ops.isa, 0) if fast else 0
+        return bool(lanes and codec.grid and codec.bits in (4, 8) and dim % (4 * lanes) == 0 and size % lanes == 0)
+
+    def parts(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float64 [kv_heads, n, dim]: keys and values of a page up to slot `end`, as a query of page `own` has to read
+        it, and the mean that the keys lack."""
         source = self.form(page, own)
         at = place(source, page)
         k, v = (x.double() for x in source.rows(source.entries.memory[at], 0, end))
         centre = source.centre(at, self.angles)
-        return (k if centre is None else k + centre[:, :end].double()), v
+        return k, v, torch.zeros_like(k) if centre is None else centre[:, :end].double()
+
+    def rows(self, page: int, own: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`parts`, the mean added to the keys."""
+        k, v, centre = self.parts(page, own, end)
+        return k + centre, v
 
     def dense(self, q: torch.Tensor, start: int, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
-        """Attention in float64 over decoded rows: q [T, heads, dim_k] -> [T, heads * dim_v], query by query."""
+        """Attention in float64 over decoded rows: q [T, heads, dim_k] -> [T, heads * dim_v], query by query. Keys
+        of sealed pages are multiplied with rounded queries where the backend does so."""
         record, out = self.kv.record, []
         size, group = record.page_size, q.shape[1] // record.kv_heads
-        decoded: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}  # by page and form
+        for_sealed = rounded_query(q) if self.in_integers() else q.double()
+        decoded: dict[tuple[int, bool], tuple[torch.Tensor, ...]] = {}  # by page and form
         for i, query in enumerate(q.double()):
             position = start + i
             own = position // size
             first = max(0, position - window + 1) if window else 0
             seen = slice(first % size, position + 1 - first // size * size)
             keys = [(p, self.form(p, own) is self.kv) for p in range(first // size, own + 1)]
+            products, values = [], []
             for key in keys:
                 if key not in decoded:
-                    decoded[key] = self.rows(key[0], own, size)
-            parts = zip(*(decoded[key] for key in keys), strict=True)
-            k, v = (torch.cat(x, 1)[:, seen].repeat_interleave(group, 0) for x in parts)
-            scores = torch.einsum("hd,hnd->hn", query, k) * record.dim_k**-0.5
+                    decoded[key] = self.parts(key[0], own, size)
+                k, v, centre = (x.repeat_interleave(group, 0) for x in decoded[key])
+                each = for_sealed[i] if key[1] else query
+                products.append(torch.einsum("hd,hnd->hn", each, k) + torch.einsum("hd,hnd->hn", query, centre))
+                values.append(v)
+            v = torch.cat(values, 1)[:, seen]
+            scores = torch.cat(products, 1)[:, seen] * record.dim_k**-0.5
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             out.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), v).flatten())

@@ -143,7 +143,8 @@ def _entries(kv: PagedKV) -> np.ndarray:
 class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding.
 
-    `exact`: rows of products stay float32. Else `place` interleaves weights of formats that are worth it, and rows of
+    `exact`: rows of products stay float32, and so do queries, which else are rounded where the processor multiplies
+    bytes (`fixed.rounded_query`). Else `place` interleaves weights of formats that are worth it, and rows of
     their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the memory
     of what was read of a file.
     """

@@ -34,6 +34,19 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (whole * scale.double()).flatten(1)
 
 
+def rounded_query(q: torch.Tensor) -> torch.Tensor:
+    """float32 [..., D] -> float64 [..., D]: queries as attention multiplies them with packed keys of 8 or 4 bits where
+    the processor multiplies bytes.
+
+    As `rounded`, but with one scale for all dims of a query and head.
+    """
+    largest = q.abs().amax(-1, keepdim=True)
+    factor = torch.where(largest > LEAST, torch.full_like(largest, MOST) / largest, 0.0)
+    scaled = q * factor
+    whole = torch.copysign((scaled.abs() + 0.5).floor(), scaled)
+    return whole.double() * (largest / MOST).double()
+
+
 def fixed_matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None) -> torch.Tensor:
     """`matmul` of the rows of x [T, cols] in fixed point, with sums that are exact but for one rounding."""
     return matmul(rounded(x), weights, add_to)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcli.kernels.reference.sums import exp, tanh, total
+from kvcli.kernels.reference.sums import exp, sqrt, tanh, total
 
 CLAMP = 7.0
 
@@ -15,7 +15,7 @@ CLAMP = 7.0
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim; x [..., D], weight [D] (arXiv 1910.07467)."""
     mean = total(x * x) / x.shape[-1]
-    return x * (1.0 / torch.sqrt(mean + eps))[..., None] * weight
+    return x * (1.0 / sqrt(mean + eps))[..., None] * weight
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -65,7 +65,7 @@ def cut_gates(x: torch.Tensor, cutoff: float) -> torch.Tensor:
     gates = x[:, : x.shape[1] // 2]
     mean = (total(gates) / gates.shape[1])[:, None]
     variance = (total((gates - mean).square()) / gates.shape[1])[:, None]
-    gates.copy_((gates - (mean + variance.sqrt() * cutoff)).clamp(min=0))
+    gates.copy_((gates - (mean + sqrt(variance) * cutoff)).clamp(min=0))
     return x
 
 

@@ -95,6 +95,14 @@ def total(x: torch.Tensor) -> torch.Tensor:
     return fold(x.movedim(-1, 0).clone(memory_format=torch.contiguous_format))
 
 
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """The square root as IEEE 754 rounds it: that of a vector library is off by a bit here and there.
+
+    A double's root, even if off by its last bits, is on the right side of the middle between two floats.
+    """
+    return x.double().sqrt_().float()
+
+
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e^x for x <= 88, within 2 ulp; below -87.3 it is 0 (Cephes' polynomial, range reduced by ln 2 in two parts)."""
     r = x.clamp(-87.3, 88.0)
