@@ -40,10 +40,11 @@ def is_sealed(identity: Identity) -> bool:
 
 
 def is_exact(computed_on: str) -> bool:
-    """Whether products were computed without rounding activations, as --exact asks; kernels of some CPUs always do.
-    `computed_on`: see `enginecaches.computed_on`."""
-    cpu = computed_on.startswith("cpu ")
-    return not computed_on.endswith(" in fixed point") if cpu else computed_on.endswith(" exact")
+    """Whether products were computed without rounding activations because --exact asked for it: not where kernels never
+    round. `computed_on`: see `enginecaches.computed_on`."""
+    if computed_on.startswith("cpu native ") and computed_on != "cpu native base":
+        return not computed_on.endswith(" in fixed point")
+    return computed_on.startswith("cuda ") and computed_on.endswith(" exact")
 
 
 def row_fields(identity: Identity) -> dict[str, str]:
