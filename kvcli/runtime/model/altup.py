@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcli.kernels import Backend
-from kvcli.kernels.reference.sums import tanh, total
+from kvcli.kernels.reference.sums import sqrt, tanh, total
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.model.decoder import Decoder, DecoderWeights, Matrices, Sublayer
@@ -148,4 +148,4 @@ class AltUpDecoder(Decoder):
 def _as_long(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Rows x [T, D], as long as those of `other`."""
     squares, wanted = (total(each * each) / each.shape[1] for each in (x, other))
-    return x * (wanted.sqrt() / squares.clamp(min=_LEAST_SQUARE).sqrt())[:, None]
+    return x * (sqrt(wanted) / sqrt(squares.clamp(min=_LEAST_SQUARE)))[:, None]
