@@ -21,7 +21,7 @@ from kvcli.kernels.gpu.launching import Variant, collecting
 from kvcli.options import CacheOptions
 from kvcli.runtime.config import ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.engine.graph import tokengraph
+from kvcli.runtime.engine.graph import nexttoken
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.headers.shapes import config_from_recipe
 from kvcli.runtime.host.device import Device
@@ -112,7 +112,11 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
     def collect(variants: set[Variant], threads: int) -> None:
         found.update(variants)
 
-    with assumed(chip), mock.patch.object(tokengraph, "compile_all", collect):
+    with (
+        assumed(chip),
+        mock.patch.object(nexttoken, "compile_all", collect),
+        mock.patch.object(past, "library_takes", lambda *heads: True),
+    ):
         decoder = load(config, HollowWeights(model), GpuBackend(META))
         budget = Budget(1 << 42, "", 0, 0, CUDA)
         terms = Terms.settle(config, WeightBytes(0, 0, 0, "assumed", ""), cache, budget, 1)

@@ -51,9 +51,9 @@ runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.lo
 runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
-runtime.engine.graph.pages runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts
-runtime.engine.graph.tokengraph runtime.engine.guard runtime.engine.sampler
-runtime.engine.scheduler runtime.engine.steplist
+runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
+runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
+runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
 runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles

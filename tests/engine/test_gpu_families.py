@@ -1,4 +1,5 @@
-"""Families whose tokens have no graph: their steps on a GPU are those of the reference."""
+"""Families for whose tokens the kernels of the token graph are not enough: their steps on a GPU are those of the
+reference, without graphs and with those of the decoder's own pass."""
 
 from __future__ import annotations
 
@@ -10,28 +11,101 @@ from gpucases import DEVICE
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.graph import nexttoken, stepgraph, tokengraph
+from kvcli.runtime.engine.graph.rowgraph import RowGraph
+from kvcli.runtime.engine.graph.stepgraph import StepGraph
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
 
+LIMITS = {"f16": 1e-4, "int8": 2e-3}
+
+
+class OnGpu(Loaded):
+    """A model with its graphs. `graphs`: whether they are used where they can be."""
+
+    def __init__(self, variant: str, types: str, graphs: bool, retention: Retention | None = None, tail: int = 1):
+        path = tiny.make(variant).path
+        super().__init__(path, "reference", types=types)
+        self.model = load(self.config, Weights(GGUFFile.open(path)), GpuBackend(torch.device(DEVICE)))
+        layout = KVLayout.build(self.config, types, types, 16, tail=tail).by_layer(True).evicting(retention)
+        self.pool = PagePool(layout, device=self.model.ops.device)
+        self.token = RowGraph(self.model, layout, 96) if graphs else None
+        self.steps = StepGraph(self.model, layout, 96) if graphs else None
+        self.by_graph = 0
+
+    @torch.inference_mode()
+    def run(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
+        """Of one row that follows another the last logits alone, [1, vocab]."""
+        if self.token is not None and len(ids) == 1:
+            return self.token.run(seq, ids[0])[None].clone()
+        part, hidden = seq.reserve(ids), None
+        if self.steps is not None:
+            hidden = self.steps.run(part)
+            self.by_graph += hidden is not None
+            self.token.unbind()
+        if hidden is None:
+            hidden = self.model.hidden(Step((part,)))
+        seq.commit(ids)
+        return self.model.logits(hidden)
+
+
+def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) -> None:
+    """Steps of so many rows have the same probabilities."""
+    seqs, at = (Sequence(theirs.pool), Sequence(ours.pool)), 0
+    for count in counts:
+        expected, found = (m.run(s, IDS[at : at + count]) for m, s in zip((theirs, ours), seqs, strict=True))
+        p, q = (x.double().log_softmax(-1) for x in (expected[-len(found) :], found.cpu()))
+        assert (p.exp() * (p - q)).sum(-1).max() < limit, at
+        at += count
+    assert seqs[0].tokens == seqs[1].tokens
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "types", "limit"),
-    [("llama4", "f16", 1e-4), ("gemma4", "int8", 2e-3), ("gemma4-experts", "f16", 1e-4), ("gemma3n", "f16", 1e-4)],
+    ("variant", "types"), [("llama4", "f16"), ("gemma4", "int8"), ("gemma4-experts", "f16"), ("gemma3n", "f16")]
 )
-def test_steps_are_those_of_the_reference(variant: str, types: str, limit: float):
+def test_steps_are_those_of_the_reference(variant: str, types: str):
     """Prompts and single tokens, in the middle of pages, across their ends, beyond windows and chunks."""
-    path = tiny.make(variant).path
     with one_thread():
-        theirs, ours = Loaded(path, "reference", types=types), Loaded(path, "reference", types=types)
-        ours.model = load(ours.config, Weights(GGUFFile.open(path)), GpuBackend(torch.device(DEVICE)))
-        ours.pool = PagePool(ours.pool.layout.by_layer(True), device=ours.model.ops.device)
-        seqs, at = (Sequence(theirs.pool), Sequence(ours.pool)), 0
-        for count in (18, 1, 14, 1):
-            expected, found = (m.run(s, IDS[at : at + count]) for m, s in zip((theirs, ours), seqs, strict=True))
-            p, q = (x.double().log_softmax(-1) for x in (expected, found.cpu()))
-            assert (p.exp() * (p - q)).sum(-1).max() < limit
-            at += count
+        alike(OnGpu(variant, types, False), Loaded(tiny.make(variant).path, "reference", types=types), (18, 1, 14, 1),
+              LIMITS[types])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "types", "counts"),
+    [
+        ("llama4", "f16", (18, 1, 1, 11, 1, 1, 1)),
+        ("gemma4", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
+        ("gemma4-keys", "f16", (30, 1, 1, 1)),
+        ("gemma4-experts", "f16", (30, 1, 1, 1)),
+        ("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
+        ("gemma3n-three", "f16", (30, 1, 1, 1)),
+    ],
+)
+def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """Single tokens and several, across the ends of pages, of windows and of chunks."""
+    monkeypatch.setattr(stepgraph, "ROWS", (16, 32))
+    for module in (stepgraph, nexttoken):
+        monkeypatch.setattr(module, "SMALLEST_BUCKET", 64)
+    with one_thread():
+        ours = OnGpu(variant, types, True)
+        assert tokengraph.unsupported(ours.model)
+        alike(ours, Loaded(tiny.make(variant).path, "reference", types=types), counts, LIMITS[types])
+    assert ours.by_graph == (0 if ours.config.experts else sum(n > 1 for n in counts))
+
+
+@pytest.mark.slow
+def test_a_graph_where_old_rows_go_and_each_row_is_sealed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nexttoken, "SMALLEST_BUCKET", 32)
+    retention = Rolling(5, 32, 16)
+    with one_thread():
+        ours, theirs = OnGpu("gemma3n", "int8", True, retention, tail=0), Loaded(tiny.make("gemma3n").path, "reference")
+        theirs.pool = PagePool(KVLayout.build(theirs.config, "int8", "int8", 16, tail=0).evicting(retention))
+        alike(ours, theirs, (46, 1, 1, 1), LIMITS["int8"])

@@ -33,8 +33,8 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING
 from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_tokens
+from kvcli.runtime.engine.graph import nexttoken, tokengraph
 from kvcli.runtime.engine.graph import pages as graph_pages
-from kvcli.runtime.engine.graph import tokengraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.formats.adapter import open_all
@@ -54,7 +54,7 @@ LIMITS = {"f16": 2e-5, "int8": 1e-3, "int4": 1e-3}
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(tokengraph, "SMALLEST_BUCKET", 32)
+    monkeypatch.setattr(nexttoken, "SMALLEST_BUCKET", 32)
     if DEVICE == "cpu":  # the interpreter takes its time for each step of each program
         monkeypatch.setattr(products, "tiles", _few_programs)
     with one_thread(), torch.inference_mode():

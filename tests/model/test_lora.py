@@ -140,7 +140,9 @@ def test_what_is_refused(how: dict, message: str, tmp_path: Path, monkeypatch: p
     assert message in caught.value.message and "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize(("element", "scale"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, 1e40)])
+@pytest.mark.parametrize(
+    ("element", "scale"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, 1e40), (1.0, 1e30), (1.0, 9000.0)]
+)
 def test_numbers_that_are_none_are_the_fault_of_the_adapter(
     element: float, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

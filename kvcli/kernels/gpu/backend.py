@@ -26,13 +26,14 @@ from kvcli.kernels.gpu.pages import (
     Asked,
     BoundStretch,
     DevicePages,
+    Sealing,
     device_pages,
     half_angles,
     lists_of_step,
     page_lists,
 )
 from kvcli.kernels.gpu.rows import normed_together, prepare, with_values
-from kvcli.kernels.gpu.seal import seal
+from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import pointwise
 from kvcli.kernels.reference.experts import ExpertMatrices
@@ -233,10 +234,13 @@ class GpuBackend:
 
 def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer) -> torch.Tensor:
     """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
-    pages, lists = bound.pages, bound.pages.lists
-    queries = prepare(qkv, normed_together(qkv, layer, pages.record.dim_k), pages)
-    if pages.open is not None:
-        seal(pages, 0, len(lists.into) * pages.record.page_size)  # those that the step fills
+    pages, record = bound.pages, bound.pages.record
+    qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
+    queries = prepare(qkv, normed_together(qkv, layer, record.dim_k), pages)
+    if layer.stores and bound.sealing == Sealing.PAGES:
+        seal(pages, 0, len(pages.lists.into) * record.page_size)
+    elif layer.stores and bound.sealing == Sealing.ROW:
+        seal_step(pages, by_row=True)
     partials = Partials.empty(len(qkv), layer.heads, pages, bound.parts)
     out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages, sinks=layer.sinks)
     assert out is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -97,6 +98,14 @@ class DevicePages:
         return (self, self.lists.into) if self.open is None else (self.open, self.lists.open_into)
 
 
+class Sealing(Enum):
+    """What a step over bound pages seals once its rows are stored: nothing, the pages that it fills, or its one row."""
+
+    NOTHING = 0
+    PAGES = 1
+    ROW = 2
+
+
 class BoundStretch(NamedTuple):
     """Rows [lo, hi) of a step over one layer's pages whose lists stand on the device already; the last rows may be
     none. `parts`: programs that each block of queries has, of each head."""
@@ -105,6 +114,7 @@ class BoundStretch(NamedTuple):
     hi: int
     pages: DevicePages
     parts: int
+    sealing: Sealing
 
 
 class HostLists(NamedTuple):

@@ -189,18 +189,33 @@ def attend_past(queries: Queries, pages: DevicePages, to: Partials) -> None:
 def _library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of all q [T, heads, dim_k], scaled for exponents of 2, over all rows k, v [n, kv_heads, dim] -> float16
     [T, heads, dim_v], and the logarithm of the sum of weights, float32 [heads, T]."""
-    if INTERPRETED and not q.is_cuda:
-        return _plain(q, k, v)
+    dim_v, width = v.shape[-1], _width(q.shape[-1], v.shape[-1])
+    found, weights = (_plain if INTERPRETED and not q.is_cuda else _cudnn)(*(_widened(x, width) for x in (q, k, v)))
+    return found[..., :dim_v].contiguous(), weights
+
+
+def _width(dim_k: int, dim_v: int) -> int:
+    """Elements of a head as the library has them: of keys as many as of values, and a multiple of 8."""
+    return -(-max(dim_k, dim_v) // 8) * 8
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """x [..., dim] with zeros behind it."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_library` for heads of one width."""
     by_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_heads, None, True, 0.0, False, False, scale=LN2)
-    return found[0].squeeze(0).transpose(0, 1).contiguous(), found[1].view(q.shape[1], q.shape[0]).contiguous()
+    return found[0].squeeze(0).transpose(0, 1), found[1].view(q.shape[1], q.shape[0]).contiguous()
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_library` in plain torch."""
+    """`_cudnn` in plain torch."""
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("thd,nhd->htn", q.float(), k) * LN2
-    return torch.einsum("htn,nhd->thd", scores.softmax(-1), v).half().contiguous(), scores.logsumexp(-1)
+    return torch.einsum("htn,nhd->thd", scores.softmax(-1), v).half(), scores.logsumexp(-1)
 
 
 def least_pages(record: RecordLayout, rows: int, layer: AttentionLayer, device: torch.device) -> int:
@@ -211,11 +226,11 @@ def least_pages(record: RecordLayout, rows: int, layer: AttentionLayer, device: 
 
 @cache
 def library_takes(device: torch.device, dim_k: int, dim_v: int) -> bool:
-    """Whether the library computes with such heads on that device."""
+    """Whether the library computes with such heads on that device, and what it should."""
     shapes = (16, 2, dim_k), (16, 1, dim_k), (16, 1, dim_v)
-    q, k, v = (torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes)
+    q, k, v = (torch.arange(math.prod(shape), device=device).sin().half().view(shape) for shape in shapes)
     try:
-        _library(q, k, v)
+        found = _library(q, k, v)
     except RuntimeError:
         return False
-    return True
+    return all(torch.allclose(x.float(), y.float(), atol=0.01) for x, y in zip(found, _plain(q, k, v), strict=True))

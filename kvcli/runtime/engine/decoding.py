@@ -13,7 +13,7 @@ from kvcli.runtime.engine.sampler import Sampler, uniform
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.sample import DeviceSampler
-    from kvcli.runtime.engine.graph.tokengraph import TokenGraph
+    from kvcli.runtime.engine.graph.nexttoken import NextToken
 
 
 def host_tokens(
@@ -29,7 +29,7 @@ def host_tokens(
 
 
 def graph_tokens(
-    graph: TokenGraph, vocab_size: int, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
+    graph: NextToken, vocab_size: int, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
 ) -> Generator[int, None, None]:
     """Ids that follow `history`, whose rows `seq` holds and whose last one gave `logits` [vocab].
 
@@ -56,7 +56,7 @@ class DeviceTokens:
     Iterate for ids. One row more than was asked for may be computed; `close` takes it back.
     """
 
-    def __init__(self, graph: TokenGraph, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
+    def __init__(self, graph: NextToken, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
         self.graph, self.seq, self.sampler, self.device_sampler = graph, seq, sampler, device_sampler
         self._uniform = torch.zeros(1, device=graph.device)
         self._token = torch.zeros(1, dtype=torch.int64, device=graph.device)  # the newest one

@@ -36,8 +36,8 @@ from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
 
 if TYPE_CHECKING:
+    from kvcli.runtime.engine.graph.nexttoken import NextToken
     from kvcli.runtime.engine.graph.stepgraph import StepGraph
-    from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 
 
 class Engine:
@@ -107,21 +107,19 @@ class Engine:
         """What stays of a sequence longer than the context; None = there is none."""
         return self.layout.retention
 
-    def _token_graph(self) -> tuple[str, TokenGraph | None]:
-        """The fast way of single tokens on a GPU; None on a CPU, with --exact and, with the reason in front, for models
-        that it cannot compute."""
+    def _token_graph(self) -> tuple[str, NextToken | None]:
+        """The fast way of single tokens on a GPU; None on a CPU and with --exact. In front, why it is not the fastest
+        one, if it is not."""
         if self.device.kind != CUDA or self.loaded.exact:
             return "", None
-        from kvcli.runtime.engine.graph import stepgraph, tokengraph
+        from kvcli.runtime.engine.graph import rowgraph, stepgraph, tokengraph
 
-        reason = tokengraph.unsupported(self.model)
-        if reason:
-            return f"slow path (each token as a prompt of one): {reason}", None
-        sizes = self.model, self.layout, self.ctx_size
-        graph, steps = tokengraph.TokenGraph(*sizes), stepgraph.StepGraph(*sizes)
+        sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)
+        graph = rowgraph.RowGraph(*sizes) if reason else tokengraph.TokenGraph(*sizes)
+        steps = stepgraph.StepGraph(*sizes)
         graph.compile((self._dry_run, steps.dry_run))
         self.steps = steps
-        return "", graph
+        return f"slower path (tokens by the kernels of prompts): {reason}" if reason else "", graph
 
     def _dry_run(self) -> None:
         """Prompts that need every kernel that prompts need: long ones, and short ones, whose keys have no mean yet."""
@@ -224,7 +222,7 @@ class Engine:
         for request, _ in work:
             request.feed(next(logits) if request.newest else None)
 
-    def _one_row(self, graph: TokenGraph, seq: Sequence, token: int) -> torch.Tensor:
+    def _one_row(self, graph: NextToken, seq: Sequence, token: int) -> torch.Tensor:
         """Run one token as the next row, as those of an answer are -> its logits [vocab]."""
         graph.unbind()
         logits = graph.run(seq, token)

@@ -130,7 +130,7 @@ class Decoder:
         """Each layer's own embedding of the step's tokens: float32 [T, layers, d_token]."""
         d, c = self.config.d_token, self.config
         projected = (self.ops.matmul(x, tokens.projection) * c.d_model**-0.5).unflatten(1, (-1, d))
-        ids = torch.where(step.ids < tokens.count, step.ids, 0)
+        ids = step.ids * (step.ids < tokens.count)
         own = self.ops.rows(tokens.rows[0], ids, d**0.5).unflatten(1, (-1, d))
         return (self.ops.rms_norm(projected, tokens.norm, c.norm_eps) + own) * 0.5**0.5
 

@@ -130,10 +130,11 @@ def _low_rank(file: ModelFile, pair: Pair, embedding: bool) -> LowRank:
     """What an adapter adds to a matrix. For the embedding the adapter has both parts turned."""
     a, b = (QuantTensor(x.type, _bytes(file, x.name).view(x.shape[0], -1), x.shape[1]) for x in (pair.a, pair.b))
     largest = [float(x.decode().abs().max()) for x in (a, b)]  # NaN where an element is
-    if not abs(pair.scale) * pair.rank * largest[0] * largest[1] < torch.finfo(torch.float32).max:
+    limit = torch.finfo(torch.float16).max
+    if not abs(pair.scale) * pair.rank * largest[0] * largest[1] <= limit:
         raise ModelError(
-            f"the LoRA adapter {file.path} has elements in {pair.a.name} and its pair that are no numbers, or are none"
-            f" when they are multiplied by {pair.scale:g}",
+            f"the LoRA adapter {file.path} has elements in {pair.a.name} and its pair that are no numbers, or may add"
+            f" more than {limit:,.0f} to an element of the matrix when they are multiplied by {pair.scale:g}",
             "the adapter is damaged, or its scale is too large (`lora`)",
         )
     if embedding:

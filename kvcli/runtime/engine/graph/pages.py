@@ -12,7 +12,7 @@ import torch
 from kvcli.kernels.gpu.attention import block_rows, part_count, programs
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS, most_parts
-from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, half_angles
+from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, Sealing, half_angles
 from kvcli.kernels.gpu.places import check_slots
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
 from kvcli.kernels.paged import CENTRE_ROWS, Basis
@@ -94,6 +94,13 @@ class GroupTables:
         self._table = np.zeros(0, np.int64)
         self._bound: tuple[Layers, int] | None = None
         self._positions = range(0)
+
+    @property
+    def sealing(self) -> Sealing:
+        """What a step seals before its rows look at the pages."""
+        if not self.group.sealed or (self.rows == 1 and self.group.tail):  # a token's page is sealed behind it
+            return Sealing.NOTHING
+        return Sealing.PAGES if self.group.tail else Sealing.ROW
 
     def parts(self, bucket: int) -> int:
         """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""

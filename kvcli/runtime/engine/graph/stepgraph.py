@@ -41,7 +41,7 @@ class BoundPart:
     def stretch(self, layer: int, lo: int, hi: int) -> BoundStretch:
         """See `Part.stretch`."""
         tables, _ = self.pages.of(layer)
-        return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket))
+        return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket), tables.sealing)
 
 
 class Rows:

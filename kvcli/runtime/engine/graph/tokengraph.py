@@ -2,40 +2,32 @@
 
 Per layer: q/k/v product; norms of heads, RoPE, rotation, store; attention in splits; their combination, which is also
 the next product's vector; output product; gate/up product; down product. Each product leaves the vector of the next
-one, already normed and quantized (see kernels/gpu/matvec.py). What changes from token to token (token, position, page
-tables) stands in device memory, so one graph serves a whole range of contexts.
+one, already normed and quantized (see kernels/gpu/matvec.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from kvcli.kernels import ExpertLayer, PagedKV
+from kvcli.kernels import ExpertLayer
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
-from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, normed_together, prepare
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.gpu.settle import LAYER_NORM, NO_NORM, RMS_NORM, UNCHANGED, NextNorm, activate, settle
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import LAYER, RMS, ModelConfig, RopeConfig
-from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.config import LAYER, RMS, ModelConfig
+from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.engine.graph.tokenexperts import TokenExperts, expert_matrices
-from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
-from kvcli.runtime.model.sealing import fix_bases, fixes_basis
-
-SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
-SEALING = 0
 
 
 def unsupported(model: Decoder) -> str:
@@ -82,16 +74,14 @@ def _widths(model: Decoder) -> Iterator[int]:
             yield c.experts.shared_ff
 
 
-class TokenGraph:
-    """The model's next-token computation for one sequence at a time: `bind` it, then `run` row after row."""
+class TokenGraph(NextToken):
+    """The next token by kernels of its own; see `unsupported`."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
-        self.model, self.layout, self.ctx_size = model, layout, ctx_size
-        self.device: torch.device = model.ops.device
+        super().__init__(model, layout, ctx_size)
         c, w, floats = model.config, model.weights, self._floats
         keep = any(m.format.kind == PLAIN or m.change for m in _matrices(model))
-        self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
-        self.logits, self.residual, self.row = floats(c.vocab_size), floats(c.d_model), floats(1, c.d_model)
+        self.residual, self.row = floats(c.d_model), floats(1, c.d_model)
         self.x = Activations.empty(c.d_model, keep, self.device)
         self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
         mixtures = [each.inner for each in w.sublayers if isinstance(each.inner, ExpertLayer)]
@@ -102,115 +92,12 @@ class TokenGraph:
         self.up = floats(max((m.rows for x in inner if isinstance(x, FeedForward) for m in x.gate_up), default=0))
         self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
         self.y = floats(c.d_model)
-        self._pages = GraphPages(model, layout, ctx_size, self.position)
         self._queries = [  # and turned ones
             Queries.empty(2, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
         ]
         self._partials: dict[tuple[int, int], Partials] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
-        self._next: tuple[Sequence | None, int] = (None, -1)
         self.pdl = AFTER if Chip.of(self.device).ahead and not INTERPRETED else SERIAL
         self._post_squares: dict[int, torch.Tensor] = {}
-
-    def _floats(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.float32, device=self.device)
-
-    def unbind(self) -> None:
-        """Forget which sequence comes next: position, means and scales are set again."""
-        self._next = (None, -1)
-
-    @torch.inference_mode()
-    def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
-        """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
-
-        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
-        graph is captured.
-        """
-        part = seq.reserve([-1 if token is None else token])
-        if token is not None:
-            self.token.fill_(token)
-        rows = max(g.rows_seen(part.start + 1) for g in self.layout.groups)
-        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
-        if self._pages.bind(part, bucket):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._graphs.clear()
-        if self._next != (seq, part.start):
-            self.position.fill_(part.start)
-            self._pages.bind_bases(part)
-        logits = self._replay(bucket)
-        self._fix_bases(part)
-        self._seal(part.start + 1)
-        seq.commit([-1 if token is None else token])
-        self._next = (seq, part.start + 1)
-        self.position.add_(1)
-        return logits
-
-    def _fix_bases(self, part: Part) -> None:
-        """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
-        fixed = False
-        for layers, group in zip(part.groups, self.layout.groups, strict=True):
-            if not fixes_basis(layers[0], part.start + 1):  # in a group all or none do
-                continue
-            alike: dict[RopeConfig | None, list[PagedKV]] = {}
-            for kv, layer in zip(layers, group.layers, strict=True):
-                alike.setdefault(self.model.config.layers[layer].rope, []).append(kv)
-            for rope, some in alike.items():
-                fix_bases(self.model.ops, some, self.model.ropes.table(rope))
-            fixed = True
-        if fixed:
-            self._pages.bind_bases(part)
-
-    def _replay(self, bucket: int) -> torch.Tensor:
-        """Compute a row that sees up to `bucket` rows, by the graph for that many."""
-        if self.device.type != "cuda":  # Triton's interpreter
-            self.launch(bucket)
-            return self.logits
-        graph = self._graphs.get(bucket)
-        if graph is None:
-            graph = self._capture(bucket, lambda: self.launch(bucket))
-        graph.replay()
-        return self.logits
-
-    def _seal(self, rows: int) -> None:
-        """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
-        leaving = (g.newly_sealed(rows - 1, rows) for g in self.layout.groups if g.sealed and g.tail)
-        if all(first >= last for first, last in leaving):
-            return
-        if self.device.type != "cuda":
-            self._launch_sealing()
-            return
-        graph = self._graphs.get(SEALING)
-        if graph is None:
-            graph = self._capture(SEALING, self._launch_sealing)
-        graph.replay()
-
-    def _launch_sealing(self) -> None:
-        for pages, layers, strides in self._pages.sealed_runs():
-            seal_step(pages, layers=layers, strides=strides)
-
-    def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
-        launch()
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
-        self._graphs[key] = graph
-        return graph
-
-    def compile(self, others: tuple[Callable[[], None], ...]) -> None:
-        """Compile what `others` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
-        with collecting() as variants, torch.inference_mode():
-            for other in others:
-                other()
-            bucket = SMALLEST_BUCKET
-            self.launch(bucket)
-            while bucket < self.ctx_size:
-                bucket *= 2
-                self.launch(bucket)
-            self._launch_sealing()
-        compile_all(variants, len(usable_cpus()))
 
     def launch(self, bucket: int) -> None:
         """Every kernel of a token, for up to `bucket` rows."""

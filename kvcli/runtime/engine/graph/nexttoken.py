@@ -1,0 +1,144 @@
+"""`NextToken`: what all graphs of single tokens have in common, whichever kernels they launch.
+
+What changes from token to token (token, position, page tables) stands in device memory, so one graph serves a whole
+range of contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvcli.kernels import PagedKV
+from kvcli.kernels.gpu.launching import collecting, compile_all
+from kvcli.kernels.gpu.seal import seal_step
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.sequence import Part, Sequence
+from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.host.cores import usable_cpus
+from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.model.sealing import fix_bases, fixes_basis
+
+SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
+SEALING = 0
+
+
+class NextToken:
+    """The model's next-token computation for one sequence at a time: `run` it row after row. `launch` is for subclasses
+    to write."""
+
+    def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
+        self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self.device: torch.device = model.ops.device
+        self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.logits = self._floats(model.config.vocab_size)
+        self._pages = GraphPages(model, layout, ctx_size, self.position)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
+        self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._next: tuple[Sequence | None, int] = (None, -1)
+
+    def launch(self, bucket: int) -> None:
+        """Every kernel of a token, for up to `bucket` rows: from `token` and `position` to `logits`."""
+        raise NotImplementedError
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.float32, device=self.device)
+
+    def unbind(self) -> None:
+        """Forget which sequence comes next: position, means and scales are set again."""
+        self._next = (None, -1)
+
+    @torch.inference_mode()
+    def run(self, seq: Sequence, token: int | None = None) -> torch.Tensor:
+        """Compute the next row of `seq`, whose token is `token` or, if None, stands in `self.token` -> logits [vocab].
+
+        The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
+        graph is captured.
+        """
+        part = seq.reserve([-1 if token is None else token])
+        if token is not None:
+            self.token.fill_(token)
+        rows = max(g.rows_seen(part.start + 1) for g in self.layout.groups)
+        bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+        if self._pages.bind(part, bucket):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._graphs.clear()
+        if self._next != (seq, part.start):
+            self.position.fill_(part.start)
+            self._pages.bind_bases(part)
+        logits = self._replay(bucket)
+        self._fix_bases(part)
+        self._seal(part.start + 1)
+        seq.commit([-1 if token is None else token])
+        self._next = (seq, part.start + 1)
+        self.position.add_(1)
+        return logits
+
+    def _fix_bases(self, part: Part) -> None:
+        """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
+        fixed = False
+        for layers, group in zip(part.groups, self.layout.groups, strict=True):
+            if not fixes_basis(layers[0], part.start + 1):  # in a group all or none do
+                continue
+            alike: dict[RopeConfig | None, list[PagedKV]] = {}
+            for kv, layer in zip(layers, group.layers, strict=True):
+                alike.setdefault(self.model.config.layers[layer].rope, []).append(kv)
+            for rope, some in alike.items():
+                fix_bases(self.model.ops, some, self.model.ropes.table(rope))
+            fixed = True
+        if fixed:
+            self._pages.bind_bases(part)
+
+    def _replay(self, bucket: int) -> torch.Tensor:
+        """Compute a row that sees up to `bucket` rows, by the graph for that many."""
+        if self.device.type != "cuda":  # Triton's interpreter
+            self.launch(bucket)
+            return self.logits
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            graph = self._capture(bucket, lambda: self.launch(bucket))
+        graph.replay()
+        return self.logits
+
+    def _seal(self, rows: int) -> None:
+        """Encode what leaves the 16-bit tail as the last of `rows` rows comes."""
+        leaving = (g.newly_sealed(rows - 1, rows) for g in self.layout.groups if g.sealed and g.tail)
+        if all(first >= last for first, last in leaving):
+            return
+        if self.device.type != "cuda":
+            self._launch_sealing()
+            return
+        graph = self._graphs.get(SEALING)
+        if graph is None:
+            graph = self._capture(SEALING, self._launch_sealing)
+        graph.replay()
+
+    def _launch_sealing(self) -> None:
+        for pages, layers, strides in self._pages.sealed_runs():
+            seal_step(pages, layers=layers, strides=strides)
+
+    def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
+        launch()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            launch()
+        self._graphs[key] = graph
+        return graph
+
+    def compile(self, others: tuple[Callable[[], None], ...]) -> None:
+        """Compile what `others` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
+        with collecting() as variants, torch.inference_mode():
+            for other in others:
+                other()
+            bucket = SMALLEST_BUCKET
+            self.launch(bucket)
+            while bucket < self.ctx_size:
+                bucket *= 2
+                self.launch(bucket)
+            self._launch_sealing()
+        compile_all(variants, len(usable_cpus()))
