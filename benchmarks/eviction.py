@@ -28,7 +28,7 @@ import torch
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import Token
-from kvcli.runtime.evaluate import recall
+from kvcli.runtime.evaluate import answers, tasks
 from kvcli.runtime.host.memory import process_bytes
 from kvcli.runtime.hub import modelfiles
 
@@ -147,13 +147,14 @@ def ask_by_depth(options: argparse.Namespace) -> dict[str, Any]:
         engine = opened(options, options.cache_type.split(",")[0], 2 * options.window, EvictOptions(policy, window))
         cells = []
         for depth in depths:
-            asked = [
-                recall.question(engine.tokenizer, 2 * options.window, depth, seed) for seed in range(options.trials)
-            ]
-            answers = [recall.ask(engine, engine.pool, question) for question in asked]
-            nll, exact = sum(a.nll for a in answers) / len(answers), sum(a.exact for a in answers)
-            found.append({"policy": policy, "depth": depth, "exact": exact, "trials": len(answers), "nll": nll})
-            cells.append(f"{exact}/{len(answers)} {nll:.2f}")
+            scores = []
+            for seed in range(options.trials):
+                asked = tasks.example(engine.tokenizer, tasks.RECALL, 2 * options.window, seed, depth)
+                predicted = answers.predictions(engine, asked)
+                scores.append(answers.score(predicted, predicted, asked.answer))
+            nll, exact = sum(a.nll for a in scores) / len(scores), sum(a.exact for a in scores)
+            found.append({"policy": policy, "depth": depth, "exact": exact, "trials": len(scores), "nll": nll})
+            cells.append(f"{exact}/{len(scores)} {nll:.2f}")
         stays = "everything" if engine.retention is None else str(engine.retention)
         print(f"| {policy} | {stays} | {' | '.join(cells)} |", flush=True)
     return {"ctx": 2 * options.window, "window": options.window, "recall": found}

@@ -54,7 +54,7 @@ runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engi
 runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
-runtime.evaluate.quality runtime.evaluate.recall runtime.evaluate.recompute runtime.evaluate.uncached
+runtime.evaluate.answers runtime.evaluate.quality runtime.evaluate.recompute runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles
 runtime.promptcache.prefix runtime.promptcache.saved runtime.promptcache.userfile runtime.promptcache.writer
@@ -138,11 +138,12 @@ print(json.dumps(guilty))
 
 
 def test_every_dependency_is_used() -> None:
-    """And what is used is a dependency. pip is run as a program, by `kvcli.runtime.hub.sources`."""
+    """And what is used is a dependency, or one of an extra. pip is run as a program, by `kvcli.runtime.hub.sources`."""
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     listed = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
-    assert listed is not None
-    named = {name.lower() for name in re.findall(r'^ +"([\w-]+)', listed[1], re.M)}
+    plot = re.search(r"^plot = \[(.*)\]", project, re.M)
+    assert listed is not None and plot is not None
+    named = {name.lower() for name in re.findall(r'^ +"([\w-]+)', listed[1], re.M) + re.findall(r'"([\w-]+)', plot[1])}
     others = {"nvidia-ml-py": "pynvml", "prompt-toolkit": "prompt_toolkit"}
     wanted = {others.get(name, name) for name in named} - {"pip"}
     found = set()

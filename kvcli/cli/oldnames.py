@@ -78,7 +78,7 @@ OLD_NAMES: dict[str, dict[str, str]] = {
         "types[].by_text[].ppl_delta": "types[].by_text[].ppl_delta_percent",
         "types[].by_text[].top1": "types[].by_text[].top1_percent",
     },
-    "eval recall": {
+    "eval": {
         "results[].ctx": "results[].ctx_size",
         "results[].depth": "results[].depth_percent",
         "results[].exact": "results[].exact_trials",

@@ -179,8 +179,8 @@ def test_what_is_wrong_in_a_variable(name: str, kv: Caller, monkeypatch: pytest.
 def test_measuring_takes_the_model_and_nothing_else(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of kv perplexity are no contexts, lists of types no types."""
     names = {words: {each.name for each in settings.shared(words, c.params)} for words, c in COMMANDS.items()}
-    assert {"model", "threads", "device"} < names[("bench",)] & names[("perplexity",)] & names[("eval", "recall")]
-    for words in (("bench",), ("perplexity",), ("eval", "recall"), ("estimate",)):
+    assert {"model", "threads", "device"} < names[("bench",)] & names[("perplexity",)] & names[("eval",)]
+    for words in (("bench",), ("perplexity",), ("eval",), ("estimate",)):
         assert not names[words] & {"ctx_size", "cache_type", "cache_type_k", "seed", "evict", "window", "page_size"}
     assert {"ctx_size", "cache_type", "evict", "no_stdin"} < names[("cache", "build")]
     assert names[("tokenize",)] == {"model"} and "cache_dir" in names[("cache", "ls")]
@@ -253,8 +253,8 @@ def test_show_says_where_each_value_is_from(config: Path, kv_here: KvHere, monke
         (one,) = json.loads(kv_here("config", "show", name, "--json")[1])["settings"]
         assert (one["name"], one["value"], one["origin"]) == (name.replace("no-", ""), value, origin)
     assert kv_here("config", "path") == (0, f"{config}\n", "")
-    config.write_text("[eval.recall]\ntrial = 3")
-    assert "eval.recall.trial in" in kv_here("config", "show")[2]
+    config.write_text("[eval]\ntrial = 3")
+    assert "eval.trial in" in kv_here("config", "show")[2]
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ REFUSED = {
     "bench.bandwidth": ("0", "above 0"),
     "perplexity.max-ppl-delta": ("much", "a percentage"),
     "perplexity.cache-type": ("f16,int3", "'int3' is not a cache type"),
-    "eval.recall.depths": ("0,101", "percentages"),
+    "eval.depths": ("0,101", "percentages"),
     "estimate.gpu": ("voodoo", "no card named"),
     "estimate.ctx-size": ("4k,x", "a number of tokens"),
     "estimate.layers": ("0", "a positive number"),
@@ -360,7 +360,7 @@ def test_every_value_is_checked_where_it_is_read() -> None:
         "cache-mark",
         "text",
         "branch",
-        "seed of eval recall",
+        "seed of eval",
         "model of estimate",
     }
     for words, command in COMMANDS.items():

@@ -73,7 +73,7 @@ def show(
         list[str] | None,
         typer.Argument(
             metavar="[COMMAND]...",
-            help="Show all options of one command, e.g. eval recall, or one setting, e.g. ctx-size.",
+            help="Show all options of one command, e.g. cache build, or one setting, e.g. ctx-size.",
         ),
     ] = None,
     json: JsonFlag = False,

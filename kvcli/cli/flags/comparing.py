@@ -18,7 +18,9 @@ from kvcli.codecs import canonical
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
+    from kvcli.runtime.cache.layout import KVLayout
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.loaded import LoadedModel
 
 
 def _option(*names: str, help: str) -> typer.models.OptionInfo:
@@ -86,18 +88,25 @@ def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
 
 def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: Invocation) -> None:
     """Say of a type that `kv run` would refuse for this model, or that is not put to the test by so many tokens."""
-    from kvcli.runtime.engine import guard
     from kvcli.runtime.evaluate import quality
 
     for each in types:
-        layout = quality.layout_of(engine, each)
-        if reason := guard.weakness(engine.loaded.weights, engine.config, layout):
-            render.warn(f"{reason}; measured all the same", invocation)
-        counts = layout.pages(max(1, tokens - 1), 1)  # that the last token reads
-        sealed = [count for group, count in zip(layout.groups, counts, strict=True) if group.sealed]
-        if sealed and not any(sealed):
-            text = f"{type_name(each)} makes no difference in {tokens:,} tokens: all that is read of them is in 16 bits"
-            render.warn(f"{text}; take more tokens", invocation)
+        warn_of_layout(engine.loaded, quality.layout_of(engine, each), type_name(each), tokens, invocation)
+
+
+def warn_of_layout(loaded: LoadedModel, layout: KVLayout, name: str, tokens: int, invocation: Invocation) -> None:
+    """As above of one setting, which is called `name`, and of an eviction that forgets nothing of so many tokens."""
+    from kvcli.runtime.engine import guard
+
+    if reason := guard.weakness(loaded.weights, loaded.config, layout):
+        render.warn(f"{reason}; measured all the same", invocation)
+    counts = layout.pages(max(1, tokens - 1), 1)  # that the last token reads
+    sealed = [count for group, count in zip(layout.groups, counts, strict=True) if group.sealed]
+    if sealed and not any(sealed):
+        text = f"{name} makes no difference in {tokens:,} tokens: all that is read of them is in 16 bits"
+        render.warn(f"{text}; take more tokens", invocation)
+    if layout.retention and not layout.retention.gap(tokens - 1):
+        render.warn(f"{name} forgets nothing of {tokens:,} tokens: use a smaller `window`", invocation)
 
 
 def type_name(types: Types) -> str:

@@ -29,7 +29,7 @@ from kvcli.runtime.host.memory import main_memory, parse_size
 DEFAULT_MODEL = "smollm2"
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace every parameter whose type is a dataclass by that dataclass's fields.
 
     The returned function is called with the fields by keyword and passes the built groups on to `command`.
@@ -45,10 +45,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
 
     @functools.wraps(command)
-    def call(**values: Any) -> None:
+    def call(**values: Any) -> Any:
         for name, group in groups.items():
             values[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
-        command(**values)
+        return command(**values)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

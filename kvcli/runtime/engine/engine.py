@@ -78,14 +78,23 @@ class Engine:
         """An engine with another context, or another policy, over the same weights and the same memory of pages. This
         one is closed, and its sequences are of use for `carried` only. Raises UsageError and DoesNotFit, with nothing
         changed."""
-        terms = self.terms.changed(ctx_size, evict)
+        terms = self._alike(self.terms.changed(ctx_size, evict))
+        del self.graph, self.steps  # their memory is free for the other one's
+        return Engine(self.loaded, terms, self.pool)
+
+    def beside(self, options: CacheOptions) -> Engine:
+        """An engine with other options of the cache over the same weights, with pages of its own: both stay open, and
+        share what memory there is. Raises UsageError and DoesNotFit."""
+        return Engine(self.loaded, self._alike(self.terms.under(options)))
+
+    def _alike(self, terms: Terms) -> Terms:
+        """Terms under which the model is the same. Raises UsageError."""
         if self.config.at(terms.ctx_size) != self.config:
             raise UsageError(
                 f"the RoPE of this model is another one in a context of {terms.ctx_size:,} tokens",
                 "open the model anew with that `ctx`",
             )
-        del self.graph, self.steps  # their memory is free for the other one's
-        return Engine(self.loaded, terms, self.pool)
+        return terms
 
     def carried(self, seq: Sequence) -> Sequence:
         """The rows of a sequence of the engine before this one that are the same here, as a sequence of this one. That

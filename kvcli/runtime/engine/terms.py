@@ -40,7 +40,11 @@ class Terms:
 
     def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
         """With another context or policy. Raises UsageError, and DoesNotFit."""
-        options, same = replace(self.options, ctx_size=ctx_size, evict=evict), self.setting
+        return self.under(replace(self.options, ctx_size=ctx_size, evict=evict))
+
+    def under(self, options: CacheOptions) -> Terms:
+        """The terms of other options, within the same budget. Raises UsageError, and DoesNotFit."""
+        same = self.setting
         return Terms.settle(same.config, same.weights, options, self.budget, same.threads)
 
     @property

@@ -202,19 +202,25 @@ def _score(engine: Engine, hidden: dict[Types, torch.Tensor], targets: list[int]
     rows = max(1, min(SLICE_ROWS, SLICE_ELEMENTS // engine.config.vocab_size))
     n = len(targets)  # made here: small tensors between the slices' large ones would keep their memory from reuse
     found = {t: Scores(torch.empty(n), torch.empty(n), torch.empty(n)) for t in hidden}
-    wanted = torch.tensor(targets, device=hidden[BASE].device)[:, None]  # [n, 1]
+    wanted = torch.tensor(targets, device=hidden[BASE].device)  # [n]
     with _torch_threads(engine.loaded.threads):
         for at in range(0, n, rows):
             end = min(n, at + rows)
             base = engine.logits(hidden[BASE][at:end]).log_softmax(-1)  # [rows, vocab_size]
-            weight, top = base.exp(), base.argmax(-1)
             for t, states in hidden.items():
                 log_p = base if t == BASE else engine.logits(states[at:end]).log_softmax(-1)
-                scores = found[t]
-                scores.nll[at:end] = -log_p.gather(1, wanted[at:end])[:, 0]
-                scores.kld[at:end] = (weight * (base - log_p)).sum(-1)
-                scores.same_top[at:end] = log_p.argmax(-1) == top
+                scores, here = found[t], against(base, log_p, wanted[at:end])
+                scores.nll[at:end], scores.kld[at:end], scores.same_top[at:end] = here.nll, here.kld, here.same_top
     yield from found.items()
+
+
+def against(base: torch.Tensor, log_p: torch.Tensor, wanted: torch.Tensor) -> Scores:
+    """Scores of predictions, log probabilities [n, vocab_size], of the tokens `wanted` [n], beside those of `base`."""
+    return Scores(
+        -log_p.gather(1, wanted[:, None])[:, 0],
+        (base.exp() * (base - log_p)).sum(-1),
+        (log_p.argmax(-1) == base.argmax(-1)).float(),
+    )
 
 
 @contextmanager

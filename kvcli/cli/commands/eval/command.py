@@ -1,0 +1,213 @@
+"""`kv eval`: questions about long contexts, and continuations of a text, with one cache and another."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli import engines, inputs, render
+from kvcli.cli.commands.eval import plot
+from kvcli.cli.commands.eval.results import Cell, print_cells, print_object
+from kvcli.cli.flags.checks import checked, in_range
+from kvcli.cli.flags.compared import Compared, WithFlags
+from kvcli.cli.flags.comparing import TypeFlags, warn_of_layout
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
+from kvcli.cli.helptext import MEASURE, PLANNING
+from kvcli.cli.interrupt import Interrupts, last_words
+from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.errors import ContextOverflow, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.evaluate.tasks import Example
+
+DEFAULT_TYPES = "f16,int8,int4"
+MADE = {  # what each task is, for the help page
+    "recall": "one key in filler, at each of --depths",
+    "needles": "one of several keys",
+    "variables": "variables that are set to each other",
+    "words": "the commonest word of a list",
+    "facts": "one of many facts in no order",
+    "text": "to go on with a text of -f",
+}
+
+EXAMPLES = """
+kv eval -m model.gguf
+kv eval needles facts --tokens 1k,4k -ct f16,int8,int4
+kv eval --with "--evict sink --window 512" --with "-ct int4 --evict sink --window 512" -f text.txt
+kv eval recall --depths 0,50,100 --trials 10 -ct f16,int4
+kv eval --plot eval.svg
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval", rich_help_panel=PLANNING, epilog=EXAMPLES)(evaluate)
+
+
+_option = partial(typer.Option, rich_help_panel=MEASURE)
+
+
+def _sizes(text: str) -> list[int]:
+    """'1k,2k' -> tokens, each once. Raises UsageError."""
+    return list(dict.fromkeys(parse_tokens(entry, "--tokens") for entry in text.split(",")))
+
+
+def _depths(text: str) -> list[float]:
+    """'0,50' -> percentages, each once. Raises UsageError."""
+    try:
+        found = [float(entry) for entry in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= depth <= 100 for depth in found):
+        raise UsageError(f"--depths must be percentages, not '{text}'", "write them with commas, e.g. 0,50,100")
+    return list(dict.fromkeys(found))
+
+
+def _check_task(name: str) -> None:
+    if name not in MADE:
+        raise UsageError(f"there is no task '{name}'", f"tasks are {', '.join(MADE)}")
+
+
+@dataclass(frozen=True)
+class TaskFlags:
+    """What is asked."""
+
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TASK]...",
+            help=f"{'; '.join(f'{name}: {what}' for name, what in MADE.items())}. By default all but recall.",
+            callback=checked(_check_task),
+        ),
+    ] = None
+    file: Annotated[
+        list[str],
+        _option("-f", "--file", metavar="FILE", help="Text to go on with, for the task text (repeatable)."),
+    ] = field(default_factory=list)
+    tokens: Annotated[
+        str, _option("--tokens", "--ctx", metavar="LIST", help="Lengths, answer included.", callback=checked(_sizes))
+    ] = "1k"
+    trials: Annotated[
+        int,
+        _option(
+            "--trials",
+            metavar="N",
+            help="Number of questions of each task and length, and for recall of each depth.",
+            callback=in_range("--trials", 1),
+        ),
+    ] = 4
+    depths: Annotated[
+        str,
+        _option(
+            "--depths",
+            metavar="LIST",
+            help="For recall: positions of the key, in percent of the filler.",
+            callback=checked(_depths),
+        ),
+    ] = "0,25,50,75,100"
+    seed: Annotated[int, _option("-s", "--seed", metavar="N", help="Random seed of the questions.")] = 0
+    plot: Annotated[
+        str | None,
+        _option("--plot", metavar="FILE", help="Also draw the results (.svg, .png).", callback=checked(plot.check)),
+    ] = None
+
+    def chosen(self) -> list[str]:
+        """The tasks. Raises UsageError."""
+        if self.tasks and "text" in self.tasks and not self.file:
+            raise UsageError("the task text needs a text", "give -f FILE")
+        if self.tasks and "text" not in self.tasks and self.file:
+            raise UsageError(f"-f is for the task text, not for {', '.join(self.tasks)}", "name text, too")
+        default = [name for name in MADE if name != "recall" and (name != "text" or self.file)]
+        return list(dict.fromkeys(self.tasks or default))
+
+    def texts(self) -> list[str]:
+        """Raises UsageError, InputBytesError."""
+        return [inputs.read_file(name) for name in self.file]
+
+    def examples(self, engine: Engine, tasks: list[str], texts: list[str]) -> list[Example]:
+        """The questions of these tasks. Raises UsageError where a length has no room for one, or a text is too
+        short."""
+        from kvcli.runtime.evaluate.tasks import RECALL, TEXT, example, passages
+
+        found, tokenizer = [], engine.tokenizer
+        for tokens, task in itertools.product(_sizes(self.tokens), tasks):
+            if task == TEXT:
+                found += [each for text in texts for each in passages(tokenizer, text, tokens, self.trials)]
+                continue
+            depths = _depths(self.depths) if task == RECALL else [None]
+            for depth, trial in itertools.product(depths, range(self.trials)):
+                found.append(example(tokenizer, task, tokens, self.seed + trial, depth))
+        return found
+
+
+@grouped
+def evaluate(
+    ctx: typer.Context,
+    model: ModelFlags,
+    types: TypeFlags,
+    others: WithFlags,
+    evict: EvictFlags,
+    what: TaskFlags,
+    json: JsonFlag = False,
+) -> None:
+    """Test what a model can still do with other cache types and with less of the cache, beside a full one in f16.
+
+    Questions are made from the seed. For each task: how often greedy decoding gives exactly the answer, and the
+    answer's mean negative log likelihood per token (lower is better), which also says something about models that are
+    too small to answer exactly. KLD is the divergence of the answers' predictions from those over the full cache, in
+    nats; text is scored by its perplexity. Prompt and answer go through the cache as in kv run.
+    """
+    invocation: Invocation = ctx.obj
+    with Interrupts(partial(last_words, as_json=json)) as interrupts:
+        tasks, texts, longest = what.chosen(), what.texts(), max(_sizes(what.tokens))
+        asked = others.compared(types, evict, DEFAULT_TYPES, invocation)
+        compared = [_within(each, longest) for each in asked]
+        first = engines.open_engine(model.options(invocation.offline), compared[0].cache, invocation, interrupts)
+        examples = what.examples(first, tasks, texts)
+        opened = [first, *(_beside(first, each, examples) for each in compared[1:])]
+        for each, engine in zip(compared, opened, strict=True):
+            warn_of_layout(engine.loaded, engine.layout, each.name, longest, invocation)
+        cells = _measure(opened, compared, examples, invocation)
+    if what.plot:
+        plot.draw(what.plot, cells)
+    if json:
+        print_object(model.model, what.seed, list(zip(compared, opened, strict=True)), cells, invocation)
+    else:
+        print_cells(cells, invocation)
+
+
+def _within(compared: Compared, tokens: int) -> Compared:
+    """The setting with a context of so many tokens, unless it has a length of its own."""
+    return compared if compared.cache.ctx_size else replace(compared, cache=replace(compared.cache, ctx_size=tokens))
+
+
+def _beside(first: Engine, compared: Compared, examples: list[Example]) -> Engine:
+    """An engine for a setting. The error of one that is not possible, or too short for an example, names it."""
+    try:
+        engine = first.beside(compared.cache)
+        for example in examples:
+            engine.terms.check_prompt(example.context + example.answer[:-1], history=True)
+    except (UsageError, ContextOverflow) as error:
+        raise type(error)(f"{compared.name}: {error.message}", error.hint) from None
+    return engine
+
+
+def _measure(
+    opened: list[Engine], compared: list[Compared], examples: list[Example], invocation: Invocation
+) -> list[Cell]:
+    """A cell for each setting, length and task, in this order."""
+    from kvcli.runtime.evaluate import answers
+
+    cells: dict[tuple[str, int, str], Cell] = {}
+    with render.Progress(invocation, unit="tokens") as progress:
+        for example, found in answers.compare(opened, examples, progress):
+            for each, answer in zip(compared, found, strict=True):
+                key = each.name, example.tokens, example.name
+                cells.setdefault(key, Cell(each, example.task, example.tokens, example.depth)).add(example, answer)
+    order = {each.name: i for i, each in enumerate(compared)}
+    return sorted(cells.values(), key=lambda cell: order[cell.compared.name])
