@@ -45,6 +45,7 @@ class LoadOptions:
     chat_anyway: bool = False  # take the architecture's chat template where the file has none
     chat: ChatOptions = MODELS_OWN
     lora: tuple[LoraOption, ...] = ()  # what is added to the weights
+    strict_repeat: bool = False  # on a GPU rows of prompts have the same bits whatever is computed beside them
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def load(
     device: str = "auto",
     threads: int = 0,
     exact: bool = False,
+    strict_repeat: bool = False,
     lora: Adapters = (),
     backend: str = "auto",
     memory_limit: str | None = None,
@@ -54,6 +55,8 @@ def load(
     device: "auto", "cpu", "cuda" or "cuda:N".
     threads: most threads of a CPU; 0 = one for each physical core.
     exact: activations of products are not rounded: on a GPU 16 bits throughout, on a CPU float32.
+    strict_repeat: on a GPU prompts are computed in fixed blocks, so that greedy answers from cached rows are those
+        without; slower. On a CPU they always are.
     lora: LoRA adapters, "FILE" or "FILE:SCALE", one or several, which are added to the weights.
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.
@@ -85,6 +88,7 @@ def load(
         memory_limit,
         device,
         exact=exact,
+        strict_repeat=strict_repeat,
         lora=checks.adapters(lora),
         quantize=checks.block_format(quantize),
     )

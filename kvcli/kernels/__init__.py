@@ -73,12 +73,12 @@ def on_host(ops: Backend, threads: int) -> HostBackend:
     return ops if isinstance(ops, (NativeBackend, ReferenceBackend)) else _cpu_backend("auto", threads)[0]
 
 
-def backend(name: str, threads: int, device: str = "cpu", exact: bool = False) -> tuple[Backend, str]:
+def backend(name: str, threads: int, device: str = "cpu", exact: bool = False, block: int = 0) -> tuple[Backend, str]:
     """The backend of that name, and a notice ("" = nothing to say).
 
     `device`: "cpu", or a GPU as torch writes it, which has one backend. "auto" takes the compiled CPU kernels; if they
     are missing it takes the reference and the notice says why. `exact`: on a CPU, rows of products are float32, not
-    rounded (see reference/fixed.py).
+    rounded (see reference/fixed.py). `block`: see `GpuBackend`.
     Raises UsageError for an unknown name or instruction set (KV_CPU_ISA), and KVError if "native" was asked for and is
     not there.
     """
@@ -90,7 +90,7 @@ def backend(name: str, threads: int, device: str = "cpu", exact: bool = False) -
         from kvcli.kernels.gpu.backend import GpuBackend
 
         torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
-        return GpuBackend(torch.device(device)), ""
+        return GpuBackend(torch.device(device), block), ""
     return _cpu_backend(name, threads, exact)
 
 

@@ -163,6 +163,14 @@ class ModelFlags:
         bool,
         _model("--exact", help="Do not round activations to 8 bits (GPU) or 15 bits (CPU) in products; slower."),
     ] = False
+    strict_repeat: Annotated[
+        bool,
+        _model(
+            "--strict-repeat",
+            help="On a GPU compute prompts in fixed blocks, so that answers from cached rows are those without; slower."
+            " (On a CPU they always are.)",
+        ),
+    ] = False
     quantize: Annotated[
         str | None,
         _model(
@@ -195,6 +203,7 @@ class ModelFlags:
         return LoadOptions(
             *(self.model, self.threads, self.backend, offline, self.force_pretokenizer, self.vram_limit, self.device),
             exact=self.exact,
+            strict_repeat=self.strict_repeat,
             quantize=named(self.quantize) if self.quantize else "",
             lora=tuple(map(lora_option, self.lora)),
         )

@@ -46,14 +46,17 @@ OTHERS = 8  # programs of one query alone, of each head, beside those that share
 class GpuBackend:
     """The operations of the facade over tensors of one GPU; what is done to keys, values and pages is cut otherwise.
 
-    Results do not depend on chunking beyond rounding.
+    Results do not depend on chunking beyond rounding; with a `block` not at all, for steps of two rows or more that
+    begin at multiples of it.
     """
 
     name: Literal["cuda"] = "cuda"
     sums_by_page = True
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, block: int = 0) -> None:
+        """`block`: rows of every product, the last ones of which may be none, so that a row's sums do not depend on how
+        many rows a step has; nor are pages shared out by that. A multiple of the page size; 0 = what is fastest."""
+        self.device, self.block = device, block
         self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
         self._most = 0  # numbers that `expand.slices` needs
@@ -61,7 +64,7 @@ class GpuBackend:
     @property
     def arithmetic(self) -> str:
         """What decides the last bits."""
-        return f"cuda {torch.cuda.get_device_name(self.device)}"
+        return f"cuda {torch.cuda.get_device_name(self.device)}{f' in blocks of {self.block}' if self.block else ''}"
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[DeviceMatrix, ...]:
         """Repack on the device, stacked where the type is the same."""
@@ -108,8 +111,11 @@ class GpuBackend:
         """float16 [T, cols] times all weights, as they lie -> float32 [parts, T, sum of rows]; the parts are summed by
         whoever reads them."""
         t, width = values.shape[0], sum(w.rows for w in weights)
-        by_few = all(few.can(w, t) for w in weights)
-        out = torch.empty(few.parts(weights) if by_few else 1, t, width, device=self.device)
+        block = self.block if t > 1 else 0
+        if block and t % block:
+            values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
+        by_few = not block and all(few.can(w, t) for w in weights)
+        out = torch.empty(few.parts(weights) if by_few else 1, len(values), width, device=self.device)
         done = 0
         for w in weights:
             if by_few:
@@ -117,13 +123,13 @@ class GpuBackend:
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
-                    _product(values, piece, out[0, :, at : at + piece.shape[0]])
+                    _product(values, piece, out[0, :, at : at + piece.shape[0]], block)
             if w.change:
-                inner = torch.empty(t, w.change.a.rows, device=self.device)
+                inner = torch.empty(len(values), w.change.a.rows, device=self.device)
                 _product(values, w.change.a.codes.half(), inner)
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
-        return out
+        return out[:, :t]
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
@@ -186,8 +192,9 @@ class GpuBackend:
         chip = Chip.of(self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
-        apart = past.least_pages(kv.record, rows, layer, self.device)
-        asked = Asked(part.start, rows, block, layer.window, min(alone, most_parts(kv.record.dim_v)), apart)
+        apart = 0 if self.block else past.least_pages(kv.record, rows, layer, self.device)
+        parts = min(alone, most_parts(kv.record.dim_v))
+        asked = Asked(part.start, rows, block, layer.window, parts, apart, edged=self.block > 0)
         lists = page_lists(kv, part.shift, asked, self.device)
         return device_pages(kv, lists, self.device, self._half_angles(angles))
 
@@ -254,9 +261,11 @@ def _half_rows(x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
     return wide.HalfRows(x) if x.dtype == torch.float16 else wide.halve(x.contiguous())
 
 
-def _product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """float16 x [T, cols] . weights [n, cols] -> out float32 [T, n], summed in float32."""
-    if x.is_cuda:
-        torch.mm(x, weights.T, out_dtype=torch.float32, out=out)
-    else:  # Triton's interpreter
-        out.copy_(x.float() @ weights.float().T)
+def _product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, block: int = 0) -> None:
+    """float16 x [T, cols] . weights [n, cols] -> out float32 [T, n], summed in float32; `block` rows at a time, 0 =
+    all."""
+    for rows, found in zip(x.split(block or len(x)), out.split(block or len(x)), strict=True):
+        if x.is_cuda:
+            torch.mm(rows, weights.T, out_dtype=torch.float32, out=found)
+        else:  # Triton's interpreter
+            found.copy_(rows.float() @ weights.float().T)

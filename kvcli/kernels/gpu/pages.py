@@ -24,7 +24,7 @@ class Asked(NamedTuple):
     """What lists depend on beside the pages: a step of `rows` from position `start` on, of which `block` are computed
     together (see `attention.block_rows`), in layers with this sliding window, 0 = none. `parts`: programs of one query
     alone; 0 = as many as it takes. `past`: how many pages that all queries see are worth reading apart (past.py), 0 =
-    none are."""
+    none are. `edged`: kernels are those for sealed pages in `edges`, whether there are any or not."""
 
     start: int
     rows: int = 1
@@ -32,13 +32,14 @@ class Asked(NamedTuple):
     window: int = 0
     parts: int = 0
     past: int = 0
+    edged: bool = False
 
     @property
     def blocks(self) -> Blocks:
-        """Positions of the first and of the last query of each block."""
-        end = self.start + self.rows
-        firsts = np.arange(self.start // self.block * self.block, end, self.block)
-        return np.maximum(firsts, self.start), np.minimum(firsts + self.block, end) - 1
+        """Positions of the first and of the last query of each block, which may be behind the step: what a query reads
+        does not depend on where that ends."""
+        firsts = np.arange(self.start // self.block * self.block, self.start + self.rows, self.block)
+        return np.maximum(firsts, self.start), firsts + self.block - 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class HostLists(NamedTuple):
             into=into,
             open_into=kv.open.into.addresses if kv.open else into,
             turns=any(each.entries.turned.any() for each in kv.classes),
-            edged=opened is not None and table.edged(size, asked.window),
+            edged=opened is not None and (asked.edged or table.edged(size, asked.window)),
             past=past,
         )
 

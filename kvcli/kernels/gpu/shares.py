@@ -37,8 +37,16 @@ class Shares(NamedTuple):
         """What each block reads, by so many programs: entries that are seen wholly are shared out."""
         spare = parts - self.work.shape[1]
         if spare >= 0 and len(self.work) >= BUSY_BLOCKS:  # they are programs enough
-            return self._replace(work=np.pad(self.work, ((0, 0), (0, spare), (0, 0))))
+            return self.padded(parts)
         return self._replace(work=np.stack([_spread(work, parts) for work in self.work]))
+
+    def padded(self, parts: int) -> Shares:
+        """What each block reads, by so many programs, as it stands: a query's sums do not depend on how many there
+        are."""
+        spare = parts - self.work.shape[1]
+        if spare < 0:
+            raise NoRoom(f"{parts} programs are too few for {self.work.shape[1]} parts")
+        return self._replace(work=np.pad(self.work, ((0, 0), (0, spare), (0, 0))))
 
     def without_past(self, least: int) -> tuple[Shares, tuple[int, int]]:
         """What is left where entries [lo, hi) of the table, which all blocks see wholly by the ordinary queries, are

@@ -216,6 +216,7 @@ class KVLayout:
     page_size: int
     state_bytes: int  # constant per sequence (recurrent layers)
     slots: tuple[tuple[int, int] | None, ...]  # model layer -> (group, index in the group); None = no rows
+    grain: int = 1  # rows are gone on from behind a multiple of so many: see `GpuBackend.block`
 
     @classmethod
     def build(
@@ -285,6 +286,10 @@ class KVLayout:
         """This layout with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
         where memory is by stretches of 2 MiB; on a CPU a page in one piece is read and written as it is."""
         return replace(self, groups=tuple(replace(g, by_layer=by_layer) for g in self.groups))
+
+    def in_blocks(self, grain: int) -> KVLayout:
+        """This layout for rows that are computed in blocks of `grain`."""
+        return replace(self, grain=grain)
 
     @property
     def retention(self) -> Retention | None:

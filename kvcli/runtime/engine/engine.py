@@ -57,8 +57,8 @@ class Engine:
             loaded.config, loaded.device, loaded.tokenizer, loaded.decoder
         )  # fmt: skip
         self.terms = terms = terms or loaded.terms
-        self.layout, self.ctx_size, self.plan = terms.layout, terms.ctx_size, terms.plan
-        self.ubatch = terms.setting.step(terms.layout)
+        self.layout, self.ctx_size, self.plan = terms.layout.in_blocks(loaded.grain), terms.ctx_size, terms.plan
+        self.ubatch = terms.setting.step(terms.layout) // loaded.grain * loaded.grain
         if pool is None:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
         else:
@@ -213,7 +213,7 @@ class Engine:
             for request, ids in work:
                 if request.pull():
                     continue
-                if self.graph and len(ids) == 1:
+                if self.graph and len(ids) == 1 and (request.answering or self.loaded.grain == 1):
                     request.feed(self._one_row(self.graph, request.seq, ids[0]))
                 else:
                     self._compute([(request, ids)])

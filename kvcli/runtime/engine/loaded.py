@@ -13,7 +13,7 @@ from kvcli.codecs import canonical
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.engine import guard, sampling
+from kvcli.runtime.engine import guard, repeating, sampling
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats import adapter
@@ -55,6 +55,10 @@ class LoadedModel:
         self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
         self.device = self._choose(load)
         self.exact = load.exact and self.device.kind == CUDA
+        self.grain = 1  # rows are computed in blocks of so many, so that none depends on another one
+        if load.strict_repeat and self.device.kind == CUDA:
+            repeating.check(load, cache, self.config)
+            self.grain = repeating.BLOCK
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         if cache.ubatch < 0:
             raise UsageError(f"`ubatch` must be 1 or more, not {cache.ubatch}", "0 = automatic")
@@ -92,7 +96,8 @@ class LoadedModel:
         return ops
 
     def _on_gpu(self, load: LoadOptions) -> kernels.Backend:
-        return kernels.backend(load.backend, self.threads, str(self.device))[0]
+        block = self.grain if self.grain > 1 else 0
+        return kernels.backend(load.backend, self.threads, str(self.device), block=block)[0]
 
     def _read_weights(self, ops: kernels.Backend, cache: CacheOptions) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two

@@ -112,8 +112,8 @@ class Request:
     # --- rows
 
     def wants(self, budget: int) -> list[int]:
-        """Ids of the next rows of `seq`, at most `budget`. [] = none for now: the request is over, has just looked into
-        the caches, or waits for its twin."""
+        """Ids of the next rows of `seq`, at most `budget`, or one block (`KVLayout.grain`). [] = none for now: the
+        request is over, has just looked into the caches, or waits for its twin."""
         if self.finished or self._waits or budget < 1:
             return []
         try:
@@ -131,7 +131,8 @@ class Request:
         except KVError as error:
             self.fail(error)
             return []
-        start = self.seq.length
+        start, grain = self.seq.length, self.seq.pool.layout.grain
+        budget = max(grain, budget // grain * grain)
         return self.history[start : min(start + budget, self.host.chunk_end(start, len(self.history)))]
 
     def feed(self, logits: torch.Tensor | None) -> None:
@@ -316,6 +317,8 @@ class Request:
     def _finish(self, reason: str) -> None:
         self.close()
         if self.answering and self._ledger is not None:
+            if self.seq.pool.layout.grain > 1:  # tokens are computed otherwise than prompts
+                self.seq.rewind_to(self.n_prompt)
             self._written = self._ledger.answered(self.seq)
         elif self._ledger is not None:
             self.abandon()

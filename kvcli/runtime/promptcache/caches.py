@@ -92,6 +92,12 @@ class Caches(Protocol):
         """Pages of an arena that are held for later prompts alone, and are let go of when the pool is full."""
 
 
+def live_rows(seq: Sequence, tokens: list[int]) -> int:
+    """How many of the first rows of a sequence a prompt can go on from."""
+    grain = seq.pool.layout.grain
+    return seq.rewindable(common_length(seq.tokens, tokens) // grain * grain)
+
+
 class LiveRows:
     """No cache but the sequence itself."""
 
@@ -99,13 +105,13 @@ class LiveRows:
         return Ledger()
 
     def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
-        return Ledger(Reuse(seq.rewind_to(common_length(seq.tokens, prompt[:-1]))))
+        return Ledger(Reuse(seq.rewind_to(live_rows(seq, prompt[:-1]))))
 
     def keeps(self, prompt_tokens: int) -> bool:
         return False
 
     def find(self, seq: Sequence, tokens: list[int]) -> int:
-        return seq.rewindable(common_length(seq.tokens, tokens))
+        return live_rows(seq, tokens)
 
     def pump(self) -> None:
         """Nothing to write."""

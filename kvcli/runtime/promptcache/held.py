@@ -19,13 +19,14 @@ class WindowTrail:
     def __init__(self, layout: KVLayout, end: int) -> None:
         self.layout, self.end = layout, end
         self.marks: list[Mark] = []
-        self.marked: set[PageKey] = set()  # what these need
+        self._ends = pages_of(layout, end) if layout.grain > 1 else set()  # of the prompt's last block, from its start
+        self.marked = self._ends  # what marks need
         self.copies: dict[PageKey, memoryview] = {}
 
     def mark(self, marks: Iterable[Mark]) -> None:
         """Keep what is needed to start from these."""
         self.marks = list(marks)
-        self.marked = set().union(*(pages_of(self.layout, mark.at) for mark in self.marks))
+        self.marked = self._ends.union(*(pages_of(self.layout, mark.at) for mark in self.marks))
 
     def wants(self, key: PageKey, length: int) -> bool:
         """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end, or marked."""

@@ -309,7 +309,7 @@ class PromptLedger(Ledger):
 
 
 def _starts(layout: KVLayout, at: int) -> set[int]:
-    """Where a prompt starts that has `at` tokens in common with another: there, or, below 16 bits, where that page
-    begins."""
-    sealed = any(group.sealed for group in layout.groups)
-    return {at, at // layout.page_size * layout.page_size if sealed else at} - {0}
+    """Where a prompt starts that has `at` tokens in common with another: there, or where that page begins below 16
+    bits, and that block where rows are computed in such."""
+    unit = max(layout.page_size if any(group.sealed for group in layout.groups) else 1, layout.grain)
+    return {at, at // unit * unit} - {0}

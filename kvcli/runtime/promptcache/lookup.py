@@ -23,7 +23,7 @@ from kvcli.options import PromptCacheOptions
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
-from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse
+from kvcli.runtime.promptcache.caches import LIVE_ROWS, Ledger, Reuse, live_rows
 from kvcli.runtime.promptcache.convert import blocked, move, named
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.found import Found, files_of
@@ -117,7 +117,7 @@ class PromptCaches:
         """See `Caches`; a named file is not looked into."""
         if not seq.shares:
             return LIVE_ROWS.find(seq, tokens)
-        have = max(seq.rewindable(common_length(seq.tokens, tokens)), self.tree.find(tokens)[0])
+        have = max(live_rows(seq, tokens), self.tree.find(tokens)[0])
         store = self.keeper.store if len(tokens) >= self.options.stored_from else None
         if store is None:
             return have
@@ -135,7 +135,7 @@ class PromptCaches:
             return missed.kept_otherwise(store, found, tokens)
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
-        live = seq.rewindable(common_length(seq.tokens, wanted))
+        live = live_rows(seq, wanted)
         length, pages, bases = self.tree.find(wanted)
         if length > live:
             seq.adopt(wanted[:length], pages, bases)
@@ -315,7 +315,7 @@ class PromptCaches:
 
     def save(self, seq: Sequence) -> None:
         """Write all of `seq` to the store, however short it is, and to the user's file."""
-        if not seq.shares:
+        if not seq.shares or not seq.length:
             return
         ledger = self._ledgers.get(seq) or self.ledger(0)
         if self.options.store is not None and self.keeper.exact and self.options.chat != "":

@@ -48,16 +48,18 @@ class Text(Protocol):
     def encode_segments(self, segments: list[tuple[str, bool]], add_bos: bool) -> list[int]: ...
 
 
-def window(arena: GroupLayout, at: int) -> range:
-    """The pages of a windowed arena that a sequence needs to start behind `at` tokens, or SLACK before."""
+def window(arena: GroupLayout, at: int, grain: int = 1) -> range:
+    """The pages of a windowed arena that a sequence needs to start behind `at` tokens, or SLACK before, or where the
+    page or the block of `grain` rows begins that these are in."""
     size = arena.page_size
-    return range(arena.first_page(max(0, at - SLACK) // size * size), -(-at // size))
+    unit = max(size, grain)
+    return range(arena.first_page(max(0, at - SLACK) // unit * unit), -(-at // size))
 
 
 def pages_of(layout: KVLayout, at: int) -> set[PageKey]:
     """Those of every arena of a layout."""
     arenas = ((i, arena) for i, arena in enumerate(layout.arenas) if arena.kind in WINDOWED)
-    return {(i, number) for i, arena in arenas for number in window(arena, at)}
+    return {(i, number) for i, arena in arenas for number in window(arena, at, layout.grain)}
 
 
 def settled(layout: KVLayout, marks: Iterable[Mark], end: int) -> list[Mark]:

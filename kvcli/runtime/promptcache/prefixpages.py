@@ -44,12 +44,13 @@ def longest(layout: KVLayout, length: int, valid: Mapping[PageKey, int]) -> int:
 
     `valid`: up to how many tokens each page's rows agree with the prompt. Inside a page only where all groups have
     the page in a form that takes more rows; else to a page's end. The longest one that agrees may lack what a window
-    needs there; so where others end is tried, too.
+    needs there; so where others end is tried, too. Where rows are computed in blocks (`KVLayout.grain`) it is whole
+    ones.
     """
     size = layout.page_size
     length = min(length, max(valid.values(), default=0))
     ends_of = {min(length, reach) for reach in valid.values()} | set(range(size, length + 1, size))
     for candidate in sorted(ends_of - {0, -1}, reverse=True):
-        if covers(layout, candidate, valid):
+        if candidate % layout.grain == 0 and covers(layout, candidate, valid):
             return candidate
     return 0

@@ -70,11 +70,14 @@ class GroupTables:
     """The lists of one group on the device for steps of `rows` rows; see `PageLists`. `bind` them to a sequence.
 
     What kernels are launched for, `PageLists.turns` and `edged`, is what the layout's eviction asks for, until a list
-    wants more.
+    wants more. `alike`: the lists of several rows are those that a step without a graph has; see `GpuBackend.block`.
     """
 
-    def __init__(self, group: GroupLayout, ctx_size: int, position: torch.Tensor, heads: int, rows: int = 1) -> None:
+    def __init__(
+        self, group: GroupLayout, ctx_size: int, position: torch.Tensor, heads: int, rows: int = 1, alike: bool = False
+    ) -> None:
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
+        self.alike = alike and rows > 1
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
         self.chip = Chip.of(device)
         self.block, _ = block_rows(group.record, heads, rows, self.chip)
@@ -89,7 +92,7 @@ class GroupTables:
             position, shift[:rows], torch.zeros(2 * slots, dtype=torch.int64, device=device),
             work.view(torch.int32).view(self.blocks, -1, 4), edges[: most[1]].view(-1, EDGE_NUMBERS), into, open_into,
             turns=bool(evicts and evicts.keep), spare=rows > 1,
-            edged=group.sealed and (not group.tail or group.window > 0 or evicts is not None),
+            edged=group.sealed and (self.alike or not group.tail or group.window > 0 or evicts is not None),
         )  # fmt: skip
         self._table = np.zeros(0, np.int64)
         self._bound: tuple[Layers, int] | None = None
@@ -107,7 +110,7 @@ class GroupTables:
         group, turns = self.group, self.lists.turns
         seen = min(bucket, group.window) if group.window else bucket
         each = programs(self.chip, group.sealed) // (group.kv_heads * self.blocks)
-        splits = max(1, min(each, seen // (PAGES_EACH * group.page_size)))
+        splits = 1 if self.alike else max(1, min(each, seen // (PAGES_EACH * group.page_size)))
         if self.rows == 1:
             return min(most_parts(group.dim_v), part_count(splits, group.sealed, turns))
         others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries
@@ -134,7 +137,8 @@ class GroupTables:
             slots = found[:n], found[n:]
         lists = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
-        work, edges = lists.shares.spread(self.parts(bucket))
+        parts = self.parts(bucket)
+        work, edges = lists.shares.padded(parts) if self.alike else lists.shares.spread(parts)
         into, opened = (x[: self.pages] for x in (lists.into, lists.open_into))
         self._upload(lists.shift, into, opened, work.view(np.int64), edges)
         self._upload_table(lists.table)
@@ -164,7 +168,8 @@ class GraphPages:
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor, rows: int = 1) -> None:
         self.model, self.layout = model, layout
-        self.tables = [GroupTables(g, ctx_size, position, model.config.n_heads, rows) for g in layout.groups]
+        sizes = ctx_size, position, model.config.n_heads, rows, layout.grain > 1
+        self.tables = [GroupTables(g, *sizes) for g in layout.groups]
         self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
         self._based: list[Basis | None] = [None] * model.config.n_layers  # whose known numbers are there
         self.layers = self._made()

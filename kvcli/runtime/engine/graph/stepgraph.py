@@ -87,6 +87,7 @@ class StepGraph:
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
+        self.sizes = tuple(rows for rows in ROWS if rows % layout.grain == 0)
         self._rows: dict[int, Rows] = {}
         self._memory = torch.cuda.graph_pool_handle() if model.ops.device.type == "cuda" else None
 
@@ -101,7 +102,7 @@ class StepGraph:
         mixture = self.model.config.experts is not None
         if mixture or len(part.ids) > ROWS[-1] or by_row or any(fixes_basis(kv, part.end) for kv in layers):
             return None
-        count = next(n for n in ROWS if n >= len(part.ids))
+        count = next(n for n in self.sizes if n >= len(part.ids))
         rows, bucket = self._of(count), SMALLEST_BUCKET
         while bucket < max(group.rows_seen(part.end) for group in self.layout.groups):
             bucket *= 2
@@ -115,8 +116,8 @@ class StepGraph:
 
     def dry_run(self) -> None:
         """Launch the kernels of every kind of step, with no rows in any."""
-        for count in ROWS if self.model.config.experts is None else ():
-            if count <= ROWS_OF_OTHER_KINDS:
+        for count in self.sizes if self.model.config.experts is None else ():
+            if count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
                 self._of(count).launch(SMALLEST_BUCKET)
 
     def _of(self, count: int) -> Rows:

@@ -1,0 +1,28 @@
+"""Prompts whose rows have the same bits whatever is computed beside them, on a GPU. No torch.
+
+Products there are sums in another order for another number of rows, so rows that are found and rows that are computed
+differ in last bits, and an answer may part at a near tie. With `strict_repeat` all products of prompts are of BLOCK
+rows, and a step begins at a multiple of it: then each row stands at the same place of a product of the same shape.
+What is not known to hold is refused.
+"""
+
+from __future__ import annotations
+
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.config import ModelConfig
+
+BLOCK = 256  # rows of a product: fewer keep a card less busy, more take longer where few are new
+
+
+def check(load: LoadOptions, cache: CacheOptions, config: ModelConfig) -> None:
+    """Raises UsageError where rows would depend on others all the same."""
+    reasons = {
+        "`exact`: each token is a prompt of one row there": load.exact,
+        "`lora`: products of adapters are of other shapes": bool(load.lora),
+        f"`tail={cache.tail}`: rows are sealed one by one": not cache.tail,
+        f"`ubatch={cache.ubatch}`: a step has at least {BLOCK} rows": 0 < cache.ubatch < BLOCK,
+        "a mixture of experts: how many rows an expert has depends on the others": config.experts is not None,
+    }
+    for reason in (reason for reason, is_so in reasons.items() if is_so):
+        raise UsageError(f"`strict_repeat` is not possible with {reason}", "leave one of them out")
