@@ -14,6 +14,7 @@ from jsonchecks import check
 from kvcli.options import CacheOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.evaluate import prefixreuse, uncached
+from kvcli.runtime.promptcache.file import PromptCacheFile
 
 
 @pytest.mark.parametrize(("variant", "types"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "f16")])
@@ -99,9 +100,31 @@ def test_files_that_cannot_be_put_out_are_told(
         (("--prefix-reuse", "-n", "4"), "-n cannot be used with --prefix-reuse"),
         (("--prefix-reuse", "--bandwidth", "9"), "--bandwidth cannot be used with --prefix-reuse"),
         (("--suffix", "4"), "--suffix needs --prefix-reuse"),
+        (("--prompt-cache", "a"), "--prompt-cache needs -d"),
+        (("--prompt-cache", "a", "-d", "0"), "--prompt-cache needs -d"),
+        (("--prefix-reuse", "--prompt-cache", "a"), "--prompt-cache cannot be used with --prefix-reuse"),
     ],
     ids=" ".join,
 )
 def test_options_that_mean_nothing_to_an_arm(kv_here: KvHere, args: tuple[str, ...], message: str) -> None:
     code, out, err = kv_here("bench", "-m", str(tiny.make("llama").path), *args)
     assert (code, out) == (2, "") and message in err
+
+
+def test_depths_come_from_a_file(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are computed once, for this run and the next; deeper ones are added."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    computed, forward = [], Engine.forward_all
+    monkeypatch.setattr(Engine, "forward_all", lambda e, parts: computed.extend(parts[0][1]) or forward(e, parts))
+    file = tmp_path / "deep.safetensors"
+    common = ("-m", str(tiny.make("llama").path), "--page-size", "16", "-p", "4", "-n", "0", "-r", "1", "--no-warmup")
+    counts = []
+    for depth in ("40,80", "40,80", "100"):
+        computed.clear()
+        code, out, err = kv_here("bench", *common, "-d", depth, "--prompt-cache", str(file), "--json")
+        assert (code, err) == (0, ""), err
+        assert len(json.loads(out)["results"]) == len(depth.split(","))
+        counts.append(len(computed))
+    assert counts == [80 + 2 * 4, 2 * 4, 20 + 4]
+    with PromptCacheFile(file) as found:
+        assert len(found.contents.tokens) == 100

@@ -29,6 +29,7 @@ from kvcli.runtime.plan import overheads
 if TYPE_CHECKING:
     from kvcli.runtime.cache.sequence import Sequence
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.promptcache.lookup import PromptCaches
 
 PROMPT, GENERATION = "pp", "tg"
 _WARMUP_TOKENS = 8  # of a generation: kernels, pages and graphs are there afterwards
@@ -105,15 +106,23 @@ def lines(speeds: Iterable[Speed]) -> dict[int, ContextLine]:
 
 
 def run(
-    engine: Engine, wanted: list[Case], repetitions: int, warmup: bool, tell: Callable[[str], None]
+    engine: Engine,
+    wanted: list[Case],
+    repetitions: int,
+    warmup: bool,
+    tell: Callable[[str], None],
+    caches: PromptCaches | None = None,
 ) -> Iterator[Speed]:
-    """Measure one test after the other, on one sequence. `tell` hears what begins."""
+    """Measure one test after the other, on one sequence. `tell` hears what begins. `caches`: where the rows of depths
+    are looked for and kept; no test has a part in it."""
     deepest = max(case.depth for case in wanted)
     ids = random.Random(0).choices(range(engine.config.vocab_size), k=deepest)
     seq = engine.new_sequence()
     try:
         for case in wanted:
             tell(str(case))
+            if caches is not None and case.depth:
+                _restore(engine, seq, ids[: case.depth], caches)
             if warmup:
                 _once(engine, seq, ids, case, -1)
             found = [_once(engine, seq, ids, case, number) for number in range(repetitions)]
@@ -143,6 +152,14 @@ def _once(engine: Engine, seq: Sequence, ids: list[int], case: Case, number: int
     if case.kind == PROMPT:
         return end.timings.prefill_tokens / end.timings.ttft_s, []
     return end.timings.decode_tps, [b - a for a, b in itertools.pairwise(times)]
+
+
+def _restore(engine: Engine, seq: Sequence, ids: list[int], caches: PromptCaches) -> None:
+    """As `_go_to`, with the help of `caches`, which get what they lack; they have written it when this is over."""
+    caches.restore(seq, [*ids, ids[-1]])  # the last one of a prompt is never looked for
+    _go_to(engine, seq, ids)
+    caches.save(seq)
+    caches.keeper.wait()
 
 
 def _go_to(engine: Engine, seq: Sequence, ids: list[int]) -> None:

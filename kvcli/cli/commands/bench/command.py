@@ -22,6 +22,7 @@ from kvcli.options import CacheOptions
 EXAMPLES = """
 kv bench
 kv bench -m model.gguf -d 0,4k,16k -ct f16,int8,int4
+kv bench -d 32k --prompt-cache deep.safetensors
 kv bench --no-kv-cache -p 256 -n 64
 kv bench --prefix-reuse -p 8k -ct f16,int4
 kv bench --json > bench.json

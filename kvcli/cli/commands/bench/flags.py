@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli.flags.cache import check_size_of_step
-from kvcli.cli.flags.checks import check_bandwidth, checked, in_range
+from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, not_empty
+from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import MEASURE
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, PromptCacheOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.evaluate.benching import Case
 
 _NONE, _DEPTH = "; 0 = none", "; -d is not --device"  # for hints
 _option = partial(typer.Option, rich_help_panel=MEASURE)
-NO_CACHE, PREFIX_REUSE = "--no-kv-cache", "--prefix-reuse"
+NO_CACHE, PREFIX_REUSE, PROMPT_CACHE = "--no-kv-cache", "--prefix-reuse", "--prompt-cache"
 
 
 def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.OptionInfo:
@@ -92,6 +93,15 @@ class BenchFlags:
             show_default="64",
         ),
     ] = None
+    prompt_cache: Annotated[
+        str | None,
+        _option(
+            PROMPT_CACHE,
+            metavar="FILE",
+            help="Read the rows of -d from this file; create or extend it where it has fewer.",
+            callback=not_empty(PROMPT_CACHE, "give the name of a file"),
+        ),
+    ] = None
     bandwidth: Annotated[
         float | None,
         _option(
@@ -116,19 +126,28 @@ class BenchFlags:
         if self.no_kv_cache and self.prefix_reuse:
             raise UsageError(f"{NO_CACHE} and {PREFIX_REUSE} cannot be used together", "run them one after the other")
         only = NO_CACHE if self.no_kv_cache else PREFIX_REUSE if self.prefix_reuse else ""
-        unused = {"-d": self.n_depth, "--bandwidth": self.bandwidth} if only else {}
+        unused = {"-d": self.n_depth, "--bandwidth": self.bandwidth, PROMPT_CACHE: self.prompt_cache} if only else {}
         unused |= {"-n": self.n_gen} if self.prefix_reuse else {"--suffix": self.suffix}
         if given := [name for name, value in unused.items() if value is not None]:
             if not only:
                 raise UsageError(f"{given[0]} needs {PREFIX_REUSE}", "it is about prompts that begin alike")
             raise UsageError(f"{given[0]} cannot be used with {only}", "-p is the length of the prompts there")
+        if self.prompt_cache is not None and not any(self.depths()):
+            raise UsageError(f"{PROMPT_CACHE} needs -d", "it has the rows that are in the cache before a test")
+
+    def depths(self) -> list[int]:
+        """Tokens that are in the cache before a test."""
+        return _lengths(self.n_depth or "0", "--n-depth", _DEPTH)
+
+    def caches(self) -> PromptCacheOptions | None:
+        """Where rows of depths are looked for and kept. Raises UsageError and OutputError for what is no file."""
+        return None if self.prompt_cache is None else PromptCacheOptions(file=writable(self.prompt_cache))
 
     def cases(self) -> list[Case]:
         """Every test of prompts and generation. Raises UsageError where there is none."""
         from kvcli.runtime.evaluate import benching
 
-        depths = _lengths(self.n_depth or "0", "--n-depth", _DEPTH)
-        found = benching.cases(self.prompts("512"), self.generations("128"), depths)
+        found = benching.cases(self.prompts("512"), self.generations("128"), self.depths())
         if not found:
             raise UsageError("there is nothing to measure: -p and -n are both 0")
         return found

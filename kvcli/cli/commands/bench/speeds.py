@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     """Measure and print; why pairs of types are missing."""
     from kvcli.runtime.evaluate import benching
 
-    cases, invocation = what.cases(), series.invocation
+    cases, kept, invocation = what.cases(), what.caches(), series.invocation
     longest, repetitions = max(case.rows for case in cases), what.repetitions or REPETITIONS
     tell = steps(len(series.pairs), len(cases), invocation)
     meter = benching.Meter()
@@ -67,7 +68,10 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     def one(engine: Engine, pair: Types) -> Table:
         if not setting:
             setting.append((Setting.of(engine, series.load, types, evict), _bandwidth(engine, what, invocation)))
-        speeds = list(benching.run(engine, cases, repetitions, not what.no_warmup, partial(tell, pair)))
+        caches = engine.prompt_caches(kept, render.telling(invocation)) if kept else None
+        with closing(caches) if caches else nullcontext():
+            run = benching.run(engine, cases, repetitions, not what.no_warmup, partial(tell, pair), caches)
+            speeds = list(run)
         kv_bytes, predicted = engine.pool.committed_bytes, engine.predict(longest).total
         return Table(pair, speeds, longest, kv_bytes, predicted, meter.used(engine), engine.retention is not None)
 
