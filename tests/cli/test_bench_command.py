@@ -210,7 +210,7 @@ def test_types_that_do_not_fit_are_left_out(bench: Bench, tmp_path: Path) -> Non
         (("-d", "-4"), "--n-depth must "),
         (("-d", "cuda"), "-d is not --device"),
         (("-d", "0", "-d", "4k"), "put all values in one list: -d LIST"),
-        (("--prompt-cache", "x"), "kv run and kv chat have it; see kv bench --help"),
+        (("--prompt-cache", ""), "--prompt-cache "),
         (("-r", "0"), "--repetitions must "),
         (("-ub", "-1"), "--ubatch-size must "),
         (("-ctk", "f16,int3"), "'int3' is not a cache type"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.cli import render
 from kvcli.cli.commands.bench.flags import BenchFlags
-from kvcli.cli.commands.bench.setting import Series, Setting, print_object, print_rows, steps
+from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.options import EvictOptions
@@ -45,7 +45,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         render.warn(f"files may have been read from memory, not from the disk: {reason}", invocation)
     if as_json:
         found = [_result(*each) for each in results]
-        print_object("bench --prefix-reuse", setting[0], repetitions, found, failures, invocation)
+        render.print_json("bench --prefix-reuse", arm_object(setting[0], repetitions, found, failures, invocation))
         return failures
     setting[0].print_head(f"{suffix:,} new tokens behind each prefix")
     rows = [row for pair, reuse in results for row in _rows(pair, reuse)]

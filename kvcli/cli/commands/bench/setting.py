@@ -120,13 +120,12 @@ def print_rows(headers: Sequence[str], rows: list[list[str]], invocation: Invoca
     render.write_out("".join(f"| {' | '.join(row)} |\n" for row in (headers, rule, *rows)))
 
 
-def print_object(
-    kind: str, setting: Setting, repetitions: int, results: list[dict[str, Any]], failures: list[str],
-    invocation: Invocation,
-) -> None:  # fmt: skip
-    """The JSON of an arm: what was measured, and `results` of it."""
+def arm_object(
+    setting: Setting, repetitions: int, results: list[dict[str, Any]], failures: list[str], invocation: Invocation
+) -> dict[str, Any]:
+    """What was measured of an arm, and `results` of it."""
     found = {"repetitions": repetitions, "results": results, "failures": failures, "warnings": invocation.told}
-    render.print_json(kind, {**setting.as_object(), **found})
+    return {**setting.as_object(), **found}
 
 
 def steps(pairs: int, tests: int, invocation: Invocation) -> Callable[[Types, str], None]:

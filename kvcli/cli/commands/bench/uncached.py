@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvcli.cli import render
 from kvcli.cli.commands.bench.flags import NO_CACHE, BenchFlags
-from kvcli.cli.commands.bench.setting import Series, Setting, print_object, print_rows, steps
+from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.errors import UsageError
@@ -43,7 +44,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     results = [each for of_type in measured for each in of_type]
     if as_json:
         found = [_result(*each) for each in results]
-        print_object("bench --no-kv-cache", setting[0], repetitions, found, failures, invocation)
+        render.print_json("bench --no-kv-cache", arm_object(setting[0], repetitions, found, failures, invocation))
         return failures
     setting[0].print_head()
     print_rows(HEADERS, [_row(*each) for each in results], invocation, left=1)
