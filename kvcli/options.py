@@ -55,13 +55,15 @@ class EvictOptions:
     policy: str = "none"
     window: int = 0  # recent tokens that stay; 0 = as many as the context holds
     keep: int | None = None  # first tokens that stay; -1 = the whole prompt, None = the policy's own
+    budget: str = ""  # rows that stay where they are selected by score: "1024", or "25%" of the tokens
 
     @property
     def named(self) -> str:
         """The fields that say so, as errors name them."""
         window = [f"`window={self.window}`"] if self.window else []
         keep = [] if self.keep is None else [f"`keep={self.keep}`"]
-        return " ".join([f"`evict={self.policy}`", *window, *keep])
+        budget = [f"`budget={self.budget}`"] if self.budget else []
+        return " ".join([f"`evict={self.policy}`", *window, *keep, *budget])
 
 
 FORGET_NOTHING = EvictOptions()

@@ -49,7 +49,8 @@ TORCH = """
 kernels
 runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope
 runtime.model.sealing runtime.model.weights
-runtime.cache.pagelist runtime.cache.pool runtime.cache.sequence runtime.cache.shown
+runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
+runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph

@@ -30,6 +30,7 @@ def load(
     evict: str | None = None,
     window: int | None = None,
     keep: int | None = None,
+    budget: str | int | None = None,
     device: str = "auto",
     threads: int = 0,
     exact: bool = False,
@@ -50,8 +51,10 @@ def load(
         (`org/repo:Q4_K_M`).
     cache_type: how keys and values are stored: "f16", "int8", "int4", ..., or "int8/int4" for each.
     ctx: most tokens in a sequence; 0 = as trained, or as many as fit.
-    evict: what is forgotten where the context is full: "none", "shift", "sink" or "window".
+    evict: what is forgotten where the context is full: "none", "shift", "sink" or "window"; or where the prompt is
+        read, by score: "expected", "h2o", "keydiff", "random", "snapkv" or "tova".
     window, keep: how many of the recent and of the first tokens stay then.
+    budget: how many rows stay that score highest: 1024, or "25%" of the tokens.
     device: "auto", "cpu", "cuda" or "cuda:N".
     threads: most threads of a CPU; 0 = one for each physical core.
     exact: activations of products are not rounded: on a GPU 16 bits throughout, on a CPU float32.
@@ -63,7 +66,8 @@ def load(
     quantize: what the weights of a folder are packed as while they are read: "q8_0", "q4_k", ...
     offline: download nothing.
     force_pretokenizer: go on with a pre-tokenizer that is not known; tokens may be wrong.
-    cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window` and `keep` stand above it.
+    cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window`, `keep` and `budget` stand
+        above it.
     prompts: where the rows of prompts are kept: by default in memory; with `store=FOLDER` on disk, too.
     progress: is called with (stage, bytes done, bytes in all) during a download.
 
@@ -73,7 +77,7 @@ def load(
     """
     kinds.options(prompts, PromptCacheOptions, "prompts")
     cache = kinds.options(cache, CacheOptions, "cache")
-    cache = replace(cache, evict=_evict(cache.evict, evict, window, keep))
+    cache = replace(cache, evict=_evict(cache.evict, evict, window, keep, budget))
     if cache_type is not None:
         type_k, type_v = checks.type_pair(cache_type)
         cache = replace(cache, type_k=type_k, type_v=type_v)
@@ -113,7 +117,14 @@ def load(
     return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))
 
 
-def _evict(base: EvictOptions, policy: str | None, window: int | None, keep: int | None) -> EvictOptions:
+def _evict(
+    base: EvictOptions, policy: str | None, window: int | None, keep: int | None, budget: str | int | None
+) -> EvictOptions:
     """The options with what was named beside them; another policy begins with its own defaults."""
     asked = base if policy is None else EvictOptions(policy)
-    return EvictOptions(asked.policy, asked.window if window is None else window, asked.keep if keep is None else keep)
+    return EvictOptions(
+        asked.policy,
+        asked.window if window is None else window,
+        asked.keep if keep is None else keep,
+        asked.budget if budget is None else str(budget),
+    )

@@ -99,6 +99,6 @@ def cache_facts(engine: Engine, sequence: Rows) -> CacheFacts:
     type_k, type_v = engine.loaded.cache_types
     counts = layout.page_size, sum(pages), nbytes, sequence.kept, engine.ctx_size
     options, whole = engine.terms.options, layout.contiguous_bytes(engine.ctx_size)
-    pinned = options.tail, options.sinks, options.evict.policy
+    pinned = options.tail, options.sinks, options.evict
     forgotten = sequence.evicted, engine.retention
     return CacheFacts(type_k, type_v, *counts, *pinned, *forgotten, sequence.page_utilization, whole)

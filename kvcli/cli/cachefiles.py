@@ -7,13 +7,13 @@ import hashlib
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kvcli.errors import CacheFileError, UsageError
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.promptcache import lookups
@@ -201,7 +201,7 @@ class Described:
             "page_size": o.page_size if o else None,
             "kv_sink": o.sinks if o else None,
             "kv_tail": o.tail if o else None,
-            "evict": {"policy": o.evict.policy, "keep": o.evict.keep, "window": o.evict.window or None} if o else None,
+            "evict": _evicted(o.evict) if o else None,
             "lossless": lossless == "yes" if c else None,
             "losses": losses.split("; ") if losses else [],
             "scope": self.scope or None,
@@ -276,3 +276,7 @@ def check_pages(path: Path) -> int:
         for key in file.contents.pages:
             file.copy(key)
         return len(file.contents.pages)
+
+
+def _evicted(asked: EvictOptions) -> dict[str, Any]:
+    return {**asdict(asked), "window": asked.window or None, "budget": asked.budget or None}

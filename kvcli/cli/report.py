@@ -15,7 +15,7 @@ from kvcli.cli.verification import Verification, as_json
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns
 from kvcli.errors import KVError
-from kvcli.options import SampleOptions
+from kvcli.options import FORGET_NOTHING, EvictOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
@@ -28,7 +28,7 @@ BRIEF = 80  # columns that the line of statistics is made for where a terminal h
 @dataclass(frozen=True)
 class CacheFacts:
     """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens. `tail`, `sinks`:
-    pages that stay in 16 bits. `policy`: of eviction.
+    pages that stay in 16 bits. `evict`: as asked for.
 
     `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
     `page_utilization`: the share of the pages that is rows of use; None = there are none. `contiguous_bytes`: what a
@@ -44,7 +44,7 @@ class CacheFacts:
     limit: int
     tail: int
     sinks: int
-    policy: str
+    evict: EvictOptions
     evicted: int = 0
     retention: Retention | None = None
     page_utilization: float | None = None
@@ -53,6 +53,8 @@ class CacheFacts:
     @property
     def room(self) -> str:
         """How many tokens may come until something happens."""
+        if self.evict.budget:
+            return f"{self.evicted:,} evicted by {self.evict.policy}, budget {self.evict.budget}"
         if self.retention is None:
             return f"{self.limit - self.tokens:,} until full"
         last = self.tokens + self.evicted - 1
@@ -101,6 +103,9 @@ class Result:
     def losses(self) -> list[str]:
         """What of the text was no longer seen, of the prompt and of what came after it."""
         kept, gone, evicted = self.cache.retention, self.end.prompt_evicted, self.cache.evicted
+        if self.cache.evict.budget and evicted:
+            of, budget = self.cache.tokens + evicted, self.cache.evict.budget
+            return [f"{self.cache.evict.policy}: {self.cache.tokens:,} of {of:,} rows stay, with a budget of {budget}"]
         if kept is None:
             return []
         parts = (
@@ -165,7 +170,7 @@ def brief_stats(result: Result, width: int) -> str:
         f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
         f"answer {usage.completion_tokens:,}{_thought(usage)}, {timings.decode_tps:,.0f} tok/s",
         f"KV {human_bytes(cache.nbytes)} {cache.types}",
-        f"{cache.evicted:,} evicted" if cache.retention else f"{cache.limit - cache.tokens:,} left",
+        f"{cache.evicted:,} evicted" if cache.evict != FORGET_NOTHING else f"{cache.limit - cache.tokens:,} left",
         *filter(None, [_ENDINGS.get(result.end.finish_reason, "")]),
     ]
     while len(line := " · ".join(parts)) > width and len(parts) > 2:
@@ -262,7 +267,7 @@ def result_object(result: Result) -> dict[str, Any]:
             "lossless": not result.end.losses,
             "losses": list(result.end.losses),
         },
-        "evict": evict_object(cache.policy, cache.retention),
+        "evict": evict_object(cache.evict, cache.retention),
         "prompt_evicted_tokens": result.end.prompt_evicted,
         "prompt_cut": _cut_object(result.cut) if result.cut else None,
         "memory": {
@@ -334,9 +339,10 @@ def sampling_object(params: SampleOptions) -> dict[str, Any]:
     return values
 
 
-def evict_object(policy: str, kept: Retention | None) -> dict[str, Any]:
-    """What is forgotten of a context that is full."""
-    return {"policy": policy, "keep": kept.keep if kept else None, "window": kept.window if kept else None}
+def evict_object(asked: EvictOptions, kept: Retention | None) -> dict[str, Any]:
+    """What is forgotten of a context that is full, or of a prompt that is read."""
+    keep, window = (kept.keep, kept.window) if kept else (None, None)
+    return {"policy": asked.policy, "keep": keep, "window": window, "budget": asked.budget or None}
 
 
 def _cut_object(cut: Cut) -> dict[str, Any]:

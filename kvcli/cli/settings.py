@@ -34,7 +34,7 @@ _SHARED = (PROMPT, MODEL, GENERATION, KV_CACHE, FULL, PROMPT_CACHE)
 # Where one of these is given, settings of the others from farther down count for nothing: they say the same, or depend.
 _REPLACES = {
     "cache_type": ("cache_type_k", "cache_type_v"),
-    "evict": ("window", "keep"),
+    "evict": ("window", "keep", "budget"),
     "system": ("system_file",),
     "system_file": ("system",),
     "json": ("jsonl",),

@@ -26,7 +26,7 @@ in more operations, on a GPU kernels do several of their steps at once.
 | on a CPU | shapes |
 |---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap, angles, turned_q, sinks)` | [T, heads, dim_k] -> [T, heads * dim_v] |
+| `attention(q, kv, start, window, scale, softcap, angles, turned_q, sinks, watch)` | [T, heads, dim_k] -> [T, n] |
 | `route(logits, routing, bias)` | [T, experts] -> ids int64 and weights [T, used] |
 | `matmul_experts(x, weights, ids)` | x [T or T * used, cols] -> [T * used, rows], each with its expert's matrix |
 | `mix(y, weights)` | y [T * n, D], weights [T, n] -> [T, D] |
@@ -50,7 +50,19 @@ from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.library import asked_isa
 from kvcli.kernels.experts import ExpertLayer, SharedExpert
-from kvcli.kernels.paged import CENTRE_ROWS, NEVER, Angles, Basis, Entries, Into, PagedKV, Stretch
+from kvcli.kernels.paged import (
+    CENTRE_ROWS,
+    MASS_UNIT,
+    NEVER,
+    Angles,
+    Basis,
+    Entries,
+    Into,
+    Moments,
+    PagedKV,
+    Stretch,
+    Watch,
+)
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank, QuantTensor
@@ -62,9 +74,9 @@ HostBackend = NativeBackend | ReferenceBackend
 Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
-    "BACKENDS", "CENTRE_ROWS", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Entries", "ExpertLayer",
-    "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank", "NativeBackend", "PagedKV", "QuantTensor",
-    "RecordLayout", "SharedExpert", "Stretch", "backend", "on_host",
+    "BACKENDS", "CENTRE_ROWS", "MASS_UNIT", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Entries",
+    "ExpertLayer", "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank", "Moments", "NativeBackend",
+    "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch", "Watch", "backend", "on_host",
 ]  # fmt: skip
 
 

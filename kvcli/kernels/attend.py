@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvcli.kernels.paged import Angles, PagedKV, Stretch
+from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 
 Seal = Callable[[PagedKV, int, int], Angles | None]
 Spans = tuple[tuple[int, int], ...]  # first position and number of rows of each part of a step
@@ -73,10 +73,15 @@ class AttentionLayer:
     seal: Seal = nothing_to_seal
 
 
-class Operations(Protocol):
-    """The operations of the facade that `attend` is written in."""
+class Norms(Protocol):
+    """What heads are normed by."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class Operations(Norms, Protocol):
+    """The operations of the facade that `attend` is written in."""
+
     def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None: ...
     def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None: ...
     def rotate_(self, x: torch.Tensor) -> None: ...
@@ -84,7 +89,7 @@ class Operations(Protocol):
     def store_each(self, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Stretch]) -> None: ...
     def attention(
         self, q: torch.Tensor, kv: PagedKV, start: int, window: int, scale: float, softcap: float,
-        angles: Angles | None, turned_q: torch.Tensor | None, sinks: torch.Tensor | None,
+        angles: Angles | None, turned_q: torch.Tensor | None, sinks: torch.Tensor | None, watch: Watch | None,
     ) -> torch.Tensor: ...  # fmt: skip
     def attention_each(
         self, q: torch.Tensor, parts: Sequence[Stretch], window: int, scale: float, softcap: float,
@@ -117,7 +122,8 @@ def attention_each(
     for part, mean in zip(parts, angles, strict=True):
         rows = slice(part.lo, part.hi)
         second = None if turned_q is None else turned_q[rows]
-        found.append(ops.attention(q[rows], part.kv, part.start, window, scale, softcap, mean, second, sinks))
+        how = window, scale, softcap, mean, second, sinks, part.watch
+        found.append(ops.attention(q[rows], part.kv, part.start, *how))
     return torch.cat(found)
 
 
@@ -136,6 +142,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     if layer.stores:
         _store(ops, qkv, n_q, parts, layer, angles)
     q, turned_q = qkv[:, :n_q].view(t, layer.heads, r.dim_k), None  # rows of a wider matrix
+    note_queries(ops, q, parts, layer)
     if (inside := _angles_inside(parts, spans, layer.rope)) is not None:
         turned_q = _queries(ops, q.clone(memory_format=torch.contiguous_format), kv, layer, spans, inside)
     q = _queries(ops, q, kv, layer, spans, angles)
@@ -180,6 +187,19 @@ def _queries(
     return q
 
 
+def note_queries(ops: Norms, q: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> None:
+    """Add queries before RoPE to the sums of the parts that want them; q [T, heads, dim_k]: projections with their
+    biases."""
+    for part in parts:
+        if part.watch is None or part.watch.queries is None:
+            continue
+        rows = q[part.lo + max(0, part.watch.since - part.start) : part.hi]
+        if len(rows):
+            if layer.q_norm is not None and not layer.norms_last:
+                rows = _normed(ops, rows.contiguous(), layer.q_norm, layer.eps)
+            part.watch.queries.add(rows)
+
+
 def amplify(q: torch.Tensor, spans: Spans, layer: AttentionLayer) -> None:
     """Multiply queries [T, heads, dim_k] by what grows with their position, and by the amplitude."""
     if layer.amplitude != 1 and layer.rope is not None:
@@ -204,7 +224,7 @@ def _turned(
     return x
 
 
-def _normed(ops: Operations, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(ops: Norms, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, heads, dim], each head or all of a token together."""
     return ops.rms_norm(x if norm.numel() == x.shape[-1] else x.flatten(1), norm, eps).view(x.shape)
 

@@ -16,6 +16,7 @@ from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
+MASS_UNIT = 1 << 24  # of `Watch.mass`: a probability of 1; whole numbers add up to the same in any order
 NEVER = np.iinfo(np.int64).max  # `Entries.until` of what no query stops seeing
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]
 Memory = Sequence[torch.Tensor | None]  # pages as uint8 [layers, layer_bytes]; None where there is none
@@ -107,10 +108,40 @@ class Into:
         return (first, last) if self.whole else (max(first, start), min(last, end))
 
 
+@dataclass
+class Moments:
+    """Sums over queries before RoPE: `first` float64 [heads, dim_k], `second` of their outer products, float64 [heads,
+    dim_k, dim_k]; None as long as `count`, how many there were, is 0."""
+
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    count: int = 0
+
+    def add(self, q: torch.Tensor) -> None:
+        """Those of q [T, heads, dim_k], too."""
+        rows = q.transpose(0, 1).double()  # [heads, T, dim_k]
+        first, second = rows.sum(1), rows.transpose(1, 2) @ rows
+        self.first = first if self.first is None else self.first + first
+        self.second = second if self.second is None else self.second + second
+        self.count += q.shape[0]
+
+
+class Watch(NamedTuple):
+    """What attention notes of the queries of a step in one layer, those at positions from `since` on.
+
+    `mass`: int64 [kv_heads, n], in units of 1 / MASS_UNIT; the probability of each row is added at its place,
+    `Entries.first` + slot, for all query heads of the KV head. `queries`: what is summed of the queries themselves.
+    """
+
+    since: int
+    mass: torch.Tensor | None = None
+    queries: Moments | None = None
+
+
 class Stretch(NamedTuple):
     """Rows [lo, hi) of a step: those from position `start` on of the sequence whose layer `kv` is.
 
-    `shift`: `PagedKV.shift` of these rows, which all layers of a group share.
+    `shift`: `PagedKV.shift` of these rows, which all layers of a group share. `watch`: None = nothing is noted.
     """
 
     lo: int
@@ -118,6 +149,7 @@ class Stretch(NamedTuple):
     kv: PagedKV
     start: int
     shift: np.ndarray | None = None
+    watch: Watch | None = None
 
     @property
     def span(self) -> tuple[int, int]:

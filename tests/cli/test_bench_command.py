@@ -266,6 +266,6 @@ def test_evicting(bench: Bench) -> None:
         code, out, err = bench(*flags, *more, "--json")
         assert (code, err) == (0, "")
         found.append(json.loads(out.splitlines()[-1]))
-    assert found[1]["evict"] == {"policy": "sink", "keep": 4, "window": 32}
+    assert found[1]["evict"] == {"policy": "sink", "keep": 4, "window": 32, "budget": None}
     reads = [next(r["read_bytes_per_token"] for r in x["results"] if r["test"] == "tg") for x in found]
     assert reads[1] < reads[0]

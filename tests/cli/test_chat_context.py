@@ -9,6 +9,8 @@ from calling import Caller
 from chatcases import ANSWERS, asked, chat, typing
 from fakes import FakeEngine
 
+from kvcli.runtime.cache import eviction
+
 
 @pytest.fixture
 def kv(monkeypatch, capfdbinary, tmp_path):
@@ -169,7 +171,7 @@ def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
     assert "sink: the first 4 and the last 72 of the tokens stay" in outcome.err
     assert outcome.err.count("nothing is forgotten") == 3
     assert "error: /evict takes a policy alone, not 'sink 9'" in outcome.err
-    assert "error: /evict must be one of none, shift, sink, window, not 'lru'" in outcome.err
+    assert f"error: /evict must be one of {', '.join(eviction.names())}, not 'lru'" in outcome.err
 
 
 def test_the_policy_of_the_command_line_comes_back_as_it_was(kv):

@@ -51,7 +51,18 @@ def test_values(complete: Complete, kv_env: dict[str, str]) -> None:
     integers = [name for name in CODECS if name.startswith("int")]
     assert complete("run", "-ct", "int") == integers
     assert complete("bench", "--cache-type", "f16,int8/int") == [f"f16,int8/{name}" for name in integers]
-    assert complete("run", "--evict", "") == ["none", "shift", "sink", "window"]
+    assert complete("run", "--evict", "") == [
+        "none",
+        "expected",
+        "h2o",
+        "keydiff",
+        "random",
+        "shift",
+        "sink",
+        "snapkv",
+        "tova",
+        "window",
+    ]
     assert complete("run", "--device", "c") == ["cpu", "cuda"] and complete("--color", "al") == ["always"]
     assert "llama-3.1-8b" in complete("estimate", "llama-3.1") and "rtx4090-24g" in complete("estimate", "--gpu", "rtx")
     assert complete("models", "rm", "") == []

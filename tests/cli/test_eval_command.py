@@ -281,9 +281,9 @@ def test_what_is_evicted_is_not_there(ask: Eval):
     sink = _asked(ask, *flags, "--evict", "sink", "--window", "40")
     assert window["results"][0] == sink["results"][0]  # the full cache
     assert len({value["nll"] for each in (window, sink) for value in each["results"]}) == 3
-    assert window["compared"][0]["evict"] == {"policy": "none", "keep": None, "window": None}
-    assert window["compared"][1]["evict"] == {"policy": "window", "keep": 0, "window": 40}
-    assert sink["compared"][1]["evict"] == {"policy": "sink", "keep": 4, "window": 40}
+    assert window["compared"][0]["evict"] == {"policy": "none", "keep": None, "window": None, "budget": None}
+    assert window["compared"][1]["evict"] == {"policy": "window", "keep": 0, "window": 40, "budget": None}
+    assert sink["compared"][1]["evict"] == {"policy": "sink", "keep": 4, "window": 40, "budget": None}
 
 
 def test_a_picture(ask: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

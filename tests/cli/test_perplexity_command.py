@@ -294,7 +294,10 @@ def test_all_types_evict_alike(ppl: Ppl):
         return json.loads(out)
 
     whole, evicting = measured(), measured("--evict", "sink", "--window", "16")
-    assert evicting["evict"] == {"policy": "sink", "keep": 4, "window": 16} and whole["evict"]["policy"] == "none"
+    assert (
+        evicting["evict"] == {"policy": "sink", "keep": 4, "window": 16, "budget": None}
+        and whole["evict"]["policy"] == "none"
+    )
     for a, b in zip(whole["types"], evicting["types"], strict=True):
         assert a["ppl"] != b["ppl"] and a["bytes_per_token"] > b["bytes_per_token"]
 

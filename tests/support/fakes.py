@@ -152,7 +152,11 @@ class FakeEngine:
         self.retention: eviction.Retention | None = None
         group = SimpleNamespace(page_bytes=1 << 20)
         self.layout = SimpleNamespace(
-            page_size=64, groups=[group], arenas=[group], contiguous_bytes=lambda tokens: tokens << 14
+            page_size=64,
+            groups=[group],
+            arenas=[group],
+            contiguous_bytes=lambda tokens: tokens << 14,
+            selection=None,
         )
         self.memory_tokens = 1 << 20  # the longest context that fits
         self.options = CacheOptions()
@@ -165,7 +169,10 @@ class FakeEngine:
     @property
     def terms(self) -> SimpleNamespace:
         options = self.options
-        keeps, layout = options.evict.keep == eviction.WHOLE_PROMPT, SimpleNamespace(retention=self.retention)
+        keeps, layout = (
+            options.evict.keep == eviction.WHOLE_PROMPT,
+            SimpleNamespace(retention=self.retention, selection=None),
+        )
         return SimpleNamespace(
             options=options, could_hold=lambda tokens: tokens <= self.memory_tokens, keeps_prompt=keeps, notices=(),
             layout=layout, ctx_size=self.ctx_size, check_prompt=self._check_prompt,

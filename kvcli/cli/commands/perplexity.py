@@ -193,7 +193,7 @@ def perplexity(
         gates.check(chosen)
         texts = text.read(invocation)
         protocol = text.protocol()
-        asked = evict.options(types.page_size, prompt=False)
+        asked = evict.options(types.page_size, prompt=False, scored="no prompt ends before a text does")
         engine = comparing.open_for(model, types, asked, protocol.chunk, invocation, interrupts)
         comparing.warn_of_types(engine, chosen, protocol.chunk, invocation)
         scores, counts = _measure(engine, texts, chosen, protocol, invocation)

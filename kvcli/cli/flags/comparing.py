@@ -83,7 +83,7 @@ def open_for(
 
 def evict_object(engine: Engine, asked: EvictOptions) -> dict[str, Any]:
     """What was forgotten, for JSON."""
-    return report.evict_object(asked.policy, engine.retention)
+    return report.evict_object(asked, engine.retention)
 
 
 def warn_of_types(engine: Engine, types: list[Types], tokens: int, invocation: Invocation) -> None:

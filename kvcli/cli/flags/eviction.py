@@ -16,6 +16,7 @@ from kvcli.cli.overflow import ERROR, POLICIES
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.selection import Budget
 
 _option = functools.partial(typer.Option, rich_help_panel=FULL)
 
@@ -37,6 +38,8 @@ class EvictFlags:
             metavar="|".join(eviction.names()),
             help="Which tokens to forget where the context is full: "
             + "; ".join(f"{name}: {what}" for name, what in eviction.forgetting().items())
+            + "; or, with --budget, where the prompt is read: "
+            + "; ".join(f"{name}: {what}" for name, what in eviction.forgetting(scored=True).items())
             + ".",
             callback=checked(eviction.policy),
         ),
@@ -62,10 +65,25 @@ class EvictFlags:
         ),
     ] = None
 
-    def options(self, page_size: int, prompt: bool = True) -> EvictOptions:
-        """`prompt`: whether there is one, for --keep -1. Raises UsageError for what cannot be in any context."""
-        asked = EvictOptions(self.evict, 0 if self.window is None else _window(self.window), self.keep)
+    budget: Annotated[
+        str | None,
+        _option(
+            "--budget",
+            metavar="N|P%",
+            help=f"Rows to keep, or their share, with {', '.join(eviction.scoring())}.",
+            show_default=False,
+            callback=checked(Budget.of),
+        ),
+    ] = None
+
+    def options(self, page_size: int, prompt: bool = True, scored: str = "") -> EvictOptions:
+        """`prompt`: whether there is one, for --keep -1. `scored`: why rows are not selected by score here; "" = they
+        can be. Raises UsageError for what cannot be in any context."""
+        window = 0 if self.window is None else _window(self.window)
+        asked = EvictOptions(self.evict, window, self.keep, self.budget or "")
         eviction.check(asked, page_size)
+        if asked.budget and scored:
+            raise UsageError(f"--evict {asked.policy} cannot be used here: {scored}", "kv eval measures what it costs")
         if asked.keep == eviction.WHOLE_PROMPT and not prompt:
             raise UsageError("--keep -1 means the whole prompt, and there is none here", "give a number of tokens")
         return asked

@@ -25,7 +25,7 @@ from kvcli.kernels.cpu.calls import Calls
 from kvcli.kernels.cpu.interleaved import Interleaved, Room
 from kvcli.kernels.cpu.library import library
 from kvcli.kernels.experts import experts
-from kvcli.kernels.paged import Angles, PagedKV, Stretch
+from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
@@ -123,6 +123,12 @@ def _record(r: RecordLayout) -> _Record:
 
 def _class(kv: PagedKV) -> _Class:
     return _Class(kv.into.addresses.ctypes.data, kv.offset, _record(kv.record))
+
+
+def _noted(watch: Watch | None) -> tuple[int, int, int]:
+    """Where mass goes: `mass`, `ld_mass` and `since` of kv_part."""
+    mass = None if watch is None else watch.mass
+    return (0, 0, 0) if watch is None or mass is None else (mass.data_ptr(), mass.stride(0), watch.since)
 
 
 def _entries(kv: PagedKV) -> np.ndarray:
@@ -327,7 +333,7 @@ class NativeBackend:
         """The C view of the parts (kv_part); it has to live until the call that it is for has returned."""
         numbers: list[int] = []
         for part, found in zip(parts, angles or (None,) * len(parts), strict=True):
-            numbers += self._paged(part.kv, found), part.lo, part.hi - part.lo, part.start
+            numbers += self._paged(part.kv, found), part.lo, part.hi - part.lo, part.start, *_noted(part.watch)
         made = array("q", numbers)
         if self._calls:
             self._calls.parts.append(made)
@@ -359,8 +365,9 @@ class NativeBackend:
         angles: Angles | None = None,
         turned_q: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        watch: Watch | None = None,
     ) -> torch.Tensor:
-        part = Stretch(0, q.shape[0], kv, start)
+        part = Stretch(0, q.shape[0], kv, start, None, watch)
         return self.attention_each(q, [part], window, scale, softcap, [angles], turned_q, sinks)
 
     def attention_each(

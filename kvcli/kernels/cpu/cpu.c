@@ -68,6 +68,8 @@ typedef struct { /* how experts are chosen; `Routing` of routing.py says what th
 typedef struct { /* rows [row, row + rows) of a step are those from position `start` on of a sequence, behind the cache `kv` */
     const kv_paged *kv;
     int64_t row, rows, start;
+    int64_t *mass; /* what rows get of queries at positions from `since` on is added here, see paged.py; it may be NULL */
+    int64_t ld_mass, since;
 } kv_part;
 
 /* Block formats: name, name in functions, id, elements and bytes of a block; see blockformats.py. */
@@ -85,6 +87,8 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
 
 #define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
+#define MOST_SLOTS 256 /* of a page, with room for whole vectors */
+#define MASS_UNIT 16777216.0f /* a probability of 1 in `kv_part.mass`; see paged.py */
 #define SPAN_PAGES 4 /* attention is accumulated in spans of this many pages, combined in order */
 
 #include "cpu_pool.h"

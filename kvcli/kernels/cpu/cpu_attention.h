@@ -19,6 +19,8 @@ typedef struct {
     const float *sinks; /* a logit of each head, which takes part in the softmax and has no value; it may be NULL */
     const kv_paged *kv;
     float *out;
+    int64_t *mass; /* see kv_part; NULL = nothing is noted */
+    int64_t ld_mass, since;
     int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
     int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
     int64_t multiples; /* where a prepared query has its multiples, for closed pages; 0 = keys are floats */
@@ -26,6 +28,7 @@ typedef struct {
     int64_t *spans;  /* one query: where the spans begin that it sees, [n_spans + 1]; `n_shares` tasks for each head */
     float *partial;  /* of each span, [kv_heads, n_spans, group, stride]; NULL = the work is divided into blocks */
     float *prepared; /* of all heads: see `prepare` */
+    float *noted;    /* one query: its scores, [kv_heads, group, entries, padded] */
     int64_t first_task; /* of the part, among those of all parts */
 } NAME(attn_args);
 
@@ -174,10 +177,10 @@ INLINE float NAME(mean_score)(const NAME(attn_args) *a, const NAME(page_view) *t
     return NAME(hsum)(sum) + rest;
 }
 
-/* Products of a query with slots [lo, hi), in place: to scores, then to weights of the values. Returns the sum of these;
- * *old is what the state before is multiplied by. */
-INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, float *scores, int64_t lo,
-                           int64_t hi, float *m, float *l, float *old) {
+/* Products of a query with slots [lo, hi), in place: to scores, which go to `noted` too where that is not NULL, then to weights
+ * of the values. Returns the sum of these; *old is what the state before is multiplied by. */
+INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, float *scores, float *noted,
+                           int64_t lo, int64_t hi, float *m, float *l, float *old) {
     int64_t from = lo / VL * VL;
     float top = *m, bias = 0, middle = t->middle_k * query[a->dkp];
     vi lane;
@@ -191,6 +194,7 @@ INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, c
         vi unseen = (lane + (int32_t)j < (int32_t)lo) | (lane + (int32_t)j >= (int32_t)hi);
         s = (vf)(((vi)s & ~unseen) | ((vi)SPLAT(-INFINITY) & unseen));
         STORE(scores + j, s);
+        if (noted) STORE(noted + j, s);
         vi higher = s > tops;
         tops = (vf)(((vi)s & higher) | ((vi)tops & ~higher));
     }
@@ -207,9 +211,10 @@ INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, c
     return NAME(hsum)(weights);
 }
 
-/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [n, padded]. */
-INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores, int n,
-                       int64_t lo, int64_t hi) {
+/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [n, padded]; `noted`:
+ * where those of the first row go, NULL = nowhere. */
+INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores,
+                       float *noted, int n, int64_t lo, int64_t hi) {
     float old[QUERY_ROWS], start[QUERY_ROWS];
     if (t->folded)
         int_keys->dots(t->folded, lo, hi, a->kv->dim_k, (const kv_multiples *)(queries + a->multiples),
@@ -218,7 +223,8 @@ INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const
         t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
     for (int r = 0; r < n; r++) {
         float *end = state + r * a->stride + a->dvp;
-        float sum = NAME(softmax)(a, t, queries + r * a->ld_query, scores + r * a->padded, lo, hi, end, end + 1, old + r);
+        float *note = noted ? noted + r * a->kv->n_entries * a->padded : NULL;
+        float sum = NAME(softmax)(a, t, queries + r * a->ld_query, scores + r * a->padded, note, lo, hi, end, end + 1, old + r);
         start[r] = -(t->middle_v * sum);
     }
     t->read_v->mix[n - 1](t->v, t->v_row, lo, hi, a->dvp / 4, scores, a->padded, old, start, state, a->stride);
@@ -269,9 +275,10 @@ INLINE size_t NAME(attend_floats)(const NAME(attn_args) *a, int64_t rows) {
 }
 
 /* Prepared queries of tokens [t0, t1) x the group of one KV head over entries [e0, e1), span by span; state [rows, stride] is
- * acc, max, sum of each. `each`: spans that are seen stay apart, their states stand behind each other. */
+ * acc, max, sum of each. `each`: spans that are seen stay apart, their states stand behind each other. `noted`: where scores go,
+ * [rows, entries, padded]; NULL = nowhere. */
 static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t e0, int64_t e1,
-                         const float *queries, float *state, int each, float *work) {
+                         const float *queries, float *state, int each, float *noted, float *work) {
     const kv_paged *kv = a->kv;
     int64_t rows = (t1 - t0) * a->group, first = a->start + t0, last = a->start + t1 - 1;
     int many = rows > 2 * QUERY_ROWS;
@@ -300,7 +307,8 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
                     int also = NAME(seen)(e, a->window, first + (r + n) / a->group, &more, &less);
                     if (also != sees || more != from || less != to) break;
                 }
-                if (sees) NAME(look)(a, &t, these + r * a->ld_query, part + r * a->stride, scores, (int)n, from, to);
+                float *note = noted ? noted + (r * kv->n_entries + (e - kv->entries)) * a->padded : NULL;
+                if (sees) NAME(look)(a, &t, these + r * a->ld_query, part + r * a->stride, scores, note, (int)n, from, to);
             }
         }
         if (each && looked) part += rows * a->stride;
@@ -326,6 +334,8 @@ INLINE void NAME(write_out)(const NAME(attn_args) *a, const float *state, int64_
     }
 }
 
+#include "cpu_mass.h"
+
 /* ---- tasks ---------------------------------------------------------------------------------------------------------- */
 
 static void NAME(attn_block_task)(const NAME(attn_args) *a, int64_t task, int thread) {
@@ -333,19 +343,22 @@ static void NAME(attn_block_task)(const NAME(attn_args) *a, int64_t task, int th
     int64_t t0 = block * QUERY_BLOCK - a->start % QUERY_BLOCK, t1 = t0 + QUERY_BLOCK < a->t ? t0 + QUERY_BLOCK : a->t;
     if (t0 < 0) t0 = 0;
     int64_t rows = (t1 - t0) * a->group, prepared = NAME(prepared_floats)(a, rows);
-    float *queries = scratch(thread, prepared + 2 * a->dkp + rows * a->stride + NAME(attend_floats)(a, rows));
-    float *room = queries + prepared, *state = room + 2 * a->dkp;
+    int64_t notes = NAME(notes)(a, t1) ? rows * a->kv->n_entries * a->padded : 0;
+    float *queries = scratch(thread, prepared + 2 * a->dkp + rows * a->stride + notes + NAME(attend_floats)(a, rows));
+    float *room = queries + prepared, *state = room + 2 * a->dkp, *noted = state + rows * a->stride;
     NAME(prepare_all)(a, head, t0, rows, queries, room);
-    NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, queries, state, 0, state + rows * a->stride);
+    NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, queries, state, 0, notes ? noted : NULL, noted + notes);
     NAME(write_out)(a, state, head, t0, t1);
+    if (notes) NAME(add_mass)(a, state, head, t0, t1, noted);
 }
 
 static void NAME(attn_share_task)(const NAME(attn_args) *a, int64_t task, int thread) {
     int64_t head = task / a->n_shares, share = task % a->n_shares;
     int64_t s0 = share * a->n_spans / a->n_shares, s1 = (share + 1) * a->n_spans / a->n_shares;
     const float *queries = a->prepared + head * NAME(prepared_floats)(a, a->group);
+    float *noted = a->noted ? a->noted + head * a->group * a->kv->n_entries * a->padded : NULL;
     NAME(attend)(a, head, 0, 1, a->spans[s0], a->spans[s1], queries,
-                 a->partial + (head * a->n_spans + s0) * a->group * a->stride, 1, scratch(thread, NAME(attend_floats)(a, a->group)));
+                 a->partial + (head * a->n_spans + s0) * a->group * a->stride, 1, noted, scratch(thread, NAME(attend_floats)(a, a->group)));
 }
 
 /* One query over several spans: they are merged in the order in which prefill meets them. */
@@ -358,6 +371,7 @@ static void NAME(merge_spans)(const NAME(attn_args) *a) {
                 NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
             }
         NAME(write_out)(a, state, head, 0, 1);
+        if (a->noted) NAME(add_mass)(a, state, head, 0, 1, a->noted + head * a->group * a->kv->n_entries * a->padded);
     }
 }
 
@@ -387,8 +401,10 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
     if (a->n_spans < 2) return;
     int64_t enough = (8 * pool.tuner.limit + kv->kv_heads - 1) / kv->kv_heads, each = NAME(prepared_floats)(a, a->group);
     a->n_shares = a->n_spans < enough ? a->n_spans : enough;
-    a->partial = NAME(floats)(kv->kv_heads * (a->n_spans * a->group * a->stride + each) + 2 * a->dkp);
+    int64_t notes = NAME(notes)(a, 1) ? a->heads * kv->n_entries * a->padded : 0;
+    a->partial = NAME(floats)(kv->kv_heads * (a->n_spans * a->group * a->stride + each) + 2 * a->dkp + notes);
     a->prepared = a->partial + kv->kv_heads * a->n_spans * a->group * a->stride;
+    if (notes) a->noted = a->prepared + kv->kv_heads * each + 2 * a->dkp;
     for (int64_t head = 0; head < kv->kv_heads; head++)
         NAME(prepare_all)(a, head, 0, a->group, a->prepared + head * each, a->prepared + kv->kv_heads * each);
 }
@@ -402,7 +418,8 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
         const kv_part *p = parts + i;
         const kv_paged *kv = p->kv;
         NAME(attn_args) a = {q + p->row * ldq, turned ? turned + p->row * ld_turned : NULL, ldq, ld_turned, p->rows, heads,
-                             p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v};
+                             p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v,
+                             p->mass, p->ld_mass, p->since};
         a.group = heads / kv->kv_heads, a.padded = (kv->page_size + VL - 1) / VL * VL;
         a.dkp = (kv->dim_k + 4 * VL - 1) / (4 * VL) * (4 * VL), a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
         a.stride = a.dvp + 2;

@@ -15,13 +15,14 @@ from typing import Literal
 import torch
 
 from kvcli.errors import ModelError
-from kvcli.kernels.attend import AttentionLayer
+from kvcli.kernels.attend import AttentionLayer, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
+from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.pages import (
     Asked,
     BoundStretch,
@@ -224,6 +225,10 @@ class GpuBackend:
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
         kv, known = part.kv, part.kv.basis.known
+        if part.watch is not None and part.watch.queries is not None:
+            q = qkv[:, : layer.heads * kv.record.dim_k].contiguous()
+            q = q if layer.bias is None else q + layer.bias[: q.shape[1]]
+            note_queries(self, q.unflatten(1, (layer.heads, -1)), [part._replace(lo=0, hi=len(q))], layer)
         qkv = with_values(qkv, layer, kv.record.kv_heads, (kv.record.dim_k, kv.record.dim_v))
         layer = normed_together(qkv, layer, kv.record.dim_k)
         queries = prepare(qkv, layer, self._pages(part, layer, None))
@@ -234,6 +239,9 @@ class GpuBackend:
         found = attend(queries, pages, layer.window, layer.softcap)
         if any(pages.lists.past):
             past.attend_past(queries, pages, found)
+        watch = part.watch
+        if watch is not None and watch.mass is not None and part.start + len(qkv) > watch.since:
+            add_mass(queries, kv, pages, found, watch, part.start, layer.window, layer.softcap, layer.sinks)
         out = combine(found, pages, sinks=layer.sinks)
         assert out is not None
         return out

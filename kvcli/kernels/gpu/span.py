@@ -19,20 +19,20 @@ NOTHING = tl.constexpr(-1.0e30)  # the maximum where nothing is seen; finite, so
 
 
 @triton.jit
-def _load_queries(q, ok, row, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+def load_queries(q, ok, row, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
     """Part i of N of the queries, float16 [M, PAD / N]; 0 where a row is not `ok` or an element is not there."""
     d = elements(i, N, DIM, PAD)
     return tl.load(q + row[:, None] * DIM + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _word(table, t, TILES: tl.constexpr, PITCH: tl.constexpr):
+def edge_word(table, t, TILES: tl.constexpr, PITCH: tl.constexpr):
     """int64: the word (places.py) of the page of tile t."""
     return tl.load(table + t // TILES * PITCH)
 
 
 @triton.jit
-def _scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def load_scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
     """The float16 scales of the rows of tile t, [BN]; `record`: the address of the head's record in its page."""
     at = (record + AT).to(tl.pointer_type(tl.float16))
     p = tl.multiple_of(at, 16) + ((t % TILES) * BN + tl.arange(0, BN))
@@ -43,7 +43,7 @@ def _scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _bound(table, t, i: tl.constexpr, TILES: tl.constexpr):
+def edge_bound(table, t, i: tl.constexpr, TILES: tl.constexpr):
     """int32: number i of the edge (shares.py) of tile t."""
     return tl.load(table + t // TILES * EDGE + i).to(tl.int32)
 
@@ -51,16 +51,16 @@ def _bound(table, t, i: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def _positions(table, t, TILES: tl.constexpr, BN: tl.constexpr):
     """The positions of the rows of tile t, int32 [BN]."""
-    return _bound(table, t, 1, TILES) + (t % TILES) * BN + tl.arange(0, BN)
+    return edge_bound(table, t, 1, TILES) + (t % TILES) * BN + tl.arange(0, BN)
 
 
 @triton.jit
-def _seen(table, t, oldest, newest, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
+def seen_rows(table, t, oldest, newest, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
     """Which rows of tile t any of the queries sees: those in [oldest, newest] that its entry shows."""
     if MASKED:
-        first = _bound(table, t, 1, TILES)
-        lo = tl.maximum(_bound(table, t, 2, TILES), oldest - first)
-        hi = tl.minimum(_bound(table, t, 3, TILES), newest + 1 - first)
+        first = edge_bound(table, t, 1, TILES)
+        lo = tl.maximum(edge_bound(table, t, 2, TILES), oldest - first)
+        hi = tl.minimum(edge_bound(table, t, 3, TILES), newest + 1 - first)
         slots = (t % TILES) * BN + tl.arange(0, BN)
         return (slots >= lo) & (slots < hi)
     else:
@@ -68,7 +68,7 @@ def _seen(table, t, oldest, newest, TILES: tl.constexpr, BN: tl.constexpr, MASKE
 
 
 @triton.jit
-def _centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BN: tl.constexpr):
+def centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BN: tl.constexpr):
     """s [M, BN] plus the scores of the mean that the keys of tile t of the slots lack: one for every CENTRE_ROWS = 16
     rows.
 
@@ -114,21 +114,21 @@ def span(
     # put together in steps: the compiler does not pipeline loops in which values only move up.
     last = hi - 1
     own = head.to(tl.int64) * RECORD
-    word = _word(table, lo, TILES, PITCH) + offset + own
-    first = _word(table, tl.minimum(lo + 1, last), TILES, PITCH) + offset
-    page = _word(table, tl.minimum(lo + 2, last), TILES, PITCH)
+    word = edge_word(table, lo, TILES, PITCH) + offset + own
+    first = edge_word(table, tl.minimum(lo + 1, last), TILES, PITCH) + offset
+    page = edge_word(table, tl.minimum(lo + 2, last), TILES, PITCH)
     wait_for_previous(PDL)
-    q0 = _load_queries(q, ok, row, 0, NK, DIM_K, PAD_K)
+    q0 = load_queries(q, ok, row, 0, NK, DIM_K, PAD_K)
     q1 = q0
     q2 = q0
     q3 = q0
     total_q = tl.sum(q0.to(tl.float32), 1)
     if NK > 1:
-        q1 = _load_queries(q, ok, row, 1, NK, DIM_K, PAD_K)
+        q1 = load_queries(q, ok, row, 1, NK, DIM_K, PAD_K)
         total_q += tl.sum(q1.to(tl.float32), 1)
     if NK > 2:
-        q2 = _load_queries(q, ok, row, 2, NK, DIM_K, PAD_K)
-        q3 = _load_queries(q, ok, row, 3, NK, DIM_K, PAD_K)
+        q2 = load_queries(q, ok, row, 2, NK, DIM_K, PAD_K)
+        q3 = load_queries(q, ok, row, 3, NK, DIM_K, PAD_K)
         total_q += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
     off = OFF_K * total_q
     if FACTOR_K != 0:
@@ -154,27 +154,27 @@ def span(
         a3 = a0
     kd = tl.zeros((BN,), tl.float16)
     vd = kd
-    seen = _seen(table, lo, oldest, newest, TILES, BN, MASKED)
+    seen = seen_rows(table, lo, oldest, newest, TILES, BN, MASKED)
     at = address(word, CENTRED)
     if K_SCALES > 0:
-        kd = _scales(at, lo, seen, K_SCALES, TILES, BN, MASKED)
+        kd = load_scales(at, lo, seen, K_SCALES, TILES, BN, MASKED)
     if V_SCALES > 0:
-        vd = _scales(at, lo, seen, V_SCALES, TILES, BN, MASKED)
+        vd = load_scales(at, lo, seen, V_SCALES, TILES, BN, MASKED)
     for t in tl.range(bound(lo), bound(hi), num_stages=STAGES):
-        page_next = _word(table, tl.minimum(t + 3, last), TILES, PITCH)
+        page_next = edge_word(table, tl.minimum(t + 3, last), TILES, PITCH)
         rows = (t % TILES) * BN + tl.arange(0, BN)
-        seen = _seen(table, t, oldest, newest, TILES, BN, MASKED)
+        seen = seen_rows(table, t, oldest, newest, TILES, BN, MASKED)
         at = address(word, CENTRED)
         if SCALES:  # by hand too: they are too small for the compiler to do it
             following = tl.minimum(t + 1, last)
-            seen_next = _seen(table, following, oldest, newest, TILES, BN, MASKED)
+            seen_next = seen_rows(table, following, oldest, newest, TILES, BN, MASKED)
             next_at = address(first + own, CENTRED)
             kd_next = kd
             vd_next = vd
             if K_SCALES > 0:
-                kd_next = _scales(next_at, following, seen_next, K_SCALES, TILES, BN, MASKED)
+                kd_next = load_scales(next_at, following, seen_next, K_SCALES, TILES, BN, MASKED)
             if V_SCALES > 0:
-                vd_next = _scales(next_at, following, seen_next, V_SCALES, TILES, BN, MASKED)
+                vd_next = load_scales(next_at, following, seen_next, V_SCALES, TILES, BN, MASKED)
         s = dot_keys(q0, q1, q2, q3, at, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, NK, MASKED)
         if OFF_K != 0:
             s = s - off[:, None]
@@ -183,14 +183,14 @@ def span(
         if FACTOR_K != 0:
             s = s * factor_k
         if CENTRED:
-            s = _centre_scores(s, qc_tile, qb_row, angles, slot(word) * TILES + t % TILES, ROPE, ROPE_PAD, BN)
+            s = centre_scores(s, qc_tile, qb_row, angles, slot(word) * TILES + t % TILES, ROPE, ROPE_PAD, BN)
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         if MASKED:
             visible = seen[None, :]
             if BLOCK > 1:
                 place = _positions(table, t, TILES, BN)
-                asks = (position >= _bound(table, t, 4, TILES)) & (position < _bound(table, t, 5, TILES))
+                asks = (position >= edge_bound(table, t, 4, TILES)) & (position < edge_bound(table, t, 5, TILES))
                 visible = visible & asks[:, None] & (place[None, :] <= position[:, None])
                 if WINDOWED:
                     visible = visible & (place[None, :] > position[:, None] - window)

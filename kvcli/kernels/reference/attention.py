@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
+from kvcli.kernels.paged import CENTRE_ROWS, MASS_UNIT, Angles, PagedKV, Watch
 from kvcli.kernels.reference.sums import dot, exp, mix, split, tanh, total
 
 
@@ -31,13 +31,14 @@ def attention(
     angles: Angles | None = None,
     turned_q: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    watch: Watch | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim_k] at positions start.. over the entries -> float32 [T, heads * dim_v].
 
     A query at position p sees what its entries show of rows (p - window, p], of [0, p] when window is 0. `turned_q`:
     like q, for turned entries; needed where `PagedKV.shift` is not 0. `softcap` c > 0 replaces a score s by
     c * tanh(s / c). `angles`: of `PagedKV.centres`. `sinks`: a logit of each head, float32 [heads], that takes part in
-    the softmax and has no value (as in gpt-oss).
+    the softmax and has no value (as in gpt-oss). `watch`: where probabilities are added up.
     """
     r, (n, heads) = kv.record, q.shape[:2]
     group = heads // r.kv_heads
@@ -46,6 +47,7 @@ def attention(
     top = q.new_full((r.kv_heads, group * n, 1), -torch.inf)
     weight = torch.zeros_like(top)
     acc = q.new_zeros(r.kv_heads, group * n, r.dim_v)
+    noted: list[tuple[int, torch.Tensor]] = []  # scores, and the place of the entry's first slot
     for source, at in _in_order(kv):
         of = source.entries
         first, turned = int(of.first[at]), int(of.turned[at])
@@ -66,6 +68,8 @@ def attention(
         if softcap:
             scores = softcap * tanh(scores / softcap)
         scores = scores.masked_fill(~seen[None], -torch.inf)
+        if watch is not None and watch.mass is not None and start + n > watch.since:
+            noted.append((first, scores))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
         decay, p = exp(top - safe), exp(scores - safe)
@@ -77,6 +81,14 @@ def attention(
         new_top = torch.maximum(top, sink)
         decay = exp(top - new_top)
         acc, weight = acc * decay, weight * decay + exp(sink - new_top)
+        top = new_top
+    if watch is not None and watch.mass is not None:
+        counts = position >= watch.since
+        for first, scores in noted:
+            shares = (exp(scores - top) / weight)[:, counts]
+            got = (shares * MASS_UNIT).round().long().sum(1)  # [kv_heads, page_size]
+            some = watch.mass[:, first : first + r.page_size]
+            some += got[:, : some.shape[1]]
     out = (acc / weight).view(r.kv_heads, group, n, r.dim_v)
     return out.permute(2, 0, 1, 3).reshape(n, heads * r.dim_v)
 

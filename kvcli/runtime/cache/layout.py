@@ -18,6 +18,7 @@ from kvcli.codecs import Codec, RecordLayout, at_least_16, canonical, codec
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.selection import Selection
 from kvcli.runtime.config import CHUNKED, FULL, RECURRENT, SLIDING, WINDOWED, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -26,6 +27,11 @@ PageKey = tuple[int, int]  # (arena, page number): which page of a sequence
 ADDRESS_BYTES = 8  # a block table holds the address of each page's records, per layer
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
 RUN_BYTES = 1 << 20  # where chunks are by layer: in steps of at least this of each layer
+NOTHING_TO_EVICT = (
+    "there is nothing to evict: every layer of this model has a sliding window of its own",
+    "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
+)
+MASS_BYTES, POSITION_BYTES, SCORE_BYTES = 8, 4, 8  # of each row and KV head where rows are selected
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 
 
@@ -217,6 +223,7 @@ class KVLayout:
     state_bytes: int  # constant per sequence (recurrent layers)
     slots: tuple[tuple[int, int] | None, ...]  # model layer -> (group, index in the group); None = no rows
     grain: int = 1  # rows are gone on from behind a multiple of so many: see `GpuBackend.block`
+    selection: Selection | None = None  # how rows of a sequence are selected by score; None = they are not
 
     @classmethod
     def build(
@@ -275,12 +282,15 @@ class KVLayout:
     def evicting(self, retention: Retention | None) -> KVLayout:
         """This layout with rows evicted, but in groups with windows or chunks of their own. UsageError if all have."""
         if retention and all(g.kind in WINDOWED for g in self.groups):
-            raise UsageError(
-                "there is nothing to evict: every layer of this model has a sliding window of its own",
-                "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
-            )
+            raise UsageError(*NOTHING_TO_EVICT)
         groups = (g if g.kind in WINDOWED else replace(g, retention=retention) for g in self.groups)
         return replace(self, groups=tuple(groups))
+
+    def selecting(self, selection: Selection | None) -> KVLayout:
+        """This layout with rows selected by score, but in groups as in `evicting`, which says what is raised."""
+        if selection and all(g.kind in WINDOWED for g in self.groups):
+            raise UsageError(*NOTHING_TO_EVICT)
+        return replace(self, selection=selection)
 
     def by_layer(self, by_layer: bool) -> KVLayout:
         """This layout with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
@@ -362,7 +372,19 @@ class KVLayout:
 
     def read_bytes(self, tokens: int) -> int:
         """Bytes of rows and scales that attention reads for one query at the end of `tokens`."""
-        return sum(g.token_bytes * g.rows_seen(tokens) for g in self.groups)
+        most = self.selection.most(tokens) if self.selection else tokens
+        return sum(g.token_bytes * min(g.rows_seen(tokens), most) for g in self.groups)
+
+    def selection_bytes(self, tokens: int) -> int:
+        """Bytes that selecting rows of a sequence of `tokens` takes: notes, positions; of a layer, rows and scores."""
+        if self.selection is None:
+            return 0
+        groups = [g for g in self.groups if g.kind not in WINDOWED]
+        heads = sum(len(g.layers) * g.kv_heads for g in groups)
+        noted = MASS_BYTES * tokens * heads if self.selection.scorer.watches else 0
+        places = POSITION_BYTES * min(tokens, self.selection.stays(tokens)) * heads
+        each = max(g.kv_heads * (3 * CENTRE_BYTES * max(g.dim_k, g.dim_v) + 8 * SCORE_BYTES) for g in groups)
+        return noted + places + tokens * each
 
 
 def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:

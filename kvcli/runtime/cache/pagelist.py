@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
 from kvcli.runtime.cache.shown import Shown
-from kvcli.runtime.config import CHUNKED
+from kvcli.runtime.config import CHUNKED, WINDOWED
 
 Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 
@@ -114,6 +114,17 @@ class Form:
         return self.pool.addresses(self.arena, pages), PoolMemory(self.pool, self.arena, pages)
 
 
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """Rows that were selected of those at positions before `below`: `rows` in each layer and KV head, in the first
+    pages, no longer in order; those behind them up to `below` are gone. `positions`: in the text, int32 [layers,
+    kv_heads, rows]."""
+
+    rows: int
+    below: int
+    positions: torch.Tensor
+
+
 class PageList:
     """Pages of one group, in one form or in two: where the group is sealed, a page stands in `open` until it is full,
     then in `closed`; sinks stay open.
@@ -130,6 +141,7 @@ class PageList:
         opened = pool.layout.open_arena(group)
         self.closed, self.open = Form(pool, group), None if opened is None else Form(pool, opened)
         self.bases = tuple(Basis() for _ in shared.layers)
+        self.selected: Selected | None = None
         self._made: tuple[tuple[object, ...], tuple[Basis, ...], Layers] | None = None
 
     @property
@@ -139,6 +151,50 @@ class PageList:
     def has(self, numbers: Iterable[int]) -> bool:
         """Whether all of these pages are there, in one form or the other."""
         return not set(numbers).difference(*(form.pages for form in self.forms))
+
+    @property
+    def selects(self) -> bool:
+        """Whether rows may be selected: not in layers with a window or chunks of their own."""
+        return self.layout.kind not in WINDOWED
+
+    @property
+    def evicted(self) -> int:
+        """Rows that were not selected."""
+        return self.selected.below - self.selected.rows if self.selected else 0
+
+    def numbers(self, length: int) -> list[int]:
+        """Numbers of the pages that the first `length` rows need; see `GroupLayout.held_pages`."""
+        if self.selected is None:
+            return self.layout.held_pages(length)
+        size = self.layout.page_size
+        return [*_pages(0, self.selected.rows, size), *_pages(self.selected.below, length, size)]
+
+    def places(self, length: int) -> torch.Tensor:
+        """Where the first `length` rows stand, as page number * page size + slot: int64 [n], on the host."""
+        if self.selected is None:
+            return torch.arange(length)
+        return torch.cat([torch.arange(self.selected.rows), torch.arange(self.selected.below, length)])
+
+    def positions(self, layer: int, places: torch.Tensor, heads: torch.Tensor | None = None) -> torch.Tensor:
+        """Positions in the text of rows of a layer: int64, of places [kv_heads, n], or [n] with `heads` [n]."""
+        if self.selected is None:
+            return places.clone()
+        known, rows = self.selected.positions[layer].long().to(places.device), self.selected.rows
+        at = places.clamp(max=rows - 1)
+        return torch.where(places < rows, known.gather(1, at) if heads is None else known[heads, at], places)
+
+    def own(self, rows: int) -> None:
+        """Have the pages of the first `rows` places, which nobody else holds, to be written to. Raises DoesNotFit."""
+        for number in _pages(0, rows, self.layout.page_size):
+            is_open = self.open is not None and number < self.layout.sinks
+            (self.open if is_open and self.open is not None else self.closed).take(number)
+
+    def keep(self, selected: Selected) -> None:
+        """Let go of the pages of rows that were not selected; those that were have been moved."""
+        self.selected, size = selected, self.layout.page_size
+        for form in self.forms:
+            form.release(range(-(-selected.rows // size), selected.below // size))
+            form.changes += 1
 
     def take(self, start: int, end: int) -> None:
         """The pages that rows [start, end) go into, and those that they fill. Raises DoesNotFit."""
@@ -167,8 +223,10 @@ class PageList:
     def trim(self, length: int) -> None:
         """Let go of the pages behind row `length`, and of a sealed page that is being filled again."""
         end = -(-length // self.layout.page_size)
+        if self.selected and length < self.selected.below:
+            self.selected, end = None, 0
         for form in self.forms:
-            form.release(form.behind(end))
+            form.release(list(form.behind(end)))
         if self.open is not None and self.layout.tail and end - 1 in self.open.pages:
             self.closed.release([end - 1])  # taken for rows that did not come
 
@@ -188,6 +246,9 @@ class PageList:
         layout, bases = self.layout, self.bases
         pages = np.array(sorted(set().union(*(form.pages for form in self.forms))), np.int64)
         shown = layout.retention.shown(pages) if layout.retention else Shown.whole(pages, layout.page_size)
+        if self.selected:
+            end = np.where(pages * layout.page_size < self.selected.below, self.selected.rows, NEVER)
+            shown = replace(shown, hi=np.minimum(shown.hi, end - pages * layout.page_size))
         if layout.kind == CHUNKED:
             shown = shown.chunked(layout.window, layout.page_size)
         opened, closed = layout.open_class(), _read_closed(layout, shown.page)

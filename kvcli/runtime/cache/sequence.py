@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import Basis, PagedKV, Stretch
+from kvcli.kernels import Basis, PagedKV, Stretch, Watch
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
 from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.selecting import NEVER, Facts, Selector
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Part:
     start: int
     groups: tuple[Layers, ...]  # by group
     slots: tuple[tuple[int, int] | None, ...]
+    watches: tuple[tuple[Watch, ...] | None, ...] = ()  # by group, of its layers: what is noted of these rows' queries
 
     def kv(self, layer: int) -> PagedKV:
         """The cache of one model layer."""
@@ -35,7 +37,9 @@ class Part:
     def stretch(self, layer: int, lo: int, hi: int) -> Stretch:
         """The rows as `ops.attend` wants them in that layer: rows [lo, hi) of a step."""
         group, index = self._slot(layer)
-        return Stretch(lo, hi, self.groups[group][index], self.start, self.shifts[group])
+        watches = self.watches[group] if self.watches else None
+        watch = watches[index] if watches else None
+        return Stretch(lo, hi, self.groups[group][index], self.start, self.shifts[group], watch)
 
     @cached_property
     def shifts(self) -> tuple[np.ndarray | None, ...]:
@@ -84,7 +88,8 @@ class Sequence:
 
     `reserve` -> run the model -> `commit` appends rows; `rewind` takes rows back; `fork` shares all pages, and a
     shared page is copied before it is written to. Pages that no later query sees are let go of: those behind a sliding
-    window, and evicted ones. A token's position is its index in `tokens`, whatever was evicted before it.
+    window, and evicted ones. A token's position is its index in `tokens`, whatever was evicted before it. `selector`:
+    chooses rows by score, where the pool's layout says so; `select` has it do that.
     """
 
     def __init__(self, pool: PagePool, retention: Retention | None = None) -> None:
@@ -92,6 +97,8 @@ class Sequence:
         self.pool, self._own = pool, retention
         self.tokens: list[int] = []
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
+        selection = pool.layout.selection
+        self.selector = Selector(selection) if selection and retention is None else None
 
     @property
     def length(self) -> int:
@@ -105,7 +112,10 @@ class Sequence:
 
     @property
     def evicted(self) -> int:
-        """Tokens that the last one did not see because they were evicted. With none, no row depends on the policy."""
+        """Tokens that the last one did not see because they were evicted, or the next one will not. With none, no row
+        depends on the policy."""
+        if self.selector is not None:
+            return max(held.evicted for held in self._lists)
         return self.retention.gap(self.length - 1) if self.retention and self.length else 0
 
     @property
@@ -116,13 +126,21 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Whether its rows are those of any other sequence of the pool with these tokens: caches may have and give
-        them. They are not where a policy of its own, or one that is not reproducible, decides what they saw."""
+        them. They are not where a policy of its own, or one that is not reproducible, decides what they saw, nor once
+        rows were selected by score."""
+        if any(held.selected for held in self._lists):
+            return False
         return self._own is None and (self.retention is None or self.retention.reproducible)
 
     def losses(self, evicted: bool = True) -> tuple[str, ...]:
         """Why the rows are not those of a 16-bit cache that keeps everything: () = they are. `evicted`: rows count that
         were computed when others had been evicted."""
-        found = [f"evicted: {self.evicted:,} tokens, kept {self.retention}"] if evicted and self.evicted else []
+        found = []
+        if evicted and self.evicted:
+            kept = str(self.retention)
+            if self.selector is not None:
+                kept = f"{self.kept:,} of {self.length:,} rows by {self.selector.selection.policy}"
+            found.append(f"evicted: {self.evicted:,} tokens, kept {kept}")
         sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
         return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
 
@@ -140,10 +158,19 @@ class Sequence:
         except DoesNotFit:
             self._trim(start)
             raise
-        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots)
+        watches = self.selector.watches(self._lists, end) if self.selector else ()
+        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots, watches)
+
+    def select(self, facts: Facts) -> None:
+        """Let go of rows, as the selector's budget says. Raises DoesNotFit, with nothing lost."""
+        assert self.selector is not None
+        self._trim(self.length)
+        self.selector.select(self._lists, self.length, facts)
 
     def commit(self, ids: list[int]) -> None:
         """The rows of the last step are computed, and the pages they filled are sealed."""
+        if self.selector:
+            self.selector.noted(self.length, self.length + len(ids))
         self.tokens.extend(ids)
         for held in self._lists:
             held.seal(self.length)
@@ -155,13 +182,16 @@ class Sequence:
     def rewindable(self, length: int) -> int:
         """The longest prefix of at most `length` rows that can be gone back to.
 
-        Windows must still be whole, those of a retention too, and a sealed page cannot be opened again.
+        Windows must still be whole, those of a retention too, and a sealed page cannot be opened again, nor can rows be
+        taken back that others were selected from.
         """
         length, size = min(length, self.length), self.pool.layout.page_size
+        if any(held.selected and length < held.selected.below for held in self._lists):
+            return 0
         for held in self._lists:
             if held.open is not None and held.layout.tail and length // size not in held.open.pages:
                 length = length // size * size
-        return length if all(held.has(held.layout.held_pages(length)) for held in self._lists) else 0
+        return length if all(held.has(held.numbers(length)) for held in self._lists) else 0
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` rows. Raises ValueError if that cannot be (see `rewindable`)."""
@@ -169,6 +199,8 @@ class Sequence:
             raise ValueError(f"cannot go back to {length} of {self.length} rows")
         self._trim(length)
         del self.tokens[length:]
+        if self.selector:
+            self.selector.cut(length)
 
     def rewind_to(self, length: int) -> int:
         """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
@@ -187,12 +219,17 @@ class Sequence:
         """A sequence with the same rows, sharing every page."""
         twin = Sequence(self.pool, self._own)
         twin.adopt(self.tokens, self.numbered(), self.bases)
+        for mine, theirs in zip(twin._lists, self._lists, strict=True):
+            mine.selected = theirs.selected
+        twin.selector = self.selector.copy() if self.selector else None
         return twin
 
     def close(self) -> None:
         """Release every page; the sequence is empty afterwards."""
         self._trim(0)
         self.tokens.clear()
+        if self.selector:
+            self.selector = Selector(self.selector.selection)
 
     def numbered(self) -> dict[PageKey, int]:
         """Every page held, by its key."""
@@ -238,6 +275,19 @@ class Sequence:
                 total += size * page_bytes * len(form.pages)
                 used += page_bytes * sum(held.layout.rows_in_use(number, self.length) for number in form.pages)
         return used / total if total else None
+
+    @property
+    def observable(self) -> int:
+        """How many of the rows may be there already, where queries are noted for a selection: those before the first
+        query of that, or all whose queries were; once rows have been selected, all."""
+        if self.selector is None or any(held.selected for held in self._lists):
+            return self.length
+        return min(self.length, max(self.selector.since if self.selector.notes(NEVER) else NEVER, self.selector.seen))
+
+    @property
+    def rows_seen(self) -> int:
+        """Rows that the next token sees in the layers that see most, its own among them."""
+        return max(held.layout.rows_seen(self.length + 1) - held.evicted for held in self._lists)
 
     def views(self, end: int | None = None) -> tuple[Layers, ...]:
         """The cache as kernels see it in a step of rows up to `end` (None: that writes nothing), by group."""

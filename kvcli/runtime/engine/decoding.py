@@ -90,7 +90,7 @@ class DeviceTokens:
 
     @property
     def _has_room(self) -> bool:
-        return bool(self.seq.retention) or self.seq.length < self.graph.ctx_size
+        return bool(self.seq.retention) or self.seq.kept < self.graph.ctx_size
 
     def _next_logits(self, known: int | None) -> torch.Tensor:
         """Of the row of the newest token; `known`: its id, where it was read."""

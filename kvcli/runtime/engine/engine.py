@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.selecting import LayerFacts
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
@@ -28,6 +30,7 @@ from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
+from kvcli.runtime.model.decoder import Attention
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import enginecaches
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, carry
@@ -99,7 +102,8 @@ class Engine:
     def carried(self, seq: Sequence) -> Sequence:
         """The rows of a sequence of the engine before this one that are the same here, as a sequence of this one. That
         one is closed."""
-        return carry(seq, self.pool, self.terms.same_rows(seq.pool.layout.retention, seq.length))
+        same = self.terms.same_rows(seq.pool.layout.retention, seq.length) if seq.shares else 0
+        return carry(seq, self.pool, same)
 
     @property
     def notices(self) -> list[str]:
@@ -167,6 +171,23 @@ class Engine:
         is planned."""
         return Sequence(self.pool, retention)
 
+    @torch.inference_mode()
+    def select(self, seq: Sequence) -> None:
+        """Let go of rows that score lowest, where the policy selects rows and the sequence is as long as that was
+        awaited: see `Selector.expect`. Raises DoesNotFit, with nothing lost."""
+        if seq.selector is not None and seq.length >= seq.selector.due:
+            seq.select(self._layer_facts.__getitem__)
+
+    @cached_property
+    def _layer_facts(self) -> dict[int, LayerFacts]:
+        """What scorers need to know, by layer."""
+        found = {}
+        for each in self.model.weights.sublayers:
+            if isinstance(each.inner, Attention) and each.inner.how.stores:
+                rope = self.model.ropes.table(self.config.layers[each.inner.layer].rope)
+                found[each.inner.layer] = LayerFacts(each.inner.how.scale, rope.at_positions if rope else None)
+        return found
+
     def prompt_caches(
         self, options: PromptCacheOptions, tell: Tell, elsewhere: Callable[[], Iterable[list[int]]] = tuple
     ) -> PromptCaches:
@@ -213,7 +234,8 @@ class Engine:
             for request, ids in work:
                 if request.pull():
                     continue
-                if self.graph and len(ids) == 1 and (request.answering or self.loaded.grain == 1):
+                blocks = not request.answering and self.loaded.grain > 1
+                if self.graph and len(ids) == 1 and not blocks and not _notes(request.seq):
                     request.feed(self._one_row(self.graph, request.seq, ids[0]))
                 else:
                     self._compute([(request, ids)])
@@ -249,7 +271,7 @@ class Engine:
         self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
     ) -> Generator[int, None, None] | None:
         """Where single tokens have a fast way: `graph_tokens`; None where they are computed like prompts."""
-        graph = self.graph
+        graph = None if _notes(seq) else self.graph
         return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
 
     def sampled_on_host(self, settled: SampleOptions) -> str:
@@ -329,3 +351,8 @@ class Engine:
         loaded, vocabulary = self.loaded, self.config.vocab_size
         sampler = Sampler(options, loaded.sampling_defaults, vocabulary, self.tokenizer.token_bytes, loaded.remedy)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks)
+
+
+def _notes(seq: Sequence) -> bool:
+    """Whether attention notes the query of the next row, which the fast way of single tokens does not."""
+    return seq.selector is not None and seq.selector.notes(seq.length + 1)

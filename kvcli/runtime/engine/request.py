@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Some
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -33,6 +34,8 @@ class Host(Protocol):
     load_s: float
 
     def chunk_end(self, start: int, end: int) -> int: ...
+
+    def select(self, seq: Sequence) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -123,6 +126,9 @@ class Request:
             if reason := self._full():
                 self._finish(reason)
                 return []
+            if self.answering and self._selects():
+                self.close()
+                self.host.select(self.seq)
             if self._tokens is not None:
                 return self.history[-1:]
             if self._parked:
@@ -166,7 +172,19 @@ class Request:
         """Look for rows of the prompt."""
         self._start = self._first = self._last = time.perf_counter()
         self._ledger = self.caches.restore(self.seq, self.history, self.marks)
+        if self.seq.selector:
+            self._expect(self._ledger)
         self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
+
+    def _expect(self, ledger: Ledger) -> None:
+        """Rows are selected when the prompt is there; those whose queries are to be noted before are computed again."""
+        assert self.seq.selector is not None
+        self.seq.selector.expect(self.n_prompt)
+        first = self.seq.observable
+        if first < self.seq.length:
+            have, reuse = self.seq.rewind_to(first), ledger.reuse
+            why = "" if have else f"{self.seq.selector.selection.policy} looks at all queries"
+            ledger.reuse = replace(reuse, tokens=have, disk=min(reuse.disk, have), reason=reuse.reason or why)
 
     def _prefilled_to(self, length: int) -> None:
         """Rows of the prompt were computed."""
@@ -182,9 +200,17 @@ class Request:
         """The prompt is there, and `logits` of its last row."""
         assert self._ledger is not None
         self._ledger.prefilled(self.seq, self._prefill_s)
+        self.host.select(self.seq)
         for twin in self.twins:
             twin._join(self, logits)
         self._go_on(logits)
+
+    def _selects(self) -> bool:
+        """Whether rows are to be selected, or queries noted for that, before the next token."""
+        selector, length = self.seq.selector, self.seq.length
+        return selector is not None and (
+            length >= selector.due or (self._tokens is not None and selector.notes(length))
+        )
 
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""
@@ -280,7 +306,7 @@ class Request:
         if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
             return "length"
         # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
-        if len(self.history) > self.host.ctx_size and self.seq.retention is None:
+        if len(self.history) - self.seq.evicted > self.host.ctx_size and self.seq.retention is None:
             return "context"
         return ""
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.calls import Calls
-from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
@@ -53,16 +52,20 @@ class _Computed(TorchDispatchMode):
 class _Noted:
     """The calls of a token that writes into some page of a sequence, with the buffers that they read."""
 
-    def __init__(self, groups: tuple[Layers, ...]) -> None:
-        self.groups, self.usable = groups, True
+    def __init__(self, part: Part) -> None:
+        self.groups, self.watches, self.usable = part.groups, part.watches, True
         self.ids = torch.zeros(1, dtype=torch.int64)
         self.calls: Calls | None = None
         self.hidden: torch.Tensor
         self.angles: list[tuple[RopeTable, np.ndarray, np.ndarray]] = []
 
     def of(self, part: Part) -> bool:
-        """Whether they are of this part's pages."""
-        return len(self.groups) == len(part.groups) and all(map(lambda a, b: a is b, self.groups, part.groups))
+        """Whether they are of this part's pages, and note what it wants noted."""
+        return (
+            self.watches is part.watches
+            and len(self.groups) == len(part.groups)
+            and all(map(lambda a, b: a is b, self.groups, part.groups))
+        )
 
     def run(self, token: int, position: int) -> torch.Tensor:
         assert self.calls is not None
@@ -90,12 +93,14 @@ class StepList:
         """The row's hidden state, float32 [1, d_model]; None where it is for the decoder to compute."""
         if self.computed or len(part.ids) != 1 or not part.groups or any(shift is not None for shift in part.shifts):
             return None
+        if any(watches[0].queries is not None for watches in part.watches if watches):
+            return None
         token, key = int(part.ids[0]), id(part.groups[0])
         if part.end % part.groups[0][0].record.page_size == 0 or not 0 <= token < self._vocabulary:
             return None  # what a full page brings, pages are sealed and means are fixed; or the token is refused
         noted = self._lists.get(key)
         if noted is None or not noted.of(part):
-            self._lists[key] = _Noted(part.groups)
+            self._lists[key] = _Noted(part)
             if len(self._lists) > KEPT:
                 self._lists.popitem(last=False)
             return None

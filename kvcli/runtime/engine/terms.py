@@ -107,5 +107,5 @@ class Terms:
     @property
     def notices(self) -> list[str]:
         """What the user should know, doubts included."""
-        retention = None if self.keeps_prompt else self.layout.retention
-        return [*self.doubts, *([retention.notice()] if retention else [])]
+        forgets = (None if self.keeps_prompt else self.layout.retention), self.layout.selection
+        return [*self.doubts, *(each.notice() for each in forgets if each)]

@@ -112,7 +112,8 @@ class Setting:
         """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
         UsageError where that cannot be."""
         there = layout.by_layer(self.kind != CPU)
-        return there.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
+        there = there.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
+        return there.selecting(eviction.selection(self.evict, ctx_size, layout.page_size))
 
     def whole(self, layout: KVLayout, ctx_size: int) -> Plan:
         """What a run needs that fills its context, and where rows are evicted goes on for as long as it likes (token
@@ -175,6 +176,8 @@ class Setting:
         else:
             tables = pages * ADDRESS_BYTES
         rows.append(Row("tables and token ids", tables, COMPUTED))
+        if layout.selection:
+            rows.append(Row("selection of rows", layout.selection_bytes(tokens), COMPUTED, layout.selection.policy))
         return rows
 
     def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:

@@ -168,9 +168,9 @@ class PromptLedger(Ledger):
     def answered(self, seq: Sequence) -> Written:
         """There will be no more rows. Where that is awaited, all is written first."""
         keeper, self.done = self.keeper, True
-        if self.tree is not None:
+        if self.tree is not None and seq.shares:
             self.tree.insert(seq)
-        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None:
+        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None and seq.shares:
             self.to_file(seq, 0.0)
         if keeper.options.awaited:
             keeper.wait()

@@ -25,6 +25,8 @@ from kvcli.options import PromptCacheOptions, SampleOptions
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.words import counted
 
+KEEPS_ALL = "rows are selected when an answer begins, and the file has those of the prompt"
+
 
 @grouped
 def build(
@@ -45,7 +47,7 @@ def build(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         question = prompt.question(instruction, system, invocation)
-        cache_options, file = cache.options(evict.options(cache.page_size)), writable(out)
+        cache_options, file = cache.options(evict.options(cache.page_size, scored=KEEPS_ALL)), writable(out)
         load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         question = question.of(loaded.text, invocation)

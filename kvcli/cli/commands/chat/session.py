@@ -278,11 +278,14 @@ class ChatSession:
             say(result.ended_early + (f"; {self.ways_out(result.cache.limit + 1)}" if full else ""))
         if result.cache.evicted and not self._told:
             self._told = True
-            say(f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten")
+            say("; ".join(result.losses) if result.cache.evict.budget else self._full())
         if self.options.stats:
             self.options.aside(stats_line(result, loaded=self.last is None, verbose=self.options.verbose))
         self.totals.add(result.end.usage)
         self.last = result
+
+    def _full(self) -> str:
+        return f"the context is full: {self.engine.retention} of its tokens stay, the others are forgotten"
 
     def await_message(self) -> None:
         """All that was said is saved. From here on a signal ends a script at once. Raises SystemExit for one that has
@@ -304,6 +307,8 @@ class ChatSession:
     def facts(self) -> CacheFacts:
         """The cache for the conversation as it is, whatever of it the sequence has at the moment."""
         facts, n_tokens = cache_facts(self.engine, self.sequence), len(self.conversation.tokens)
+        if facts.evict.budget:
+            return facts
         if facts.retention is None:
             return replace(facts, tokens=min(n_tokens, facts.limit))  # the token that filled it up is not in the cache
         gone = facts.retention.gap(n_tokens - 1) if n_tokens else 0

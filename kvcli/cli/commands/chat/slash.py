@@ -213,7 +213,7 @@ def _on_disk(session: ChatSession) -> str:
 
 def _evict(session: ChatSession, policy: str) -> None:
     if len(policy.split()) > 1:
-        told = "kv chat --window N and --keep N set how much stays; /evict then goes on with that policy"
+        told = "kv chat --window N, --keep N and --budget N set how much stays; /evict then goes on with that policy"
         raise UsageError(f"/evict takes a policy alone, not '{policy}'", told)
     if policy and policy != session.evict.policy:
         asked = session.options.evict
@@ -221,7 +221,9 @@ def _evict(session: ChatSession, policy: str) -> None:
             session.change(session.engine.ctx_size, asked if asked.policy == policy else EvictOptions(policy))
     elif retention := session.engine.retention:
         say(f"{session.evict.policy}: {retention} of the tokens stay, in whole pages; older ones are forgotten")
-    if session.engine.retention is None:
+    elif selection := session.engine.layout.selection:
+        say(selection.notice())
+    if session.engine.retention is None and session.engine.layout.selection is None:
         say("nothing is forgotten; an answer ends where the context is full")
 
 
@@ -300,7 +302,7 @@ COMMANDS = (
     Command(
         "/evict",
         "[POLICY]",
-        f"{', '.join(eviction.names())}: forget old text when it is full",
+        "a policy of --evict: what to forget, and when",
         _evict,
         values=lambda s: eviction.names(),
     ),

@@ -1,9 +1,10 @@
 """What is forgotten where a context is full. One policy a file; the file's name is the value of --evict.
 
-A policy says for each page of a sequence which entries it has in the page list (`Retention.shown`): which of its rows
-which queries see. Those in use are functions of position alone, never of how the rows before came to be, so any
-chunking, a replay and a fork give the same results to the bit. First rows are scored at their positions inside the
-cache, as StreamingLLM has it (arXiv 2309.17453); no stored key moves. Kernels know nothing of any of this.
+There are two kinds. A `Retention` says for each page of a sequence which entries it has in the page list: which of its
+rows which queries see. It is a function of position alone, never of how the rows before came to be, so any chunking, a
+replay and a fork give the same results to the bit. First rows are scored at their positions inside the cache, as
+StreamingLLM has it (arXiv 2309.17453); no stored key moves. A `Scorer` (scoring.py) says what each row is worth, and
+the best ones are moved together. Kernels know nothing of any of this.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
+from kvcli.runtime.cache.scoring import Scorer
+from kvcli.runtime.cache.selection import Budget, Selection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,13 +108,18 @@ class Retention(ABC):
 
 @dataclass(frozen=True)
 class Policy:
-    """`retention`: what it comes down to; None = nothing is evicted. `keep`: first tokens that stay, unless told
-    otherwise; `free`: whether it can be. `forgets`: what goes, in a few words."""
+    """`retention`, `scorer`: what it comes down to; neither = nothing is evicted. `keep`: first tokens that stay,
+    unless told otherwise; `free`: whether it can be. `forgets`: what goes, in a few words."""
 
     retention: type[Retention] | None = None
     keep: int = 0
     free: bool = False
     forgets: str = ""
+    scorer: type[Scorer] | None = None
+
+    @property
+    def evicts(self) -> bool:
+        return self.retention is not None or self.scorer is not None
 
 
 def names() -> tuple[str, ...]:
@@ -127,14 +135,32 @@ def policy(name: str) -> Policy:
     return found
 
 
-def forgetting() -> dict[str, str]:
-    """What each policy that evicts anything forgets, in a few words."""
-    return {name: policy(name).forgets for name in names() if policy(name).retention}
+def forgetting(scored: bool = False) -> dict[str, str]:
+    """What each policy that evicts anything forgets, in a few words. `scored`: of those that select rows by score."""
+    found = {name: policy(name) for name in names()}
+    return {name: p.forgets for name, p in found.items() if (p.scorer if scored else p.retention)}
+
+
+def scoring() -> list[str]:
+    """The policies that select rows by score."""
+    return list(forgetting(scored=True))
 
 
 def check(asked: EvictOptions, page_size: int) -> None:
     """What can be refused before the context is known. Raises UsageError."""
     chosen = policy(asked.policy)
+    if bool(asked.budget) != bool(chosen.scorer):
+        if asked.budget:
+            policies = " or ".join(f"`evict={name}`" for name in scoring())
+            raise UsageError(f"`budget` needs {policies}, not {asked.policy}", "other policies have a `window`")
+        raise UsageError(f"`evict={asked.policy}` needs `budget`", "how many rows stay: `budget=1024`, or `budget=25%`")
+    if chosen.scorer and (budget := Budget.of(asked.budget)).rows:
+        least = Selection(asked.policy, chosen.scorer(), budget, page_size, 0).least
+        if budget.rows < least:
+            raise UsageError(
+                f"`budget` is {budget.rows:,}, less than the {least:,} rows that `evict={asked.policy}` needs",
+                "a page that is being filled stays whole: use a larger budget, or a smaller `page_size`",
+            )
     if asked.window and chosen.retention is None:
         raise UsageError("`window` needs `evict`", "`evict=sink` keeps the first tokens and a window")
     if asked.keep is not None and not chosen.free:
@@ -184,6 +210,22 @@ def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention |
             + (f", or `window={largest}`" if asked.window and largest >= page_size else ", or a smaller `page_size`"),
         )
     return chosen.retention(keep, window, page_size)
+
+
+def selection(asked: EvictOptions, ctx_size: int, page_size: int) -> Selection | None:
+    """How rows are selected by score in a context of `ctx_size` tokens; None = they are not. Raises UsageError where
+    more are to stay than there is room for."""
+    check(asked, page_size)
+    scorer = policy(asked.policy).scorer
+    if scorer is None:
+        return None
+    budget = Budget.of(asked.budget)
+    if budget.rows >= ctx_size:
+        raise UsageError(
+            f"a `budget` of {budget.rows:,} rows forgets nothing in a context of {ctx_size:,} tokens",
+            "use a smaller one, or a larger `ctx`",
+        )
+    return Selection(asked.policy, scorer(), budget, page_size, ctx_size)
 
 
 def _kept(asked: EvictOptions, chosen: Policy, page_size: int) -> tuple[int, int]:

@@ -57,10 +57,10 @@ class NextToken:
         The row is committed under the id `token`, or -1. Raises DoesNotFit. Nothing waits for the device, except when a
         graph is captured.
         """
+        rows = seq.rows_seen
         part = seq.reserve([-1 if token is None else token])
         if token is not None:
             self.token.fill_(token)
-        rows = max(g.rows_seen(part.start + 1) for g in self.layout.groups)
         bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
         if self._pages.bind(part, bucket):
             if self.device.type == "cuda":

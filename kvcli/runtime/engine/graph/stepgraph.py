@@ -94,13 +94,16 @@ class StepGraph:
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
 
-        None where its rows are too many, seal one by one, or fill the first page of a sealed cache, which fixes means
-        and scales; where its lists are too long; and for mixtures of experts, not tried in a graph of several rows.
+        None where queries are to be noted; where its rows are too many, seal one by one, or fill the first page of a
+        sealed cache, which fixes means and scales; where its lists are too long; and for mixtures of experts, not tried
+        in a graph of several rows.
         """
         layers = [groups[0] for groups in part.groups]
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
         mixture = self.model.config.experts is not None
-        if mixture or len(part.ids) > ROWS[-1] or by_row or any(fixes_basis(kv, part.end) for kv in layers):
+        if part.watches or mixture or len(part.ids) > ROWS[-1] or by_row:
+            return None
+        if any(fixes_basis(kv, part.end) for kv in layers):
             return None
         count = next(n for n in self.sizes if n >= len(part.ids))
         rows, bucket = self._of(count), SMALLEST_BUCKET

@@ -1,0 +1,93 @@
+"""Rows selected by score on a GPU, against the backend in plain torch: prompts, selection, and tokens by graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import tiny
+from support.gpucases import DEVICE, OPS
+from support.kernelcases import one_thread
+
+from kvcli.kernels import Backend
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.options import EvictOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.selecting import LayerFacts
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.graph.tokengraph import TokenGraph
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.decoder import Attention, Decoder
+from kvcli.runtime.model.loading import load
+from kvcli.runtime.model.weights import Weights
+
+VOCAB, PAGE, CONTEXT = 64, 16, 256
+PROMPT = torch.randint(VOCAB, (150,), generator=torch.manual_seed(4)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with one_thread(), torch.inference_mode():
+        yield
+
+
+def facts_of(model: Decoder) -> dict[int, LayerFacts]:
+    found = {}
+    for each in model.weights.sublayers:
+        if isinstance(each.inner, Attention):
+            rope = model.ropes.table(model.config.layers[each.inner.layer].rope)
+            found[each.inner.layer] = LayerFacts(each.inner.how.scale, rope.at_positions if rope else None)
+    return found
+
+
+def selected(arch: str, types: str, policy: str, ops: Backend) -> tuple[Decoder, KVLayout, Sequence, torch.Tensor]:
+    """A model, and the rows of the prompt in two steps, of which some stay; the hidden state of one token more."""
+    file = GGUFFile.open(tiny.make_even(arch, False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    selection = eviction.selection(EvictOptions(policy, budget="100"), CONTEXT, PAGE)
+    layout = KVLayout.build(config, types, types, PAGE).by_layer(ops is not OPS).selecting(selection)
+    model, seq = load(config, Weights(file), ops), Sequence(PagePool(layout, device=ops.device))
+    assert seq.selector is not None
+    seq.selector.expect(len(PROMPT))
+    for ids in (PROMPT[:70], PROMPT[70:]):
+        model.hidden(Step((seq.reserve(ids),)))
+        seq.commit(ids)
+    seq.select(facts_of(model).__getitem__)
+    hidden = model.hidden(Step((seq.reserve([5]),)))
+    seq.commit([5])
+    return model, layout, seq, hidden.cpu()
+
+
+def stays(seq: Sequence) -> list[set[tuple[int, int, int]]]:
+    """(layer, KV head, position) of the rows that were selected."""
+    found = [held.selected.positions.tolist() for held in seq._lists if held.selected is not None]
+    return [
+        {(i, head, at) for i, layer in enumerate(x) for head, rows in enumerate(layer) for at in rows} for x in found
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "types"), [("gemma3", "f16"), ("llama", "int8"), ("llama", "int4")])
+def test_rows_that_stay_give_the_states_of_the_reference(arch: str, types: str):
+    """Of rows that were drawn: the same ones on both."""
+    gpu = GpuBackend(torch.device(DEVICE))
+    (_, _, theirs, expected), (model, layout, ours, found) = (selected(arch, types, "random", x) for x in (OPS, gpu))
+    assert stays(theirs) == stays(ours) and ours.kept == 101
+    limit = 8e-3 if types == "f16" else 3e-2
+    assert float((found - expected).norm() / expected.norm()) < limit
+    twin, graph = ours.fork(), TokenGraph(model, layout, CONTEXT)
+    logits = graph.run(ours, 9).cpu()
+    plain = model.logits(model.hidden(Step((twin.reserve([9]),))))[0].cpu()
+    assert float((logits - plain).norm() / plain.norm()) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o", "expected", "snapkv"])
+def test_nearly_the_same_rows_stay(policy: str):
+    """Scores differ in last bits."""
+    gpu = GpuBackend(torch.device(DEVICE))
+    (_, _, theirs, _), (_, _, ours, _) = (selected("llama", "f16", policy, x) for x in (OPS, gpu))
+    (a,), (b,) = stays(theirs), stays(ours)
+    assert len(a) == len(b) and len(a & b) > 0.95 * len(a)
