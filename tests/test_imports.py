@@ -21,6 +21,7 @@ from kvcli.runtime.hub import recipes
 FLOORS = """
 kvcli.__main__
 kvcli.cli
+kvcli.serve
 kvcli.api
 kvcli.runtime.evaluate
 kvcli.runtime.engine

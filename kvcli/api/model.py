@@ -15,8 +15,7 @@ from kvcli.api.answers import Answer
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import ChatOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.engine import sampling as settling
-from kvcli.runtime.promptcache import marks
-from kvcli.runtime.promptcache.marks import Mark
+from kvcli.runtime.engine.prompt import Prompt
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.events import Event
     from kvcli.runtime.plan.plan import Plan
-    from kvcli.runtime.text.reasoning import Thinking
 
 DEFAULTS = SampleOptions()
 
@@ -142,18 +140,12 @@ class Model:
         Raises ModelError where the model has no chat template or its template refuses the messages, ContextOverflow for
         a prompt longer than the context, UsageError for a value out of range.
         """
-        engine = self._open()
-        if engine.loaded.text.template is None:
+        text = self._open().loaded.text
+        if text.template is None:
             raise ModelError("this model has no chat template", "Model.generate continues a text")
-        options = kinds.chat(reasoning, reasoning_budget, template_vars)
-        template = engine.loaded.text.template.with_options(options)
-        listed = kinds.messages(messages)
-        segments = template.render_segments(listed)
-        thinking = template.thinking(segments, engine.tokenizer, kinds.text(assistant, "assistant"))
-        ids = engine.tokenizer.encode_segments([*segments, *(thinking.given if thinking else [])], add_bos=True)
-        system = bool(listed) and listed[0]["role"] == "system"
-        places = marks.of_segments(engine.tokenizer, ids, segments, system)
-        return self._answer(ids, sequence, kinds.sampling(sampling, fields), thinking, places)
+        options, begun = kinds.chat(reasoning, reasoning_budget, template_vars), kinds.text(assistant, "assistant")
+        prompt = Prompt.of_chat(text.tokenizer, text.template, kinds.messages(messages), options, begun)
+        return self._answer(prompt, sequence, kinds.sampling(sampling, fields))
 
     def generate(
         self,
@@ -168,23 +160,17 @@ class Model:
         spells are taken for such. For the rest see `chat`."""
         if isinstance(prompt, str):
             prompt = self.tokenize(prompt, bos=True, special=special)
-        return self._answer(kinds.ids(prompt, "prompt"), sequence, kinds.sampling(sampling, fields))
+        return self._answer(Prompt(kinds.ids(prompt, "prompt")), sequence, kinds.sampling(sampling, fields))
 
-    def _answer(
-        self,
-        ids: list[int],
-        sequence: Sequence | None,
-        options: SampleOptions,
-        thinking: Thinking | None = None,
-        places: list[Mark] | None = None,
-    ) -> Answer:
+    def _answer(self, prompt: Prompt, sequence: Sequence | None, options: SampleOptions) -> Answer:
         engine, rows, caches = self._open(), self._rows(sequence), self._caches
         settled = settling.settled(options, engine.loaded.sampling_defaults, engine.config.vocab_size)
 
         def start(cancelled: Callable[[], bool]) -> Iterator[Event]:
-            return engine.generate(rows, ids, settled, cancelled, caches=caches, thinking=thinking, marks=places or [])
+            how = prompt.thinking, prompt.marks
+            return engine.generate(rows, prompt.ids, settled, cancelled, False, caches, *how)
 
-        answer = Answer(len(ids), settled, start)
+        answer = Answer(len(prompt.ids), settled, start)
         self._running = weakref.ref(answer)  # an answer that nobody has any more is over
         return answer
 

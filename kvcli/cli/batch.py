@@ -226,6 +226,8 @@ def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: i
     """The request of a line. Raises KVError."""
     line = Line.parse(raw, number, form)
     settled = settle(engine.loaded, line.sampling)
-    ids, thinking, marks = line.ids(engine.loaded.text, form)
-    request = engine.request(engine.new_sequence(), ids, settled, caches=caches, thinking=thinking, marks=marks)
+    prompt = line.asked(engine.loaded.text, form)
+    request = engine.request(
+        engine.new_sequence(), prompt.ids, settled, caches=caches, thinking=prompt.thinking, marks=prompt.marks
+    )
     return _Asked(number, line, request)

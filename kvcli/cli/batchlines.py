@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api import kinds
 from kvcli.errors import UsageError
-from kvcli.options import SampleOptions
+from kvcli.options import ChatOptions, SampleOptions
 from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.promptcache import marks
 from kvcli.runtime.promptcache.marks import Mark
@@ -17,8 +18,6 @@ from kvcli.words import meant, near
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
-    from kvcli.runtime.text.reasoning import Thinking
-    from kvcli.runtime.text.template import ChatTemplate
 
 ROLES = ("system", "user", "assistant")
 SAMPLING = (
@@ -76,9 +75,8 @@ class Line:
         kinds.chat(thinking.get("reasoning", "auto"), thinking.get("reasoning_budget", -1), None)
         return cls(value_id(value), prompt, messages, _sampling(value, form.sampling), thinking)
 
-    def ids(self, model: ModelText, form: Form) -> tuple[list[int], Thinking | None, list[Mark]]:
-        """The whole prompt, how its answer is told apart from thinking, and where other prompts may start from. Raises
-        UsageError, and TemplateError."""
+    def asked(self, model: ModelText, form: Form) -> Prompt:
+        """The whole prompt. Raises UsageError, and TemplateError."""
         raw = form.raw or model.template is None
         if raw and self.thinking:
             raise UsageError(f"`{next(iter(self.thinking))}` needs a chat template", "leave it out, or use one")
@@ -86,30 +84,25 @@ class Line:
             if form.system is not None:
                 raise UsageError("a prompt without a chat template has no system message", "put it into the text")
             ids = model.tokenizer.encode(self.prompt, add_bos=True, parse_special=form.special)
-            return ids, None, self._marked(model, form, ids)
+            return Prompt(ids, None, self._marked(model, form, ids))
         if raw or model.template is None:
             raise UsageError("`messages` need a chat template", "give `prompt`, or --no-raw")
         messages = self.messages or [{"role": "user", "content": self.prompt or ""}]
         if form.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": form.system}, *messages]
-        template = self._template(model.template)
-        segments = template.render_segments(messages)
-        thinking = template.thinking(segments, model.tokenizer)
-        ids = model.tokenizer.encode_segments(segments, add_bos=True)
-        own = marks.of_segments(model.tokenizer, ids, segments, messages[0]["role"] == "system")
-        return ids, thinking, [*self._marked(model, form, ids), *own]
+        prompt = Prompt.of_chat(model.tokenizer, model.template, messages, self._chat(model.template.options))
+        return replace(prompt, marks=[*self._marked(model, form, prompt.ids), *prompt.marks])
 
     def _marked(self, model: ModelText, form: Form, ids: list[int]) -> list[Mark]:
         """Behind the texts that are marked in every line that has them."""
         return [mark for text in form.marks for mark in marks.behind_text(model.tokenizer, ids, text)]
 
-    def _template(self, template: ChatTemplate) -> ChatTemplate:
-        """The template with what the line says of thinking."""
+    def _chat(self, own: ChatOptions) -> ChatOptions | None:
+        """How the template is used, where the line says something of thinking."""
         if not self.thinking:
-            return template
-        budget = self.thinking.get("reasoning_budget", template.options.budget)
-        reasoning = self.thinking.get("reasoning", template.options.reasoning)
-        return template.with_options(replace(template.options, reasoning=reasoning, budget=budget))
+            return None
+        budget = self.thinking.get("reasoning_budget", own.budget)
+        return replace(own, reasoning=self.thinking.get("reasoning", own.reasoning), budget=budget)
 
 
 def value_id(value: dict[str, Any]) -> str | int | None:

@@ -18,10 +18,10 @@ from typing import Any
 # Sections of options in the order in which they are shown; what an option without a section gets is OPTIONS.
 ARGUMENTS, OPTIONS, OUTPUT, GLOBAL = "Arguments", "Options", "Output", "Global options"
 PROMPT, MODEL, GENERATION, KV_CACHE = "Prompt", "Model and context", "Generation", "KV cache"
-FULL, PROMPT_CACHE, CHAT = "When the context is full", "Prompt cache", "Conversation"
+FULL, PROMPT_CACHE, CHAT, SERVER = "When the context is full", "Prompt cache", "Conversation", "Server"
 PLAN, SHAPE, DEVICE, MEASURE = "What to plan", "Shape by hand", "Device", "What to measure"
 ORDER = (
-    *(ARGUMENTS, PROMPT, CHAT, PLAN, MEASURE, MODEL, GENERATION, KV_CACHE, FULL, PROMPT_CACHE),
+    *(ARGUMENTS, PROMPT, CHAT, SERVER, PLAN, MEASURE, MODEL, GENERATION, KV_CACHE, FULL, PROMPT_CACHE),
     *(DEVICE, SHAPE, OPTIONS, OUTPUT, GLOBAL),
 )
 

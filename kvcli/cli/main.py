@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "run",
     "chat",
+    "serve",
     "estimate",
     "doctor",
     "bench",

@@ -1,0 +1,205 @@
+"""`kv serve`: a model behind HTTP, for other programs and for a browser."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.cli import engines, render
+from kvcli.cli.flags.checks import checked, in_range, not_empty
+from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.promptcache import StoreFlags
+from kvcli.cli.flags.sampling import SampleFlags
+from kvcli.cli.flags.shared import CacheFlags, ModelFlags, grouped
+from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
+from kvcli.cli.helptext import GENERATE, SERVER
+from kvcli.cli.interrupt import FINISH, LEAVE, Interrupts
+from kvcli.cli.invocation import Invocation
+from kvcli.cli.streams import say
+from kvcli.errors import UsageError
+from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
+from kvcli.runtime.host.memory import parse_size
+
+if TYPE_CHECKING:
+    from kvcli.serve.host import Served
+
+_option = functools.partial(typer.Option, rich_help_panel=SERVER)
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Where the server listens, and what it takes."""
+
+    host: Annotated[
+        str,
+        _option(
+            "--host",
+            metavar="ADDRESS",
+            help="Address to listen on: a name, 0.0.0.0 = every one of this machine, or unix:PATH.",
+            callback=not_empty("--host", "give an address, or unix:PATH"),
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, _option("--port", metavar="N", help="Port; 0 = any free one.", callback=in_range("--port", 0, 65535))
+    ] = 8080
+    api_key: Annotated[
+        str | None,
+        _option(
+            "--api-key",
+            metavar="KEY",
+            help="Answer only calls with this key (Authorization: Bearer KEY, or X-Api-Key).",
+            callback=not_empty("--api-key", "give a key, or leave it out"),
+        ),
+    ] = None
+    cors: Annotated[
+        list[str],
+        _option(
+            "--cors", metavar="ORIGIN", help="Site whose pages may call, e.g. https://a.org; * = any."
+        ),
+    ] = field(default_factory=list)
+    alias: Annotated[
+        list[str],
+        _option("--alias", metavar="NAME", help="Another name by which calls may ask for the model (repeatable)."),
+    ] = field(default_factory=list)
+    parallel: Annotated[
+        int,
+        _option(
+            "--parallel",
+            metavar="N",
+            help="Maximum number of answers written at a time. They share the memory; -c is of each.",
+            callback=in_range("--parallel", 1, 256),
+        ),
+    ] = 8
+    queue: Annotated[
+        int,
+        _option(
+            "--queue",
+            metavar="N",
+            help="Number of calls that may wait beside them; further ones get status 429.",
+            callback=in_range("--queue", 0, 4096),
+        ),
+    ] = 64
+    models_max: Annotated[
+        int,
+        _option(
+            "--models-max",
+            metavar="N",
+            help="Maximum number of models that are loaded at a time; the one unused for the longest makes room.",
+            callback=in_range("--models-max", 1, 64),
+        ),
+    ] = 1
+    max_body: Annotated[
+        str,
+        _option(
+            "--max-body",
+            metavar="SIZE",
+            help="Longest body of a call.",
+            callback=checked(functools.partial(parse_size, flag="--max-body")),
+        ),
+    ] = "32MiB"
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """Names that calls may have for this server; None = any, where it is reached from other machines."""
+        return frozenset(LOCAL) if self.host in LOCAL else None
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """How models are opened, and under which names."""
+
+    load: LoadOptions
+    cache: CacheOptions
+    kept: PromptCacheOptions
+    flags: ServerFlags
+    invocation: Invocation
+    interrupts: Interrupts
+
+    def open(self, name: str, aliases: tuple[str, ...] = ()) -> Served:
+        """Raises KVError. `aliases`: other names of it."""
+        from kvcli.serve.host import Served
+        from kvcli.serve.worker import Worker
+
+        engine = engines.open_engine(replace(self.load, model=name), self.cache, self.invocation, self.interrupts)
+        caches = engine.prompt_caches(self.kept, render.telling(self.invocation))
+        worker = Worker(engine, caches, self.flags.parallel, self.flags.queue)
+        worker.start()
+        called = Path(name).name.removesuffix(".gguf") if os.path.exists(name) else name
+        return Served(called, worker, tuple(dict.fromkeys((*aliases, name, engine.loaded.title))))
+
+    def later(self, name: str) -> Served:
+        """Open a model that a call asks for; no signal ends the process meanwhile. Raises KVError."""
+        quiet = Interrupts()
+        return replace(self, interrupts=quiet, load=replace(self.load, offline=True)).open(name)
+
+
+def _known() -> list[str]:
+    """Names of models that are on this disk and run."""
+    from kvcli.runtime.hub import inventory
+
+    return [each.name for each in inventory.entries() if each.path and not each.damaged and each.runs == "yes"]
+
+
+EXAMPLES = """
+kv serve -m qwen3-8b -c 32k -ct int8
+kv serve --port 0 --api-key secret
+curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hi"}]}'
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve", rich_help_panel=GENERATE, epilog=EXAMPLES)(serve)
+
+
+@grouped
+def serve(
+    ctx: typer.Context,
+    flags: ServerFlags,
+    model: ModelFlags,
+    cache: CacheFlags,
+    evict: EvictFlags,
+    store: StoreFlags,
+    template: TemplateFlags,
+    thought: ThinkingFlags,
+    sample: SampleFlags,
+) -> None:
+    """Serve a model over HTTP: the interfaces of OpenAI, Anthropic and Ollama, and a page for a browser at /.
+
+    Options of generation hold for calls that do not say otherwise.
+    """
+    invocation: Invocation = ctx.obj
+    kept = replace(store.options(invocation), memory=True)
+    cache_options = replace(cache.options(evict.options(cache.page_size)), sequences=flags.parallel)
+    if cache_options.evict.keep == -1:
+        raise UsageError("--keep -1 cannot be used with kv serve: prompts have different lengths", "give a number")
+    sampling = replace(sample.options(attended=True), unattended=False)
+    load = replace(model.options(invocation.offline), chat=template.options(None, thought.reasoning_budget))
+    from kvcli.serve import server
+    from kvcli.serve.app import Guard, application
+    from kvcli.serve.host import Host
+    from kvcli.serve.serving import Serving
+
+    logging.basicConfig(format="kv: %(message)s", level=logging.WARNING)
+    guard = Guard(flags.api_key, tuple(flags.cors), flags.hosts, parse_size(flags.max_body, "--max-body"))
+    with Interrupts() as interrupts, ExitStack() as stack:
+        listening = stack.enter_context(server.bound(flags.host, flags.port))
+        opener = _Opener(load, cache_options, kept, flags, invocation, interrupts)
+        host = Host(opener.open(load.model, tuple(flags.alias)), opener.later, _known, flags.models_max)
+        interrupts.stage = FINISH
+        try:
+            say(f"serving {host.loaded[0].name} at {server.address(listening)}")
+            if flags.host not in LOCAL and not flags.host.startswith("unix:") and flags.api_key is None:
+                render.warn("other machines may use this server: --api-key KEY keeps strangers out", invocation)
+            server.run(application(Serving(host, sampling), guard), listening, interrupts.cancelled)
+        finally:
+            host.stop(0.0)
+            interrupts.stage = LEAVE
+    say("stopped")

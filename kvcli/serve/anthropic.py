@@ -1,0 +1,226 @@
+"""Anthropic's interface: messages, and counting of tokens.
+
+`cache_control` changes nothing: rows of prompts are always kept, and found wherever a later prompt begins the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcli.errors import UsageError
+from kvcli.runtime.engine.events import End, Event, Token, Usage
+from kvcli.serve import asked, wire
+from kvcli.serve.asked import Json
+from kvcli.serve.failures import Failure
+from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.serving import Serving
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+REASONS = {"length": "max_tokens", "context": "max_tokens", "repetition": "max_tokens", "interrupted": "max_tokens"}
+
+
+class Block(msgspec.Struct):
+    """A block of content; `cache_control` and citations are of no account."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[Block]
+
+    def plain(self, number: int) -> Json:
+        """As templates take it. Raises UsageError."""
+        if self.role not in ("user", "assistant", "system"):
+            raise UsageError(f"`messages[{number}].role` must be user or assistant, not {self.role[:40]!r}")
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        thoughts = "".join(block.thinking for block in self.content if block.type == "thinking")
+        blocks = [block for block in self.content if block.type not in ("thinking", "redacted_thinking")]
+        found: Json = {"role": self.role, "content": _plain(blocks, f"`messages[{number}].content`")}
+        return {**found, "reasoning_content": thoughts} if thoughts else found
+
+
+def _plain(blocks: list[Block], path: str) -> str:
+    for block in blocks:
+        if block.type != "text":
+            raise UsageError(f"{path} has a block of type {block.type[:40]!r}", "the model reads text only")
+    return "\n".join(block.text for block in blocks)
+
+
+class ThinkingKey(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    budget_tokens: int | None = None
+    display: Any = None
+
+
+class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What makes a prompt."""
+
+    messages: list[Message]
+    model: str = ""
+    system: str | list[Block] | None = None
+    thinking: ThinkingKey | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    cache_control: Any = None  # of no account, see above
+
+    def question(self, base: Any) -> Question:
+        """Raises UsageError."""
+        if self.tools and (self.tool_choice or {}).get("type") != "none":
+            raise UsageError("`tools` cannot be used with this server yet", "leave it out")
+        messages = [message.plain(number) for number, message in enumerate(self.messages)]
+        system = self.system if isinstance(self.system, str) else _plain(self.system or [], "`system`")
+        if system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return Question(self.model, asked.chat(messages, self._reasoning()), base)
+
+    def _reasoning(self) -> Any:
+        """Raises UsageError."""
+        if self.thinking is None:
+            return None
+        modes = {"enabled": "on", "disabled": "off", "adaptive": "on"}
+        if self.thinking.type not in modes:
+            raise UsageError(f"`thinking.type` must be one of {', '.join(modes)}, not {self.thinking.type[:40]!r}")
+        if (self.thinking.budget_tokens or 0) < 0:
+            raise UsageError("`thinking.budget_tokens` must be 0 or more")
+        return asked.reasoning(modes[self.thinking.type], self.thinking.budget_tokens)
+
+
+class MessagesCall(CountCall, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Any = None  # of no account, as those below
+    service_tier: Any = None
+    container: Any = None
+    context_management: Any = None
+    mcp_servers: list[Json] | None = None
+
+    def asks(self, serving: Serving) -> Question:
+        """Raises UsageError."""
+        asked.refuse({"mcp_servers": self.mcp_servers, "container": self.container}, "cannot be used with this server")
+        asked.refuse({"context_management": self.context_management}, "cannot be used with this server")
+        options = asked.options(
+            serving.sampling, max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
+            top_k=self.top_k, stop=asked.stops(self.stop_sequences),
+        )  # fmt: skip
+        return self.question(options)
+
+
+def failure(found: Failure) -> Json:
+    """The body of an answer that is an error."""
+    kind = TYPES.get(found.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": found.message}, "request_id": wire.new_id("req_")}
+
+
+def _usage(found: Usage) -> Json:
+    return {
+        "input_tokens": found.prompt_tokens - found.cache_read_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": found.cache_read_tokens,
+        "output_tokens": found.completion_tokens,
+    }
+
+
+def _stop(end: End) -> Json:
+    reason = "stop_sequence" if end.stop else REASONS.get(end.finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": end.stop}
+
+
+class _Message:
+    """The objects of one message, which has a block of thinking, perhaps, and one of text."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.head = {"id": wire.new_id("msg_"), "type": "message", "role": "assistant", "model": reply.served.name}
+        self.prompt_tokens = len(reply.prompt.ids)
+        self.kind = ""  # of the block that is open
+        self.blocks = 0
+        self.ended: End | None = None
+
+    def whole(self, answer: Answer) -> Json:
+        thought = [{"type": "thinking", "thinking": answer.reasoning, "signature": ""}] if answer.reasoning else []
+        content = [*thought, {"type": "text", "text": answer.text}]
+        return {**self.head, "content": content, **_stop(answer.end), "usage": _usage(answer.end.usage)}
+
+    def begin(self) -> str:
+        usage = _usage(Usage(self.prompt_tokens, 0, 0))
+        message: Json = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return wire.event({"type": "message_start", "message": message}, "message_start")
+
+    def write(self, number: int, event: Event) -> str:
+        """What is sent for an event."""
+        if not isinstance(event, (Token, End)):
+            return ""
+        sent = ""
+        for kind, key, text in (("thinking", "thinking", event.reasoning), ("text", "text", event.text)):
+            if text:
+                sent += self._open(kind) + self._delta({"type": f"{kind}_delta", key: text})
+        if isinstance(event, End):
+            self.ended = event
+            sent += self._open("text") if not self.blocks else ""
+        return sent
+
+    def _open(self, kind: str) -> str:
+        """Begin a block of this kind, if it is not the one that is open."""
+        if self.kind == kind:
+            return ""
+        sent = self._close()
+        self.kind = kind
+        block = {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
+        start = {"type": "content_block_start", "index": self.blocks, "content_block": block}
+        self.blocks += 1
+        return sent + wire.event(start, "content_block_start")
+
+    def _delta(self, delta: Json) -> str:
+        told = {"type": "content_block_delta", "index": self.blocks - 1, "delta": delta}
+        return wire.event(told, "content_block_delta")
+
+    def _close(self) -> str:
+        if not self.kind:
+            return ""
+        return wire.event({"type": "content_block_stop", "index": self.blocks - 1}, "content_block_stop")
+
+    def end(self) -> str:
+        assert self.ended is not None
+        told = {"type": "message_delta", "delta": _stop(self.ended), "usage": _usage(self.ended.usage)}
+        return self._close() + wire.event(told, "message_delta") + wire.event({"type": "message_stop"}, "message_stop")
+
+
+PING = wire.event({"type": "ping"}, "ping")
+
+
+async def messages(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, MessagesCall)
+    if call.max_tokens < 1:
+        raise UsageError("`max_tokens` must be 1 or more")
+    reply = await wire.while_connected(request, serving.host.ask(call.asks(serving)))
+    form = _Message(reply)
+    if call.stream:
+        sent = wire.pieces(
+            reply, form.begin(), form.write, form.end, PING, lambda found: wire.event(failure(found), "error")
+        )
+        return wire.Stream(sent, media_type="text/event-stream")
+    async with reply:
+        return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
+
+
+async def count_tokens(request: Request, serving: Serving, body: bytes) -> Response:
+    question = asked.decoded(body, CountCall).question(serving.sampling)
+    _, prompt = await wire.while_connected(request, serving.host.prompt(question))
+    return wire.object_response({"input_tokens": len(prompt.ids)})
+
+
+ROUTES = (("POST", "/v1/messages", messages), ("POST", "/v1/messages/count_tokens", count_tokens))

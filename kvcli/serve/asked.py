@@ -1,0 +1,130 @@
+"""What interfaces have in common when they read a call: JSON into a struct, messages, options of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvcli.errors import UsageError
+from kvcli.options import ChatOptions, SampleOptions
+from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.text.modeltext import ModelText
+
+Call = TypeVar("Call", bound=msgspec.Struct)
+Json = dict[str, Any]
+
+
+def decoded(body: bytes, kind: type[Call]) -> Call:
+    """The call in a body. Raises UsageError with the path of what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(str(error)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(f"the body is not JSON: {error}") from None
+
+
+class Part(msgspec.Struct):
+    """A piece of a message; what is no text has other keys, which nobody reads."""
+
+    type: str
+    text: str = ""
+
+
+Content = str | list[Part] | None
+TEXTS = ("text", "input_text", "output_text")
+
+
+def plain(content: Content, path: str) -> str:
+    """The text of a message. Raises UsageError for what is none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in TEXTS:
+            raise UsageError(f"{path} has a part of type {part.type!r}", "the model reads text only")
+    return "".join(part.text for part in content)
+
+
+def refuse(given: Mapping[str, Any], why: str) -> None:
+    """Raises UsageError for the first key that says something."""
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"`{name}` {why}")
+
+
+def options(base: SampleOptions, **said: Any) -> SampleOptions:
+    """The options with what is said of them; None = nothing. Raises UsageError."""
+    found = replace(base, **{name: value for name, value in said.items() if value is not None})
+    sampling.check(found)
+    return found
+
+
+def stops(value: str | list[str] | None) -> tuple[str, ...] | None:
+    """Raises UsageError for an empty one."""
+    found = (value,) if isinstance(value, str) else tuple(value or ())
+    if "" in found:
+        raise UsageError("`stop` has an empty text")
+    return found or None
+
+
+def bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    """By token ids, which JSON has as texts. Raises UsageError."""
+    for token in given or ():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise UsageError(f"`logit_bias` is by token ids, not {token[:40]!r}")
+    return {int(token): float(value) for token, value in given.items()} if given else None
+
+
+def chat(
+    messages: list[Json], thinking: Callable[[ChatOptions], ChatOptions] | None = None
+) -> Callable[[ModelText], Prompt]:
+    """What makes the prompt of a conversation. A last message of the assistant is the beginning of the answer.
+    `thinking` changes how the template is used."""
+    if not messages:
+        raise UsageError("`messages` is empty", 'give at least {"role": "user", "content": "..."}')
+    lead = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    return partial(_chat, messages[:-1] if lead else messages, lead, thinking)
+
+
+def _chat(
+    messages: list[Json], lead: str, thinking: Callable[[ChatOptions], ChatOptions] | None, text: ModelText
+) -> Prompt:
+    if text.template is None:
+        raise UsageError("this model has no chat template: it continues texts", "ask for completions instead")
+    changed = thinking(text.template.options) if thinking else None
+    return Prompt.of_chat(text.tokenizer, text.template, messages, changed, lead)
+
+
+def raw(prompt: str | list[int], text: ModelText) -> Prompt:
+    """A text to be continued, or token ids as they are. Raises UsageError."""
+    if isinstance(prompt, str):
+        return Prompt(text.tokenizer.encode(prompt, add_bos=True))
+    check_ids(prompt, text.tokenizer.vocab_size, "prompt")
+    return Prompt(prompt)
+
+
+def check_ids(ids: list[int], size: int, key: str) -> None:
+    """Raises UsageError for a token that a vocabulary of this size does not have."""
+    if wrong := [token for token in ids if not 0 <= token < size]:
+        raise UsageError(f"`{key}` has the token {wrong[0]}, the vocabulary is 0 to {size - 1}")
+
+
+def reasoning(mode: str | None, budget: int | None = None, variables: Json | None = None) -> Any:
+    """How `chat` changes the use of a template; None = not at all."""
+    if mode is None and budget is None and not variables:
+        return None
+
+    def change(own: ChatOptions) -> ChatOptions:
+        return replace(
+            own,
+            reasoning=own.reasoning if mode is None else mode,
+            budget=own.budget if budget is None else budget,
+            variables={**own.variables, **(variables or {})},
+        )
+
+    return change

@@ -1,0 +1,295 @@
+"""Ollama's interface: chat, generate, tags, ps, show, version. Streams are lines of JSON.
+
+`keep_alive` is of no account: a model stays until another one needs its place.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcli.errors import UsageError
+from kvcli.runtime.engine.events import End, Event, Token
+from kvcli.serve import asked, wire
+from kvcli.serve.asked import Json
+from kvcli.serve.failures import Failure, Refused
+from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.serving import Serving
+
+VERSION = "0.12.0"  # of the interface, which clients ask for
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_ctx: int | None = None
+    num_keep: Any = None
+    num_batch: Any = None  # how the machine is used is said to `kv serve`: these are of no account
+    num_gpu: Any = None
+    main_gpu: Any = None
+    num_thread: Any = None
+    use_mmap: Any = None
+    numa: Any = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    mirostat: int | None = None
+    mirostat_eta: Any = None
+    mirostat_tau: Any = None
+    penalize_newline: bool | None = None
+
+    def sampling(self, base: Any) -> Any:
+        """Raises UsageError."""
+        for name, off in (("typical_p", 1.0), ("tfs_z", 1.0), ("mirostat", 0), ("penalize_newline", True)):
+            if getattr(self, name) not in (None, off):
+                raise UsageError(f"`options.{name}` cannot be used: kv has no such sampling", "leave it out")
+        limit = None if self.num_predict is None else max(self.num_predict, -1)
+        seed = self.seed if self.seed is None or self.seed >= 0 else None
+        return asked.options(
+            base, max_tokens=limit, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            min_p=self.min_p, seed=seed, stop=asked.stops(self.stop), repeat_penalty=self.repeat_penalty,
+            repeat_last_n=self.repeat_last_n, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )  # fmt: skip
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str = ""
+    stream: bool | None = None
+    options: Options | None = None
+    think: bool | str | None = None
+    format: Any = None
+    keep_alive: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def sampling(self, serving: Serving) -> Any:
+        """Raises UsageError."""
+        asked.refuse({"format": self.format}, "cannot be used with this server yet")
+        asked.refuse({"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}, "cannot be used here; /v1 has it")
+        return (self.options or Options()).sampling(serving.sampling)
+
+    @property
+    def name(self) -> str:
+        return self.model.removesuffix(":latest")
+
+    @property
+    def thinking(self) -> Any:
+        """How the use of the template is changed."""
+        if self.think is None:
+            return None
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else None
+        return asked.reasoning("on" if self.think else "off", None, effort)
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[Json] | None = None
+    tool_name: str | None = None
+
+    def plain(self) -> Json:
+        """As templates take it. Raises UsageError."""
+        asked.refuse({"images": self.images}, "cannot be used: the model reads text only")
+        found: Json = {"role": self.role, "content": self.content}
+        found |= {"reasoning_content": self.thinking} if self.thinking else {}
+        found |= {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return found | ({"name": self.tool_name} if self.tool_name else {})
+
+
+class ChatCall(_Common, kw_only=True):
+    messages: list[Message] = []
+    tools: list[Json] | None = None
+
+
+class GenerateCall(_Common, kw_only=True):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    template: str | None = None
+    suffix: str | None = None
+    images: list[str] | None = None
+    context: Any = None
+
+
+def failure(found: Failure) -> Json:
+    """The body of an answer that is an error."""
+    return {"error": found.message}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _line(value: Json) -> str:
+    return wire.dump(value) + "\n"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+class _Lines:
+    """The objects of one answer. `chat`: it is a message, else a text."""
+
+    def __init__(self, reply: Reply, model: str, chat: bool) -> None:
+        self.model, self.chat, self.ended = model or reply.served.name, chat, False
+
+    def said(self, text: str, thinking: str) -> Json:
+        if self.chat:
+            message = {"role": "assistant", "content": text} | ({"thinking": thinking} if thinking else {})
+            return {"message": message}
+        return {"response": text} | ({"thinking": thinking} if thinking else {})
+
+    def object(self, text: str, thinking: str, end: End | None) -> Json:
+        head = {"model": self.model, "created_at": _now(), **self.said(text, thinking), "done": end is not None}
+        if end is None:
+            return head
+        times = end.timings
+        return {
+            **head,
+            "done_reason": "stop" if end.finish_reason == "stop" else "length",
+            "total_duration": _nanoseconds(times.ttft_s + times.decode_s),
+            "load_duration": 0,
+            "prompt_eval_count": end.usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(times.prefill_s),
+            "eval_count": end.usage.completion_tokens,
+            "eval_duration": _nanoseconds(times.decode_s),
+        }
+
+    def whole(self, answer: Answer) -> Json:
+        return self.object(answer.text, answer.reasoning, answer.end)
+
+    def write(self, number: int, event: Event) -> str:
+        if isinstance(event, End):
+            rest = _line(self.object(event.text, event.reasoning, None)) if event.text or event.reasoning else ""
+            return rest + _line(self.object("", "", event))
+        if isinstance(event, Token) and (event.text or event.reasoning):
+            return _line(self.object(event.text, event.reasoning, None))
+        return ""
+
+
+async def _answered(request: Request, serving: Serving, question: Question, call: _Common, chat: bool) -> Response:
+    reply = await wire.while_connected(request, serving.host.ask(question))
+    form = _Lines(reply, call.model, chat)
+    if call.stream is not False:
+        sent = wire.pieces(reply, "", form.write, str, "", lambda found: _line(failure(found)))
+        return wire.Stream(sent, media_type="application/x-ndjson")
+    async with reply:
+        return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
+
+
+def _loads(model: str, chat: bool) -> Response:
+    """The answer to a call without a prompt, which loads a model."""
+    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return wire.object_response({"model": model, "created_at": _now(), **said, "done": True, "done_reason": "load"})
+
+
+async def chat(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, ChatCall)
+    options = call.sampling(serving)
+    asked.refuse({"tools": call.tools}, "cannot be used with this server yet")
+    if not call.messages:
+        await wire.while_connected(request, serving.host.served(call.name))
+        return _loads(call.model, True)
+    messages = [message.plain() for message in call.messages]
+    question = Question(call.name, asked.chat(messages, call.thinking), options)
+    return await _answered(request, serving, question, call, True)
+
+
+async def generate(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, GenerateCall)
+    options = call.sampling(serving)
+    asked.refuse({"template": call.template, "suffix": call.suffix, "images": call.images}, "cannot be used here")
+    asked.refuse({"context": call.context}, "cannot be used: send the whole prompt, its rows are found again")
+    if not call.prompt:
+        await wire.while_connected(request, serving.host.served(call.name))
+        return _loads(call.model, False)
+    served = await wire.while_connected(request, serving.host.served(call.name))
+    if call.raw or served.text.template is None:
+        asked.refuse({"system": call.system}, "needs a chat template")
+        prompt: Any = partial(asked.raw, call.prompt)
+    else:
+        system = [{"role": "system", "content": call.system}] if call.system else []
+        prompt = asked.chat([*system, {"role": "user", "content": call.prompt}], call.thinking)
+    return await _answered(request, serving, Question(call.name, prompt, options), call, False)
+
+
+def _details(found: Json) -> Json:
+    return {"format": "gguf", "family": found.get("arch", ""), "parameter_size": "", "quantization_level": ""}
+
+
+async def tags(request: Request, serving: Serving, body: bytes) -> Response:
+    models = [
+        {
+            "name": each["name"], "model": each["name"], "modified_at": _now(), "size": 0, "digest": "",
+            "details": _details(each),
+        }
+        for each in serving.models()
+    ]  # fmt: skip
+    return wire.object_response({"models": models})
+
+
+async def ps(request: Request, serving: Serving, body: bytes) -> Response:
+    models = []
+    for served in serving.host.loaded:
+        engine = served.worker.engine
+        size = engine.plan.total
+        models.append(
+            {
+                "name": served.name, "model": served.name, "size": size,
+                "size_vram": size if engine.device.kind == "cuda" else 0, "digest": "",
+                "details": _details({}), "expires_at": "9999-12-31T23:59:59Z", "context_length": engine.ctx_size,
+            }
+        )  # fmt: skip
+    return wire.object_response({"models": models})
+
+
+async def show(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, _Show)
+    served = await wire.while_connected(request, serving.host.served((call.model or call.name).removesuffix(":latest")))
+    metadata = served.worker.engine.loaded.file.metadata
+    info = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float, bool))}
+    template = served.text.template.source if served.text.template else ""
+    told = {"template": template, "details": _details({}), "model_info": info, "capabilities": ["completion"]}
+    return wire.object_response({"modelfile": "", "parameters": "", **told})
+
+
+class _Show(msgspec.Struct):
+    model: str = ""
+    name: str = ""
+
+
+async def version(request: Request, serving: Serving, body: bytes) -> Response:
+    return wire.object_response({"version": VERSION})
+
+
+async def embed(request: Request, serving: Serving, body: bytes) -> Response:
+    raise Refused(501, "kv serves models that write text: there are no embeddings")
+
+
+ROUTES = (
+    ("POST", "/api/chat", chat),
+    ("POST", "/api/generate", generate),
+    ("GET", "/api/tags", tags),
+    ("GET", "/api/ps", ps),
+    ("POST", "/api/show", show),
+    ("GET", "/api/version", version),
+    ("POST", "/api/embed", embed),
+    ("POST", "/api/embeddings", embed),
+)

@@ -1,0 +1,428 @@
+"""OpenAI's interface: chat completions, completions, models.
+
+Keys that say nothing of the answer (`user`, `metadata`, `store`, `service_tier`, ...) are taken and of no account; what
+would change it and cannot be done is refused by name, and so are keys that nobody knows.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcli.errors import UsageError
+from kvcli.runtime.engine.events import End, Event, Logprobs, Token
+from kvcli.serve import asked, wire
+from kvcli.serve.asked import Content, Json
+from kvcli.serve.failures import Failure, Refused
+from kvcli.serve.host import Answer, Host, Question, Reply
+from kvcli.serve.serving import Serving
+
+FINISH = {"context": "length", "repetition": "length", "interrupted": "length"}
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # of no account: nothing is padded
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[Json] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Json] | None = None
+    audio: Json | None = None
+
+    def plain(self, number: int) -> Json:
+        """As templates take it. Raises UsageError."""
+        asked.refuse({"audio": self.audio}, "is nothing that this model reads")
+        found: Json = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": asked.plain(self.content, f"`messages[{number}].content`"),
+        }
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        return found
+
+
+class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Keys that both kinds of completions have."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    user: Any = None  # of no account, as those below
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    cache_prompt: Any = None
+
+    def options(self, serving: Serving, **more: Any) -> Any:
+        """Raises UsageError."""
+        if self.stream_options is not None and not self.stream:
+            raise UsageError("`stream_options` needs `stream`", "leave it out")
+        seed = self.seed if self.seed is None or self.seed >= 0 else self.seed % (1 << 64)
+        return asked.options(
+            serving.sampling,
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            min_p=self.min_p, repeat_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, logit_bias=asked.bias(self.logit_bias), seed=seed,
+            stop=asked.stops(self.stop), ignore_eos=self.ignore_eos, **more,
+        )  # fmt: skip
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatCall(Sampled, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    reasoning_budget: int | None = None
+    chat_template_kwargs: Json | None = None
+    response_format: Json | None = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+    def question(self, serving: Serving) -> Question:
+        """Raises UsageError."""
+        asked.refuse(
+            {name: getattr(self, name) for name in ("functions", "function_call", "audio", "prediction")},
+            "cannot be used with this server",
+        )
+        asked.refuse({"web_search_options": self.web_search_options}, "cannot be used: there is no web search")
+        asked.refuse({"verbosity": self.verbosity}, "cannot be used: no model here has such a switch")
+        if self.modalities not in (None, ["text"]):
+            raise UsageError('`modalities` must be ["text"]')
+        if self.tools and self.tool_choice != "none":
+            raise UsageError(
+                "`tools` cannot be used with this server yet", 'leave it out, or set `tool_choice` to "none"'
+            )
+        if self.response_format not in (None, {"type": "text"}):
+            raise UsageError('`response_format` other than {"type": "text"} cannot be used with this server yet')
+        if self.top_logprobs and not self.logprobs:
+            raise UsageError("`top_logprobs` needs `logprobs`")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        options = self.options(serving, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        options = asked.options(options, max_tokens=limit)
+        messages = [message.plain(number) for number, message in enumerate(self.messages)]
+        effort = {"none": "off", None: None}.get(self.reasoning_effort, "on")
+        variables = dict(self.chat_template_kwargs or {})
+        if effort == "on":
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        thinking = asked.reasoning(effort, self.reasoning_budget, variables)
+        return Question(self.model, asked.chat(messages, thinking), options, 1 if self.n is None else self.n)
+
+
+class TextCall(Sampled, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def questions(self, serving: Serving) -> list[Question]:
+        """One for each prompt. Raises UsageError."""
+        asked.refuse({"suffix": self.suffix}, "cannot be used: the model continues texts")
+        if self.echo and self.logprobs is not None:
+            raise UsageError("`echo` and `logprobs` cannot be used together")
+        if self.best_of not in (None, self.n or 1):
+            raise UsageError("`best_of` must be what `n` is")
+        limit = 16 if self.max_tokens is None else self.max_tokens  # as the interface has it
+        options = asked.options(self.options(serving, logprobs=self.logprobs), max_tokens=limit)
+        count = 1 if self.n is None else self.n
+        return [Question(self.model, partial(asked.raw, each), options, count) for each in _listed(self.prompt)]
+
+
+def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The texts, or lists of token ids, of one or more prompts. Raises UsageError."""
+    ids = isinstance(prompt, list) and any(isinstance(each, int) for each in prompt)
+    found = [prompt] if ids or isinstance(prompt, str) else list(prompt)
+    if not found or not all(found):
+        raise UsageError("`prompt` is empty")
+    if ids and not all(isinstance(each, int) for each in prompt):
+        raise UsageError("`prompt` mixes texts and token ids", "give texts, ids of one prompt, or lists of ids")
+    return found
+
+
+def failure(found: Failure) -> Json:
+    """The body of an answer that is an error."""
+    kind = TYPES.get(found.status, "server_error" if found.status >= 500 else "invalid_request_error")
+    return {"error": {"message": found.message, "type": kind, "param": None, "code": found.code or None}}
+
+
+def timings(end: End) -> Json:
+    """As llama-server tells them: counts, milliseconds, tokens a second."""
+    times = end.timings
+    return {
+        "cache_n": end.usage.cache_read_tokens,
+        "prompt_n": times.prefill_tokens,
+        "prompt_ms": times.prefill_s * 1e3,
+        "prompt_per_second": times.prompt_tps,
+        "predicted_n": end.usage.completion_tokens,
+        "predicted_ms": times.decode_s * 1e3,
+        "predicted_per_second": times.decode_tps,
+    }
+
+
+def _chat_logprobs(found: list[Logprobs]) -> Json:
+    def one(each: Any) -> Json:
+        data = each.token.encode("utf-8", "replace")
+        return {"token": each.token, "logprob": max(each.logprob, -9999.0), "bytes": list(data)}
+
+    return {"content": [{**one(each.chosen), "top_logprobs": [one(top) for top in each.top]} for each in found]}
+
+
+def _text_logprobs(found: list[Logprobs]) -> Json:
+    offsets, at = [], 0
+    for each in found:
+        offsets.append(at)
+        at += len(each.chosen.token)
+    return {
+        "tokens": [each.chosen.token for each in found],
+        "token_logprobs": [max(each.chosen.logprob, -9999.0) for each in found],
+        "top_logprobs": [{top.token: max(top.logprob, -9999.0) for top in each.top} for each in found],
+        "text_offset": offsets,
+    }
+
+
+class _Chat:
+    """The objects of one chat completion."""
+
+    def __init__(self, call: ChatCall, reply: Reply) -> None:
+        self.call, self.reply = call, reply
+        self.ends: list[End] = []
+        self.begun: set[int] = set()
+        self.head = {"id": wire.new_id("chatcmpl-"), "created": int(time.time()), "model": reply.served.name}
+        self.with_usage = call.with_usage
+
+    def whole(self, answers: list[Answer]) -> Json:
+        choices = []
+        for number, answer in enumerate(answers):
+            message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+            if answer.reasoning:
+                message["reasoning_content"] = answer.reasoning
+            choices.append(
+                {
+                    "index": number,
+                    "message": message,
+                    "logprobs": _chat_logprobs(answer.logprobs) if self.call.logprobs else None,
+                    "finish_reason": _finish(answer.end),
+                }
+            )
+        told = {"usage": _usage_of([each.end for each in answers]), "timings": timings(answers[0].end)}
+        return {**self.head, "object": "chat.completion", "choices": choices, **told}
+
+    def write(self, number: int, event: Event) -> str:
+        """What is sent for an event."""
+        if not isinstance(event, (Token, End)):
+            return ""
+        delta: Json = {} if number in self.begun else {"role": "assistant", "content": ""}
+        self.begun.add(number)
+        delta |= {"content": event.text} if event.text else {}
+        delta |= {"reasoning_content": event.reasoning} if event.reasoning else {}
+        told = [event.logprobs] if isinstance(event, Token) and event.logprobs is not None else []
+        sent = self._chunk(number, delta, told) if delta or told else ""
+        if isinstance(event, End):
+            self.ends.append(event)
+            sent += self._chunk(number, {}, [], _finish(event))
+        return sent
+
+    def _chunk(self, number: int, delta: Json, told: list[Logprobs], finish: str | None = None) -> str:
+        choice = {"index": number, "delta": delta, "logprobs": _chat_logprobs(told) if told else None}
+        more: Json = {"usage": None} if self.with_usage else {}
+        more |= {"timings": timings(self.ends[-1])} if finish else {}
+        choices = [{**choice, "finish_reason": finish}]
+        return wire.event({**self.head, "object": "chat.completion.chunk", "choices": choices, **more})
+
+    def end(self) -> str:
+        last = {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage_of(self.ends)}
+        return (wire.event(last) if self.with_usage else "") + wire.event("[DONE]")
+
+
+def _finish(end: End) -> str:
+    return FINISH.get(end.finish_reason, end.finish_reason)
+
+
+def _usage_of(ends: list[End]) -> Json:
+    """Of the answers to one prompt, which is read once."""
+    first = min((end.usage for end in ends), key=lambda usage: usage.cache_read_tokens)
+    made = sum(end.usage.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": first.prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": first.cache_read_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.usage.reasoning_tokens for end in ends)},
+    }
+
+
+def _failed(found: Failure) -> str:
+    return wire.event(failure(found))
+
+
+async def chat_completions(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, ChatCall)
+    question = call.question(serving)
+    reply = await wire.while_connected(request, serving.host.ask(question))
+    form = _Chat(call, reply)
+    if call.stream:
+        sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n", _failed)
+        return wire.Stream(sent, media_type="text/event-stream")
+    async with reply:
+        return wire.object_response(form.whole(await wire.while_connected(request, reply.whole())))
+
+
+class _Texts:
+    """The objects of one call for completions, of several prompts perhaps."""
+
+    def __init__(self, call: TextCall, served: str, prompts: list[str], count: int) -> None:
+        self.call, self.prompts, self.count = call, prompts, count
+        self.head = {"id": wire.new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
+        self.head["model"] = served
+        self.with_usage = call.with_usage
+
+    def choice(self, index: int, text: str, told: list[Logprobs], finish: str | None) -> Json:
+        logprobs = _text_logprobs(told) if self.call.logprobs is not None else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def whole(self, answers: list[list[Answer]]) -> Json:
+        choices, tokens = [], []
+        for prompt, (lead, found) in enumerate(zip(self.prompts, answers, strict=True)):
+            for number, answer in enumerate(found):
+                index = prompt * self.count + number
+                choices.append(self.choice(index, lead + answer.text, answer.logprobs, _finish(answer.end)))
+            tokens.append(_usage_of([each.end for each in found]))
+        total = _added(tokens)
+        return {**self.head, "choices": choices, "usage": total, "timings": timings(answers[0][0].end)}
+
+    def chunk(self, index: int, event: Event) -> str:
+        if not isinstance(event, (Token, End)):
+            return ""
+        told = [event.logprobs] if isinstance(event, Token) and event.logprobs is not None else []
+        if not (event.text or told or isinstance(event, End)):
+            return ""
+        finish = _finish(event) if isinstance(event, End) else None
+        more: Json = {"usage": None} if self.with_usage else {}
+        return wire.event({**self.head, "choices": [self.choice(index, event.text, told, finish)], **more})
+
+
+def _added(found: list[Json]) -> Json:
+    """The sum of several usages."""
+    return {
+        key: _added([each[key] for each in found]) if isinstance(value, dict) else sum(each[key] for each in found)
+        for key, value in found[0].items()
+    }
+
+
+async def completions(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, TextCall)
+    questions = call.questions(serving)
+    if len(questions) > serving.most_prompts:
+        raise UsageError(f"`prompt` has {len(questions)} prompts, at most {serving.most_prompts} go into a call")
+    served = await wire.while_connected(request, serving.host.served(call.model))
+    leads = ["" for _ in questions]
+    if call.echo:
+        made = [question.prompt(served.text) for question in questions]
+        leads = [served.text.tokenizer.decode(prompt.ids) for prompt in made]
+    form = _Texts(call, served.name, leads, questions[0].count)
+    if call.stream:
+        return wire.Stream(_streamed(serving.host, questions, form), media_type="text/event-stream")
+    answers = []
+    for question in questions:
+        async with await serving.host.ask(question) as reply:
+            answers.append(await wire.while_connected(request, reply.whole()))
+    return wire.object_response(form.whole(answers))
+
+
+async def _streamed(host: Host, questions: list[Question], form: _Texts) -> wire.Pieces:
+    """One prompt after the other."""
+    tokens = []
+    for prompt, question in enumerate(questions):
+        ends: list[End] = []
+
+        def write(number: int, event: Event, prompt: int = prompt, ends: list[End] = ends) -> str:
+            if isinstance(event, End):
+                ends.append(event)
+            return form.chunk(prompt * form.count + number, event)
+
+        first = form.chunk(prompt * form.count, Token(None, form.prompts[prompt]))
+        async for text in wire.pieces(await host.ask(question), first, write, str, ": ping\n\n", _failed):
+            yield text
+        if len(ends) < form.count:
+            return
+        tokens.append(_usage_of(ends))
+    if form.with_usage:
+        yield wire.event({**form.head, "choices": [], "usage": _added(tokens)})
+    yield wire.event("[DONE]")
+
+
+async def models(request: Request, serving: Serving, body: bytes) -> Response:
+    """Those that are loaded, then those that can be."""
+    return wire.object_response({"object": "list", "data": [_model(each) for each in serving.models()]})
+
+
+async def model(request: Request, serving: Serving, body: bytes) -> Response:
+    name = request.path_params["name"]
+    served = serving.host.find(name)
+    wanted = served.name if served else name
+    for each in serving.models():
+        if each["name"] == wanted:
+            return wire.object_response(_model(each))
+    raise Refused(404, f"there is no model {name[:200]!r} here")
+
+
+def _model(found: Json) -> Json:
+    meta = {key: value for key, value in found.items() if key not in ("name", "created")}
+    return {"id": found["name"], "object": "model", "created": found["created"], "owned_by": "kv", "meta": meta}
+
+
+async def embeddings(request: Request, serving: Serving, body: bytes) -> Response:
+    raise Refused(501, "kv serves models that write text: there are no embeddings")
+
+
+ROUTES = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/embeddings", embeddings),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+)

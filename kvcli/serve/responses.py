@@ -1,0 +1,229 @@
+"""OpenAI's newer interface, responses, without a memory: each call has the whole conversation."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcli.errors import UsageError
+from kvcli.runtime.engine.events import End, Event, Token
+from kvcli.serve import asked, wire
+from kvcli.serve.asked import Content, Json
+from kvcli.serve.failures import Failure
+from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.serving import Serving
+
+
+class Item(msgspec.Struct):
+    """A message of the conversation; what else there may be in one is refused by its type."""
+
+    role: str = ""
+    content: Content = None
+    type: str = "message"
+
+    def plain(self, number: int) -> Json:
+        """As templates take it. Raises UsageError."""
+        if self.type != "message" or not self.role:
+            raise UsageError(f"`input[{number}]` is of type {self.type[:40]!r}", "there are messages only")
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": asked.plain(self.content, f"`input[{number}].content`")}
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[Item]
+    model: str = ""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: Any = None  # of no account: nothing is padded
+    reasoning: Reasoning | None = None
+    text: Json | None = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    max_tool_calls: Any = None
+    include: list[str] | None = None
+    store: Any = None  # of no account, as those below
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    def question(self, serving: Serving) -> Question:
+        """Raises UsageError."""
+        asked.refuse(
+            {name: getattr(self, name) for name in ("previous_response_id", "conversation")},
+            "cannot be used: this server keeps no conversations; send the whole one as `input`",
+        )
+        asked.refuse({"prompt": self.prompt, "background": self.background}, "cannot be used with this server")
+        asked.refuse({"top_logprobs": self.top_logprobs}, "cannot be used here; chat completions have it")
+        if self.tools and self.tool_choice != "none":
+            raise UsageError("`tools` cannot be used with this server yet", "leave it out")
+        if self.truncation not in (None, "disabled"):
+            raise UsageError('`truncation` must be "disabled"', "kv serve --evict says what is forgotten")
+        if (self.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
+            raise UsageError('`text.format` other than {"type": "text"} cannot be used with this server yet')
+        listed = [Item("user", self.input)] if isinstance(self.input, str) else self.input
+        messages = [item.plain(number) for number, item in enumerate(listed) if item.type != "reasoning"]
+        if self.instructions:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        options = asked.options(
+            serving.sampling, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p
+        )
+        effort = self.reasoning.effort if self.reasoning else None
+        mode = {"none": "off", None: None}.get(effort, "on")
+        thinking = asked.reasoning(mode, None, {"reasoning_effort": effort} if mode == "on" else None)
+        return Question(self.model, asked.chat(messages, thinking), options)
+
+
+class _Response:
+    """The objects of one response: an item of reasoning, perhaps, and a message."""
+
+    def __init__(self, call: Call, reply: Reply, options: Any) -> None:
+        self.head = {
+            "id": wire.new_id("resp_"), "object": "response", "created_at": int(time.time()), "error": None,
+            "incomplete_details": None, "instructions": call.instructions, "metadata": call.metadata or {},
+            "model": reply.served.name, "parallel_tool_calls": False, "temperature": options.temperature,
+            "tool_choice": "none", "tools": [], "top_p": options.top_p, "max_output_tokens": call.max_output_tokens,
+            "previous_response_id": None, "store": False, "truncation": "disabled",
+        }  # fmt: skip
+        self.number, self.answer = 0, Answer()
+        self.items: list[Json] = []  # that are done
+        self.open: Json | None = None
+
+    # --- whole
+
+    def whole(self, answer: Answer) -> Json:
+        thought, text = answer.reasoning, answer.text
+        items = [self._reasoning(thought)] if thought else []
+        return self._done([*items, self._message(text)], answer.end)
+
+    def _done(self, items: list[Json], end: End) -> Json:
+        cut = end.finish_reason in ("length", "context", "repetition", "interrupted")
+        usage = end.usage
+        return {
+            **self.head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": items,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cache_read_tokens},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+
+    def _message(self, text: str, id: str = "") -> Json:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        id = id or wire.new_id("msg_")
+        return {"id": id, "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+
+    def _reasoning(self, text: str, id: str = "") -> Json:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"id": id or wire.new_id("rs_"), "type": "reasoning", "summary": [], "content": content}
+
+    # --- as a stream
+
+    def _send(self, kind: str, **told: Any) -> str:
+        sent = wire.event({"type": kind, "sequence_number": self.number, **told}, kind)
+        self.number += 1
+        return sent
+
+    def begin(self) -> str:
+        response = {**self.head, "status": "in_progress", "output": [], "usage": None}
+        return self._send("response.created", response=response) + self._send("response.in_progress", response=response)
+
+    def write(self, number: int, event: Event) -> str:
+        """What is sent for an event."""
+        if not isinstance(event, (Token, End)):
+            return ""
+        sent = ""
+        for kind, text in (("reasoning", event.reasoning), ("message", event.text)):
+            if text:
+                sent += self._open(kind) + self._delta(kind, text)
+        self.answer.take(event)
+        if isinstance(event, End) and not self.items and self.open is None:
+            sent += self._open("message")
+        return sent
+
+    @property
+    def _place(self) -> Json:
+        assert self.open is not None
+        return {"item_id": self.open["id"], "output_index": len(self.items), "content_index": 0}
+
+    def _open(self, kind: str) -> str:
+        """Begin an item, if it is not the one that is open."""
+        if self.open is not None and self.open["type"] == kind:
+            return ""
+        sent = self._close()
+        self.open = self._message("") if kind == "message" else self._reasoning("")
+        item = {**self.open, "status": "in_progress", "content": []}
+        sent += self._send("response.output_item.added", output_index=len(self.items), item=item)
+        if kind == "message":
+            sent += self._send("response.content_part.added", **self._place, part=self.open["content"][0])
+        return sent
+
+    def _delta(self, kind: str, text: str) -> str:
+        assert self.open is not None
+        self.open["content"][0]["text"] += text
+        if kind == "message":
+            return self._send("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        return self._send("response.reasoning_text.delta", **self._place, delta=text)
+
+    def _close(self) -> str:
+        """End the item that is open."""
+        if self.open is None:
+            return ""
+        item, part = self.open, self.open["content"][0]
+        if item["type"] == "message":
+            sent = self._send("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+            sent += self._send("response.content_part.done", **self._place, part=part)
+        else:
+            sent = self._send("response.reasoning_text.done", **self._place, text=part["text"])
+        sent += self._send("response.output_item.done", output_index=len(self.items), item=item)
+        self.items.append(item)
+        self.open = None
+        return sent
+
+    def end(self) -> str:
+        sent, end = self._close(), self.answer.end
+        response = self._done(self.items, end)
+        return sent + self._send(f"response.{response['status']}", response=response)
+
+    def failed(self, found: Failure) -> str:
+        return self._send("error", message=found.message, code=found.code or None, param=None)
+
+
+async def responses(request: Request, serving: Serving, body: bytes) -> Response:
+    call = asked.decoded(body, Call)
+    question = call.question(serving)
+    reply = await wire.while_connected(request, serving.host.ask(question))
+    form = _Response(call, reply, reply.options[0])
+    if call.stream:
+        sent = wire.pieces(reply, form.begin(), form.write, form.end, ": ping\n\n", form.failed)
+        return wire.Stream(sent, media_type="text/event-stream")
+    async with reply:
+        return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
+
+
+ROUTES = (("POST", "/v1/responses", responses),)

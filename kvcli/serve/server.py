@@ -1,0 +1,145 @@
+"""The server: sockets, connections that are too slow, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvcli.errors import UsageError
+
+HEADERS_S = 10.0  # that a client may take to send the head of a call
+KEEP_S = 30  # that a connection stays open between calls
+GRACE_S = 10  # that answers may go on for when the server is told to stop
+CONNECTIONS = 1024
+
+
+class PromptProtocol(H11Protocol):
+    """HTTP/1.1 that closes connections whose calls do not begin, or begin too slowly."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._head_came()
+        elif self._late is None:
+            self._await_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(error)
+
+    def _await_head(self) -> None:
+        self._late = self.loop.call_later(HEADERS_S, self.transport.close)
+
+    def _head_came(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to the command."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket: of a name and a port (0 = any that is free), or unix:PATH. Raises UsageError."""
+    if host.startswith("unix:"):
+        return _unix(Path(host[len("unix:") :]))
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(256)
+        return found
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot listen on {host}, port {port}: {reason}", "name another --port") from None
+
+
+def _unix(path: Path) -> socket.socket:
+    """Only its owner may use it. One that nobody listens to any more is replaced."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(path.lstat().st_mode) and not _listens(path):
+                path.unlink()
+        before = os.umask(0o177)
+        try:
+            found.bind(str(path))
+        finally:
+            os.umask(before)
+        found.listen(256)
+        return found
+    except OSError as error:
+        found.close()
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot listen on {path}: {reason}", "name another path") from None
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        try:
+            trial.connect(str(path))
+            return True
+        except OSError:
+            return False
+
+
+def address(listening: socket.socket) -> str:
+    """What to tell people: http://127.0.0.1:8080, or unix:PATH."""
+    name = listening.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+def run(app: Starlette, listening: socket.socket, stopping: Callable[[], bool]) -> None:
+    """Serve until `stopping`, and then until all answers are sent, for GRACE_S at most."""
+    config = uvicorn.Config(
+        app, http=PromptProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S, limit_concurrency=CONNECTIONS,
+    )  # fmt: skip
+    server = _Server(config)
+
+    async def serve() -> None:
+        async def watch() -> None:
+            while not stopping():
+                await asyncio.sleep(0.1)
+            server.should_exit = True
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            watching.cancel()
+
+    name = listening.getsockname()
+    try:
+        asyncio.run(serve())
+    finally:
+        listening.close()
+        if isinstance(name, str):
+            with suppress(OSError):
+                os.unlink(name)

@@ -1,0 +1,88 @@
+"""Streams and objects on the wire: server-sent events, lines of JSON, responses that watch their client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Send
+
+from kvcli.errors import KVError
+from kvcli.runtime.engine.events import Event
+from kvcli.serve.failures import Failure
+from kvcli.serve.host import Reply
+
+SLOW_S = 60.0  # that a client may take to read what it is sent
+Found = TypeVar("Found")
+
+
+def dump(value: Any) -> str:
+    """JSON on one line."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def object_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dump(value).encode("utf-8", "replace"), status, headers, "application/json")
+
+
+def event(value: Any, name: str = "") -> str:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {value if isinstance(value, str) else dump(value)}\n\n"
+
+
+class Stream(StreamingResponse):
+    """What is sent while it is made. It ends where the client is gone, or does not read for SLOW_S."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def patient(message: Message) -> None:
+            await asyncio.wait_for(send(message), SLOW_S)
+
+        await super().stream_response(patient)
+
+
+Pieces = AsyncIterator[str]
+Written = Callable[[int, Event], "str"]
+
+
+async def pieces(
+    reply: Reply, begin: str, write: Written, end: Callable[[], str], ping: str, fail: Callable[[Failure], str]
+) -> Pieces:
+    """The text of a stream: `begin`, what `write` makes of every event, `end`; `ping` where there is silence. A failure
+    is told by `fail`, since the status is on the wire."""
+    async with reply:
+        try:
+            yield begin
+            async for found in reply.events():
+                if text := ping if found is None else write(*found):
+                    yield text
+            yield end()
+        except KVError as error:
+            yield fail(Failure.of(error))
+
+
+async def while_connected(request: Request, work: Awaitable[Found]) -> Found:
+    """The outcome of `work`, which is cancelled where the client goes away. Raises ClientDisconnect then."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
