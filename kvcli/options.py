@@ -138,4 +138,5 @@ class SampleOptions:
     ignore_eos: bool = False
     loop_stop: bool | None = None  # end an answer that repeats itself; None = unless ignore_eos
     stop: tuple[str, ...] = ()
+    grammar: str = ""  # what the answer follows, made by runtime/text/grammar.py; "" = it is free
     logprobs: int | None = None  # of how many tokens log probabilities are told, beside the chosen one; None = of none

@@ -335,6 +335,7 @@ def sampling_object(params: SampleOptions) -> dict[str, Any]:
     values["logit_bias"] = {
         str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()
     }
+    values["grammar"] = params.grammar or None
     values["stops"], values["top_logprobs"] = values.pop("stop"), values.pop("logprobs")
     return values
 

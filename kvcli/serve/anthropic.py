@@ -219,7 +219,7 @@ async def messages(request: Request, serving: Serving, body: bytes) -> Response:
 
 async def count_tokens(request: Request, serving: Serving, body: bytes) -> Response:
     question = asked.decoded(body, CountCall).question(serving.sampling)
-    _, prompt = await wire.while_connected(request, serving.host.prompt(question))
+    _, prompt, _ = await wire.while_connected(request, serving.host.prompt(question))
     return wire.object_response({"input_tokens": len(prompt.ids)})
 
 

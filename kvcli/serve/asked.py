@@ -13,6 +13,7 @@ from kvcli.errors import UsageError
 from kvcli.options import ChatOptions, SampleOptions
 from kvcli.runtime.engine import sampling
 from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.text import grammar
 from kvcli.runtime.text.modeltext import ModelText
 
 Call = TypeVar("Call", bound=msgspec.Struct)
@@ -78,6 +79,11 @@ def bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise UsageError(f"`logit_bias` is by token ids, not {token[:40]!r}")
     return {int(token): float(value) for token, value in given.items()} if given else None
+
+
+def shaped(schema: Json | None, called: str) -> Callable[[], str] | None:
+    """What makes the grammar of answers that are JSON; None = of any form. `called`: the key that has the schema."""
+    return None if schema is None else partial(grammar.json_schema, schema, f"`{called}`")
 
 
 def chat(

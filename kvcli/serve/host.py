@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvcli.errors import DoesNotFit, KVError, ModelError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.text import grammar
 from kvcli.serve.worker import Stopped, Work, Worker
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Question:
     prompt: Callable[[ModelText], Prompt]
     options: SampleOptions
     count: int = 1
+    grammar: Callable[[], str] | None = None  # makes `options.grammar`, which may take a while
 
 
 @dataclass
@@ -169,18 +171,25 @@ class Host:
         self.loaded.remove(oldest)
         await asyncio.get_running_loop().run_in_executor(None, oldest.worker.stop, 0.0)
 
-    async def prompt(self, question: Question) -> tuple[Served, Prompt]:
-        """The model that is asked, and its tokens of the question. Raises KVError."""
+    async def prompt(self, question: Question) -> tuple[Served, Prompt, SampleOptions]:
+        """The model that is asked, its tokens of the question, and the options with the grammar. Raises KVError."""
         served = await self.served(question.model)
-        loop = asyncio.get_running_loop()
-        return served, await loop.run_in_executor(self._texts, question.prompt, served.text)
+
+        def make() -> tuple[Served, Prompt, SampleOptions]:
+            options = question.options
+            if question.grammar is not None:
+                grammar.known(served.text.tokenizer)
+                options = replace(options, grammar=question.grammar())
+            return served, question.prompt(served.text), options
+
+        return await asyncio.get_running_loop().run_in_executor(self._texts, make)
 
     async def ask(self, question: Question) -> Reply:
         """Begin to answer. Raises KVError."""
         while True:
-            served, prompt = await self.prompt(question)
+            served, prompt, options = await self.prompt(question)
             try:
-                return Reply(served, prompt, served.worker.settled(question.options, question.count))
+                return Reply(served, prompt, served.worker.settled(options, question.count))
             except Stopped:
                 if served in self.loaded:
                     raise  # else it had to make room for another one meanwhile

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Token
+from kvcli.runtime.text import grammar
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure, Refused
@@ -78,9 +80,17 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def sampling(self, serving: Serving) -> Any:
         """Raises UsageError."""
-        asked.refuse({"format": self.format}, "cannot be used with this server yet")
         asked.refuse({"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}, "cannot be used here; /v1 has it")
         return (self.options or Options()).sampling(serving.sampling)
+
+    @property
+    def shape(self) -> Callable[[], str] | None:
+        """What the answer's form is. Raises UsageError."""
+        if not self.format:
+            return None
+        if self.format != "json" and not isinstance(self.format, dict):
+            raise UsageError('`format` must be "json" or a JSON schema')
+        return asked.shaped(grammar.ANY_JSON if self.format == "json" else self.format, "format")
 
     @property
     def name(self) -> str:
@@ -208,7 +218,7 @@ async def chat(request: Request, serving: Serving, body: bytes) -> Response:
         await wire.while_connected(request, serving.host.served(call.name))
         return _loads(call.model, True)
     messages = [message.plain() for message in call.messages]
-    question = Question(call.name, asked.chat(messages, call.thinking), options)
+    question = Question(call.name, asked.chat(messages, call.thinking), options, grammar=call.shape)
     return await _answered(request, serving, question, call, True)
 
 
@@ -227,7 +237,7 @@ async def generate(request: Request, serving: Serving, body: bytes) -> Response:
     else:
         system = [{"role": "system", "content": call.system}] if call.system else []
         prompt = asked.chat([*system, {"role": "user", "content": call.prompt}], call.thinking)
-    return await _answered(request, serving, Question(call.name, prompt, options), call, False)
+    return await _answered(request, serving, Question(call.name, prompt, options, grammar=call.shape), call, False)
 
 
 def _details(found: Json) -> Json:

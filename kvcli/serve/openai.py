@@ -7,6 +7,7 @@ would change it and cannot be done is refused by name, and so are keys that nobo
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.responses import Response
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
+from kvcli.runtime.text import grammar
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure, Refused
@@ -136,8 +138,6 @@ class ChatCall(Sampled, kw_only=True):
             raise UsageError(
                 "`tools` cannot be used with this server yet", 'leave it out, or set `tool_choice` to "none"'
             )
-        if self.response_format not in (None, {"type": "text"}):
-            raise UsageError('`response_format` other than {"type": "text"} cannot be used with this server yet')
         if self.top_logprobs and not self.logprobs:
             raise UsageError("`top_logprobs` needs `logprobs`")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -149,7 +149,20 @@ class ChatCall(Sampled, kw_only=True):
         if effort == "on":
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         thinking = asked.reasoning(effort, self.reasoning_budget, variables)
-        return Question(self.model, asked.chat(messages, thinking), options, 1 if self.n is None else self.n)
+        count, shape = 1 if self.n is None else self.n, self._shape()
+        return Question(self.model, asked.chat(messages, thinking), options, count, shape)
+
+    def _shape(self) -> Callable[[], str] | None:
+        """What the answer's form is. Raises UsageError."""
+        given, key = self.response_format or {"type": "text"}, "response_format"
+        if given.get("type") == "json_schema":
+            inner = given.get("json_schema")
+            if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+                raise UsageError(f"`{key}.json_schema.schema` must be an object")
+            return asked.shaped(inner["schema"], f"{key}.json_schema.schema")
+        if given.get("type") not in ("text", "json_object"):
+            raise UsageError(f"`{key}.type` must be text, json_object or json_schema")
+        return asked.shaped(grammar.ANY_JSON if given["type"] == "json_object" else None, key)
 
 
 class TextCall(Sampled, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Token
+from kvcli.runtime.text import grammar
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure
@@ -79,8 +81,6 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise UsageError("`tools` cannot be used with this server yet", "leave it out")
         if self.truncation not in (None, "disabled"):
             raise UsageError('`truncation` must be "disabled"', "kv serve --evict says what is forgotten")
-        if (self.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
-            raise UsageError('`text.format` other than {"type": "text"} cannot be used with this server yet')
         listed = [Item("user", self.input)] if isinstance(self.input, str) else self.input
         messages = [item.plain(number) for number, item in enumerate(listed) if item.type != "reasoning"]
         if self.instructions:
@@ -91,7 +91,16 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         effort = self.reasoning.effort if self.reasoning else None
         mode = {"none": "off", None: None}.get(effort, "on")
         thinking = asked.reasoning(mode, None, {"reasoning_effort": effort} if mode == "on" else None)
-        return Question(self.model, asked.chat(messages, thinking), options)
+        return Question(self.model, asked.chat(messages, thinking), options, grammar=self._shape())
+
+    def _shape(self) -> Callable[[], str] | None:
+        """What the answer's form is. Raises UsageError."""
+        given = (self.text or {}).get("format") or {"type": "text"}
+        if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
+            return asked.shaped(given["schema"], "text.format.schema")
+        if given.get("type") not in ("text", "json_object"):
+            raise UsageError("`text.format` must be of type text, json_object, or json_schema with a `schema`")
+        return asked.shaped(grammar.ANY_JSON if given["type"] == "json_object" else None, "text.format")
 
 
 class _Response:

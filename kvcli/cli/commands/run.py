@@ -18,6 +18,7 @@ from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
 from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
+from kvcli.cli.flags.grammar import GrammarFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
 from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -242,6 +243,7 @@ def run(
     template: TemplateFlags,
     thought: ThinkingFlags,
     sample: SampleFlags,
+    shape: GrammarFlags,
     output: OutputFlags,
     many: BatchFlags,
     cache_mark: CacheMarks = None,
@@ -258,7 +260,7 @@ def run(
         load, policy = model.options(invocation.offline), overflow.on_overflow
         load = replace(load, chat=template.options(prompt.raw, thought.reasoning_budget))
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
-        sampling = replace(sampling, logprobs=output.asked_logprobs())
+        sampling = replace(sampling, logprobs=output.asked_logprobs(), grammar=shape.source())
         cache_options, kept = (
             replace(cache.options(evict.options(cache.page_size)), sequences=output.n_samples),
             replace(named.add_to(store.options(invocation)), awaited=invocation.json),

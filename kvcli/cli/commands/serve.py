@@ -61,9 +61,7 @@ class ServerFlags:
     ] = None
     cors: Annotated[
         list[str],
-        _option(
-            "--cors", metavar="ORIGIN", help="Site whose pages may call, e.g. https://a.org; * = any."
-        ),
+        _option("--cors", metavar="ORIGIN", help="Site whose pages may call, e.g. https://a.org; * = any."),
     ] = field(default_factory=list)
     alias: Annotated[
         list[str],

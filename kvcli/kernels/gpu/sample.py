@@ -71,6 +71,8 @@ class DeviceSampler:
         """Why the host must sample with these options; "" = the device can."""
         if effective["dry_multiplier"] > 0 and effective["dry_penalty_last_n"] != 0:
             return "DRY compares all of the text"
+        if effective.get("grammar"):
+            return "a grammar says what may come next"
         if effective.get("logprobs") is not None:
             return "log probabilities are asked for"
         if effective["temperature"] > 0 and not 1 <= effective["top_k"] <= MAX_TOP_K:

@@ -348,8 +348,15 @@ class Engine:
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
-        loaded, vocabulary = self.loaded, self.config.vocab_size
-        sampler = Sampler(options, loaded.sampling_defaults, vocabulary, self.tokenizer.token_bytes, loaded.remedy)
+        loaded, vocabulary, constraint = self.loaded, self.config.vocab_size, None
+        if options.grammar:
+            from kvcli.runtime.text.grammar import Constraint
+
+            if thinking is not None and any(style.channels for style in thinking.styles):
+                raise UsageError("a grammar cannot be used with this model, whose answers are in channels")
+            constraint = Constraint(options.grammar, self.tokenizer, vocabulary)
+        how = self.tokenizer.token_bytes, loaded.remedy, constraint
+        sampler = Sampler(options, loaded.sampling_defaults, vocabulary, *how)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks)
 
 

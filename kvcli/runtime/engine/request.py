@@ -82,6 +82,7 @@ class Request:
         self._events: list[Event] = []
         self._thinking = thinking
         self._splitter = thinking.splitter() if thinking else None
+        sampler.follows = not self._thinks
         self._thought = 0  # tokens of thinking
         self._decoder = StreamDecoder(host.tokenizer, True, thinking.marks if thinking else frozenset())
         self._matcher = StopMatcher(options.stop)
@@ -101,6 +102,11 @@ class Request:
     def newest(self) -> bool:
         """Whether the row of the newest token is in the cache: its logits choose the next one."""
         return self.seq.length == len(self.history)
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether the newest token is thinking."""
+        return self._splitter is not None and self._splitter.style is not None
 
     @property
     def reuse(self) -> Reuse:
@@ -251,8 +257,11 @@ class Request:
         if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
             self._finish("stop")
             return
+        followed = self.sampler.constraint if self.sampler.follows else None
+        if followed is not None:
+            followed.accept(token)
         self._put(token, self._logprobs())
-        if self._matcher.stop is not None:
+        if self._matcher.stop is not None or (followed is not None and followed.stopped):
             self._finish("stop")
         elif self._loops and (loop := self._loops.push(token)):
             self._loop = loop
@@ -266,10 +275,11 @@ class Request:
             self._first = self._last
 
     def _put(self, token: int, logprobs: Logprobs | None = None) -> None:
-        """Append a token to the answer."""
+        """Append a token to the answer. A grammar is for what comes behind the thinking."""
         self.history.append(token)
-        self._thought += self._splitter is not None and self._splitter.style is not None
+        self._thought += self._thinks
         self._events.append(Token(token, *self._told_apart(self._decoder.push(token)), logprobs))
+        self.sampler.follows = not self._thinks
 
     def _logprobs(self) -> Logprobs | None:
         """Of the token that was sampled just now, where they are asked for."""

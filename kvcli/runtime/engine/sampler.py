@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine import sampling
 from kvcli.runtime.engine.dry import Dry
+
+if TYPE_CHECKING:
+    from kvcli.runtime.text.grammar import Constraint
 
 _BLOCK = 64  # logits in a block of the two-level search
 _NUCLEUS_GUESS = 1024  # top-p over a whole vocabulary sorts this many first
@@ -65,9 +68,11 @@ class Sampler:
         vocab_size: int,
         token_bytes: Callable[[int], bytes] = lambda token: b"",
         remedy: str = "the model file may be damaged; pull it again",
+        constraint: Constraint | None = None,
     ) -> None:
         """`defaults`: the model's own, see `sampling.settled`, which also says what is raised. `token_bytes`: what a
-        token adds to the text, for DRY's sequence breakers. `remedy`: what to do where logits are not numbers."""
+        token adds to the text, for DRY's sequence breakers. `remedy`: what to do where logits are not numbers.
+        `constraint`: what tokens follow while `follows` is set; the caller tells it of each."""
         found = sampling.settled(options, defaults, vocab_size)
         self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
         self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
@@ -76,6 +81,7 @@ class Sampler:
         """Of the token that was sampled last, then of the likeliest ones, where they are asked for: natural logarithms
         by the model's own distribution."""
         self._bias, self.remedy = found.logit_bias, remedy
+        self.constraint, self.follows = constraint, constraint is not None
         dry = found.dry_multiplier > 0 and found.dry_penalty_last_n != 0
         self._dry = Dry(self.effective, token_bytes) if dry else None
 
@@ -107,7 +113,10 @@ class Sampler:
         return ids, weights / weights.sum()
 
     def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
-        """Penalties and bias, on a copy if there are any. float32 [vocab_size]."""
+        """Penalties, bias and what a grammar forbids, on a copy if there are any. float32 [vocab_size]."""
+        if self.constraint is not None and self.follows:  # found while a GPU may still be at work
+            forbidden = torch.from_numpy(~self.constraint.allowed()).to(logits.device)
+            logits = logits.masked_fill(forbidden, -math.inf)
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits are {tuple(logits.shape)}, not [{self.vocab_size}]")
         penalised = self._penalised(logits.float(), history)

@@ -1,0 +1,55 @@
+"""The flags that say which form an answer has. Never imports torch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from kvcli.cli.flags.checks import not_empty
+from kvcli.cli.helptext import GENERATION
+from kvcli.cli.inputs import read_file
+from kvcli.errors import UsageError
+
+_option = functools.partial(typer.Option, rich_help_panel=GENERATION)
+
+
+@dataclass(frozen=True)
+class GrammarFlags:
+    """What the answer follows."""
+
+    json_schema: Annotated[
+        str | None,
+        _option(
+            "--json-schema",
+            metavar="FILE",
+            help="File with a JSON schema, or the schema itself: the answer is JSON of that form.",
+            callback=not_empty("--json-schema", "give the name of a file"),
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        _option(
+            "--grammar",
+            metavar="FILE",
+            help="File with a grammar in Lark's notation; the answer is a `start` of it.",
+            callback=not_empty("--grammar", "give the name of a file"),
+        ),
+    ] = None
+
+    def source(self) -> str:
+        """As `SampleOptions.grammar` has it. Raises UsageError, InputBytesError."""
+        if self.json_schema is not None and self.grammar is not None:
+            raise UsageError("--json-schema and --grammar cannot be used together", "leave one of them out")
+        if self.json_schema is None and self.grammar is None:
+            return ""
+        from kvcli.runtime.text import grammar
+
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            text = self.json_schema if inline else read_file(self.json_schema)
+            return grammar.json_schema(text, "--json-schema" if inline else self.json_schema)
+        assert self.grammar is not None
+        return grammar.lark(read_file(self.grammar), self.grammar)

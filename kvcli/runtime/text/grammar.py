@@ -1,0 +1,151 @@
+"""Grammars that an answer has to follow: a JSON schema, a regular expression, or a grammar in Lark's notation.
+
+llguidance compiles them and says after every token which ones may come next (Earley's parser over a lexer of
+derivatives; about 50 us for a vocabulary of 128k). No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from kvcli.errors import UsageError
+from kvcli.runtime.text.tokenizer import Tokenizer
+
+ANY_JSON: dict[str, Any] = {"type": "object"}
+
+
+def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON schema") -> str:
+    """What an answer follows that is JSON of this schema, as `SampleOptions.grammar` takes it. Raises UsageError, with
+    the path of what is wrong, for a schema that is none or cannot be followed."""
+    if not isinstance(schema, Mapping):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{called} is not JSON: {error}") from None
+        if not isinstance(schema, Mapping):
+            raise UsageError(f'{called} must be an object, such as {{"type": "object"}}')
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    # White space is fixed: small models would go on with it for ever.
+    spaced: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+    def compiled(part: Mapping[str, Any]) -> str:
+        return LLMatcher.grammar_from_json_schema({**shared, **part}, overrides=spaced)
+
+    found = compiled(schema)
+    if problem := _problem(found):
+        path, problem = _place(schema, lambda part: _problem(compiled(part)), "$", problem)
+        raise UsageError(f"{called} cannot be followed at {path}: {problem}")
+    return found
+
+
+def regex(pattern: str, called: str = "the regular expression") -> str:
+    """What an answer follows that matches the whole of `pattern`. Raises UsageError."""
+    return _checked(LLMatcher.grammar_from_regex(pattern), called)
+
+
+def lark(text: str, called: str = "the grammar") -> str:
+    """What an answer follows that is a `start` of a grammar in Lark's notation. Raises UsageError."""
+    return _checked(LLMatcher.grammar_from_lark(text), called)
+
+
+def _checked(found: str, called: str) -> str:
+    if problem := _problem(found):
+        raise UsageError(f"{called} cannot be followed: {problem}")
+    return found
+
+
+def _problem(source: str) -> str:
+    """What is wrong with a grammar; "" = nothing."""
+    wrong, told = LLMatcher.validate_grammar_with_warnings(source)
+    return _one_line(told[0]) if wrong else ""
+
+
+def _place(part: Any, problem_of: Callable[[Any], str], path: str, problem: str) -> tuple[str, str]:
+    """The smallest schema in `part`, which is at `path` and is wrong, that is wrong by itself: its path and why."""
+    for key, value in part.items():
+        inner: list[tuple[str, Any]] = [(key, value)]
+        if key in ("properties", "patternProperties", "$defs", "definitions"):
+            inner = [(f"{key}.{name}", each) for name, each in value.items()] if isinstance(value, dict) else []
+        elif isinstance(value, list):
+            inner = [(f"{key}[{number}]", each) for number, each in enumerate(value)]
+        for name, each in inner:
+            is_schema = isinstance(each, dict) and key not in ("const", "enum", "default", "examples")
+            if is_schema and (found := problem_of(each)):
+                return _place(each, problem_of, f"{path}.{name}", found)
+    return path, problem
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:400]
+
+
+class Constraint:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """`vocab_size`: of the logits. Raises UsageError for a grammar that is too large."""
+        self._matcher = LLMatcher(known(tokenizer), source, log_level=0)
+        self._check()
+        words = -(-tokenizer.vocab_size // 32)
+        self._bits, self._vocab_size = np.zeros(words, np.int32), vocab_size
+        self._tokens = tokenizer.vocab_size
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next, bool [vocab_size]. Raises UsageError where the grammar turns out too large."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        found = np.zeros(self._vocab_size, bool)
+        found[: self._tokens] = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._tokens]
+        return found
+
+    def accept(self, token: int) -> None:
+        """This token comes. Raises UsageError like `allowed`."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing can follow but the end."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UsageError(f"the grammar cannot be followed: {_one_line(self._matcher.get_error())}")
+
+
+_TOKENIZERS: WeakKeyDictionary[Tokenizer, LLTokenizer] = WeakKeyDictionary()
+
+
+def known(tokenizer: Tokenizer) -> LLTokenizer:
+    """A tokenizer as llguidance takes it, made once for each, which takes up to seconds."""
+    if (found := _TOKENIZERS.get(tokenizer)) is None:
+        found = _TOKENIZERS[tokenizer] = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer)), eos_token=_ends(tokenizer))
+    return found
+
+
+def _ends(tokenizer: Tokenizer) -> list[int]:
+    return sorted(tokenizer.eog_ids) or [0]
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        control = tokenizer.vocabulary.control
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = _ends(tokenizer)[0], tokenizer.bos_id
+        self.special_token_ids = sorted(control)
+        self.tokens = [
+            b"\xff" + tokenizer.vocabulary.tokens[i].encode() if i in control else tokenizer.token_bytes(i)
+            for i in range(tokenizer.vocab_size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(plain, add_bos=False)
