@@ -1,0 +1,90 @@
+"""Anthropic's and Ollama's interfaces, asked by their own clients."""
+
+from __future__ import annotations
+
+import anthropic
+import ollama
+import pytest
+from serving import Server, alone
+
+from kvcli.options import SampleOptions
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TWELVE = SampleOptions(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def llama(server: Server) -> ollama.Client:
+    return ollama.Client(host=server.url)
+
+
+def test_messages_whole_and_streamed(claude: anthropic.Anthropic, server: Server) -> None:
+    wanted = alone(server.engine, [{"role": "system", "content": "Be brief."}, *HELLO], TWELVE)[0]
+    asked = {
+        "model": "tiny",
+        "max_tokens": 12,
+        "extra_body": {"temperature": 0},
+        "system": "Be brief.",
+        "messages": HELLO,
+    }
+    found = claude.messages.create(**asked)
+    assert found.content[0].text == wanted and found.stop_reason == "max_tokens" and found.usage.output_tokens == 12
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == wanted
+        last = stream.get_final_message()
+    assert last.content[0].text == wanted and last.stop_reason == "max_tokens"
+    usage = last.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == found.usage.input_tokens + (
+        found.usage.cache_read_input_tokens or 0
+    )
+
+
+def test_tokens_are_counted_without_an_answer(claude: anthropic.Anthropic) -> None:
+    counted = claude.messages.count_tokens(model="tiny", messages=HELLO)
+    found = claude.messages.create(model="tiny", max_tokens=1, messages=HELLO)
+    assert counted.input_tokens == found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0)
+
+
+def test_a_stop_sequence_is_told(claude: anthropic.Anthropic, server: Server) -> None:
+    whole = alone(server.engine, "Hello", TWELVE)[0]
+    stop = whole[4:6]
+    found = claude.messages.create(
+        model="tiny", max_tokens=12, extra_body={"temperature": 0}, messages=HELLO, stop_sequences=[stop]
+    )
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+    assert found.content[0].text == whole[: whole.index(stop)]
+
+
+def test_errors_are_the_client_s_own(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="reads text only"):
+        image = {"type": "image", "source": {"type": "url", "url": "x"}}
+        claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": [image]}])  # type: ignore[list-item]
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="other", max_tokens=1, messages=HELLO)
+
+
+def test_ollama_s_chat_and_generate(llama: ollama.Client, server: Server) -> None:
+    wanted = alone(server.engine, "Hello", TWELVE)[0]
+    options = {"temperature": 0, "num_predict": 12}
+    found = llama.chat("tiny:latest", HELLO, options=options)
+    assert found.message.content == wanted and found.done and found.done_reason == "length" and found.eval_count == 12
+    lines = list(llama.chat("tiny", HELLO, options=options, stream=True))
+    assert "".join(line.message.content or "" for line in lines) == wanted and lines[-1].done
+    assert llama.generate("tiny", "Hello", options=options).response == wanted
+    raw = llama.generate("tiny", "Once", raw=True, options=options)
+    assert raw.response and raw.prompt_eval_count == len(server.engine.tokenizer.encode("Once"))
+
+
+def test_ollama_s_lists(llama: ollama.Client) -> None:
+    assert [model.model for model in llama.list().models] == ["tiny"]
+    assert [model.model for model in llama.ps().models] == ["tiny"]
+    assert llama.show("tiny").modelinfo
+    with pytest.raises(ollama.ResponseError, match="no model"):
+        llama.chat("other", HELLO)
+    with pytest.raises(ollama.ResponseError, match="no such sampling"):
+        llama.chat("tiny", HELLO, options={"mirostat": 2})
