@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcli.options import CacheOptions as CacheOptions
     from kvcli.options import PromptCacheOptions as PromptCacheOptions
     from kvcli.options import SampleOptions as SampleOptions
+    from kvcli.runtime.text.grammar import json_schema as json_schema
 
 # Every public name, by the module that has it.
 _NAMES = {
@@ -52,6 +53,7 @@ _NAMES = {
         "UsageError",
     ),
     "kvcli.options": ("CacheOptions", "PromptCacheOptions", "SampleOptions"),
+    "kvcli.runtime.text.grammar": ("json_schema",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]

@@ -68,17 +68,16 @@ _NOTES = {
     "--no-display-prompt --simple-io --log-disable": _SAME + "only the answer goes to stdout",
     "--warmup --no-warmup": _SAME + "nothing is computed that was not asked for",
     "--verbose-prompt": "is the command kv prompt here",
-    "--grammar --grammar-file -j --json-schema --json-schema-file --format --response-format": (
-        "has no counterpart: answers cannot be bound to a grammar or a schema"
-    ),
+    "--grammar-file": "is --grammar FILE here, in Lark's notation",
+    "-j --json-schema-file --format --response-format": "is --json-schema FILE here, which takes the schema itself, too",
     "--lora-path --adapter-path": "is --lora FILE here, of an adapter as a .gguf file",
     "-md --model-draft --draft --draft-max --draft-model --speculative-config": (
         "has no counterpart: there is no speculative decoding"
     ),
     "--mmproj --image": "has no counterpart: models for images are not supported",
-    "--host --port --api-key --keepalive --keep-alive -cb --cont-batching": (
-        "has no counterpart: kv has no server; each command computes in its own process"
-    ),
+    "--host --port --api-key": "is an option of kv serve",
+    "-cb --cont-batching": _SAME + "answers of kv serve and of --batch are always written together",
+    "--keepalive --keep-alive": "has no counterpart: a model is in memory while a command runs; kv serve keeps it",
     "-np": "is --parallel here, for kv run --batch FILE",
     "--mirostat --typical --typical-p --tfs --xtc-probability --dynatemp-range --samplers": (
         "has no counterpart: tokens are chosen by --top-k, --top-p, --min-p and --temp"
@@ -100,24 +99,24 @@ VARIABLES = {
     "LLAMA_ARG_N_PREDICT": "predict",
 }
 _VARIABLE_NOTES = {
-    "OLLAMA_HOST": "kv has no server",
+    "OLLAMA_HOST": "kv serve --host and --port say where it listens",
     "OLLAMA_MODELS": "models are in the folder that kv doctor names; -m takes a file, too",
     "OLLAMA_FLASH_ATTENTION": "attention never builds the matrix of scores",
-    "OLLAMA_KEEP_ALIVE": "kv has no server",
-    "OLLAMA_NUM_PARALLEL": "kv has no server",
+    "OLLAMA_KEEP_ALIVE": "the models of kv serve stay until another one needs their place",
+    "OLLAMA_NUM_PARALLEL": "kv serve --parallel says how many answers are written at a time",
     "LLAMA_ARG_N_GPU_LAYERS": "--device picks the GPU and all layers go there",
     "LLAMA_ARG_FLASH_ATTN": "attention never builds the matrix of scores",
     "LLAMA_ARG_DEVICE": "see --device and KV_DEVICE",
-    "LLAMA_ARG_HOST": "kv has no server",
-    "LLAMA_ARG_PORT": "kv has no server",
+    "LLAMA_ARG_HOST": "kv serve --host says where it listens",
+    "LLAMA_ARG_PORT": "kv serve --port says where it listens",
 }
 PREFIXES = ("OLLAMA_", "LLAMA_ARG_")
 
 # Commands that other programs have: what to type instead.
 _COMMANDS = {
     "ls list": "kv models ls lists models, kv chat ls saved chats, kv cache ls prompt caches",
-    "ps stop": "kv has no server: a model is in memory while a command runs",
-    "serve server start api": "kv has no server: kv run answers one prompt, kv chat talks",
+    "ps stop": "a model is in memory while a command runs, or while kv serve does",
+    "server start api": "kv serve answers other programs, kv run one prompt, kv chat talks",
     "show": "kv inspect MODEL shows a model, kv chat show NAME a saved chat, kv cache show ID a prompt cache",
     "rm remove delete": "kv models rm NAME removes a model, kv chat rm a saved chat, kv cache rm a prompt cache",
     "sessions session chats logs history export": "kv chat ls lists saved chats, kv chat export NAME writes one",

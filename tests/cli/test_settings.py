@@ -198,7 +198,10 @@ def test_variables_of_other_programs_are_told(config: Path, kv: Caller, monkeypa
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
     taken = "OLLAMA_KV_CACHE_TYPE is taken for --cache-type; --cache-type and KV_CACHE_TYPE stand above it"
-    unread = ["KV_THREAD is not read: did you mean KV_THREADS?", "OLLAMA_HOST is not read: kv has no server"]
+    unread = [
+        "KV_THREAD is not read: did you mean KV_THREADS?",
+        "OLLAMA_HOST is not read: kv serve --host and --port say where it listens",
+    ]
     for expected in ([taken, *unread], [taken]):  # what nothing reads is told once
         kv.engine.answers = ["x"]
         told = " ".join(kv("run", "hello", "--no-stats").err.split())  # wrapped for the terminal

@@ -42,7 +42,8 @@ def test_a_client_that_goes_away_ends_its_answer() -> None:
     with running(open_engine(ctx_size=4096), parallel=1) as server:
         asked = {"messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
         with httpx.stream("POST", server.url + "/v1/chat/completions", json=asked, trust_env=False) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # without a reference the stream is closed
+            next(lines)
             assert server.get("/slots").json()["slots"][0]["state"] == "decode"
         _until(lambda: server.host.loaded[0].worker.idle)
         with pytest.raises(httpx.TimeoutException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,18 @@ if TYPE_CHECKING:
     from kvcli.serve.host import Served
 
 _option = functools.partial(typer.Option, rich_help_panel=SERVER)
+
+
+def _site(text: str) -> None:
+    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+        raise UsageError(f"--cors must be a site such as https://a.org, or *, not '{text}'", "give it without a path")
+
+
+def _name(text: str) -> None:
+    if not text.strip():
+        raise UsageError("--alias is empty", "give a name")
+
+
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -61,11 +74,21 @@ class ServerFlags:
     ] = None
     cors: Annotated[
         list[str],
-        _option("--cors", metavar="ORIGIN", help="Site whose pages may call, e.g. https://a.org; * = any."),
+        _option(
+            "--cors",
+            metavar="ORIGIN",
+            help="Site whose pages may call, e.g. https://a.org; * = any.",
+            callback=checked(_site),
+        ),
     ] = field(default_factory=list)
     alias: Annotated[
         list[str],
-        _option("--alias", metavar="NAME", help="Another name by which calls may ask for the model (repeatable)."),
+        _option(
+            "--alias",
+            metavar="NAME",
+            help="Another name by which calls may ask for the model (repeatable).",
+            callback=checked(_name),
+        ),
     ] = field(default_factory=list)
     parallel: Annotated[
         int,

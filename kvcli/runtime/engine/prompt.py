@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.options import ChatOptions
 from kvcli.runtime.promptcache import marks
 from kvcli.runtime.promptcache.marks import Mark
-from kvcli.runtime.text.reasoning import Thinking
-from kvcli.runtime.text.template import ChatTemplate
-from kvcli.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvcli.runtime.text.reasoning import Thinking
+    from kvcli.runtime.text.template import ChatTemplate
+    from kvcli.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Sampler:
     ) -> None:
         """`defaults`: the model's own, see `sampling.settled`, which also says what is raised. `token_bytes`: what a
         token adds to the text, for DRY's sequence breakers. `remedy`: what to do where logits are not numbers.
-        `constraint`: what tokens follow while `follows` is set; the caller tells it of each."""
+        `constraint`: what tokens follow while `follows` is set; the caller tells it of each. Before, nothing ends."""
         found = sampling.settled(options, defaults, vocab_size)
         self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
         self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
@@ -114,9 +114,9 @@ class Sampler:
 
     def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """Penalties, bias and what a grammar forbids, on a copy if there are any. float32 [vocab_size]."""
-        if self.constraint is not None and self.follows:  # found while a GPU may still be at work
-            forbidden = torch.from_numpy(~self.constraint.allowed()).to(logits.device)
-            logits = logits.masked_fill(forbidden, -math.inf)
+        if self.constraint is not None:  # found while a GPU may still be at work
+            allowed = self.constraint.allowed() if self.follows else self.constraint.unfinished
+            logits = logits.masked_fill(torch.from_numpy(~allowed).to(logits.device), -math.inf)
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits are {tuple(logits.shape)}, not [{self.vocab_size}]")
         penalised = self._penalised(logits.float(), history)

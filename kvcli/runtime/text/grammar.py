@@ -95,6 +95,9 @@ class Constraint:
         words = -(-tokenizer.vocab_size // 32)
         self._bits, self._vocab_size = np.zeros(words, np.int32), vocab_size
         self._tokens = tokenizer.vocab_size
+        self.unfinished = np.ones(vocab_size, bool)
+        """Tokens that end no answer, bool [vocab_size]."""
+        self.unfinished[sorted(tokenizer.eog_ids)] = False
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next, bool [vocab_size]. Raises UsageError where the grammar turns out too large."""
