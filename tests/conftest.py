@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -123,3 +124,12 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """Gemma 3 270M Q4_K_M (241 MiB)."""
     return _real_model("gemma-3-270m", "gemma3")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """`kv serve` in this process, over a tiny model: see serving.py."""
+    from serving import running
+
+    with running() as found:
+        yield found

@@ -69,7 +69,7 @@ _NOTES = {
     "--warmup --no-warmup": _SAME + "nothing is computed that was not asked for",
     "--verbose-prompt": "is the command kv prompt here",
     "--grammar-file": "is --grammar FILE here, in Lark's notation",
-    "-j --json-schema-file --format --response-format": "is --json-schema FILE here, which takes the schema itself, too",
+    "-j --json-schema-file --format --response-format": "is --json-schema FILE; it takes the schema itself, too",
     "--lora-path --adapter-path": "is --lora FILE here, of an adapter as a .gguf file",
     "-md --model-draft --draft --draft-max --draft-model --speculative-config": (
         "has no counterpart: there is no speculative decoding"

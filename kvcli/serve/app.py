@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvcli.errors import KVError
-from kvcli.serve import anthropic, native, ollama, openai, responses, wire
+from kvcli.serve import anthropic, completions, native, ollama, openai, responses, wire
 from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.serving import Serving
 
@@ -139,9 +139,10 @@ async def _no_route(guard: Guard, request: Request, error: Exception) -> Respons
 
 def application(serving: Serving, guard: Guard) -> Starlette:
     """The ASGI application of a server."""
+    openais = (*openai.ROUTES, *completions.ROUTES, *responses.ROUTES)
     interfaces = (
-        (openai.ROUTES, openai.failure), (responses.ROUTES, openai.failure), (anthropic.ROUTES, anthropic.failure),
-        (ollama.ROUTES, ollama.failure), (native.ROUTES, native.failure),
+        (openais, openai.failure), (anthropic.ROUTES, anthropic.failure), (ollama.ROUTES, ollama.failure),
+        (native.ROUTES, native.failure),
     )  # fmt: skip
     routes = [
         Route(path, _endpoint(handler, worded, serving, guard), methods=[method])

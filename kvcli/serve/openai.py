@@ -1,4 +1,4 @@
-"""OpenAI's interface: chat completions, completions, models.
+"""OpenAI's interface: chat completions, and models; what completions of texts have in common with them.
 
 Keys that say nothing of the answer (`user`, `metadata`, `store`, `service_tier`, ...) are taken and of no account; what
 would change it and cannot be done is refused by name, and so are keys that nobody knows.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from kvcli.runtime.text import grammar
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure, Refused
-from kvcli.serve.host import Answer, Host, Question, Reply
+from kvcli.serve.host import Answer, Question, Reply
 from kvcli.serve.serving import Serving
 
 FINISH = {"context": "length", "repetition": "length", "interrupted": "length"}
@@ -165,37 +164,6 @@ class ChatCall(Sampled, kw_only=True):
         return asked.shaped(grammar.ANY_JSON if given["type"] == "json_object" else None, key)
 
 
-class TextCall(Sampled, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
-    def questions(self, serving: Serving) -> list[Question]:
-        """One for each prompt. Raises UsageError."""
-        asked.refuse({"suffix": self.suffix}, "cannot be used: the model continues texts")
-        if self.echo and self.logprobs is not None:
-            raise UsageError("`echo` and `logprobs` cannot be used together")
-        if self.best_of not in (None, self.n or 1):
-            raise UsageError("`best_of` must be what `n` is")
-        limit = 16 if self.max_tokens is None else self.max_tokens  # as the interface has it
-        options = asked.options(self.options(serving, logprobs=self.logprobs), max_tokens=limit)
-        count = 1 if self.n is None else self.n
-        return [Question(self.model, partial(asked.raw, each), options, count) for each in _listed(self.prompt)]
-
-
-def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The texts, or lists of token ids, of one or more prompts. Raises UsageError."""
-    ids = isinstance(prompt, list) and any(isinstance(each, int) for each in prompt)
-    found = [prompt] if ids or isinstance(prompt, str) else list(prompt)
-    if not found or not all(found):
-        raise UsageError("`prompt` is empty")
-    if ids and not all(isinstance(each, int) for each in prompt):
-        raise UsageError("`prompt` mixes texts and token ids", "give texts, ids of one prompt, or lists of ids")
-    return found
-
-
 def failure(found: Failure) -> Json:
     """The body of an answer that is an error."""
     kind = TYPES.get(found.status, "server_error" if found.status >= 500 else "invalid_request_error")
@@ -224,19 +192,6 @@ def _chat_logprobs(found: list[Logprobs]) -> Json:
     return {"content": [{**one(each.chosen), "top_logprobs": [one(top) for top in each.top]} for each in found]}
 
 
-def _text_logprobs(found: list[Logprobs]) -> Json:
-    offsets, at = [], 0
-    for each in found:
-        offsets.append(at)
-        at += len(each.chosen.token)
-    return {
-        "tokens": [each.chosen.token for each in found],
-        "token_logprobs": [max(each.chosen.logprob, -9999.0) for each in found],
-        "top_logprobs": [{top.token: max(top.logprob, -9999.0) for top in each.top} for each in found],
-        "text_offset": offsets,
-    }
-
-
 class _Chat:
     """The objects of one chat completion."""
 
@@ -258,10 +213,10 @@ class _Chat:
                     "index": number,
                     "message": message,
                     "logprobs": _chat_logprobs(answer.logprobs) if self.call.logprobs else None,
-                    "finish_reason": _finish(answer.end),
+                    "finish_reason": finish(answer.end),
                 }
             )
-        told = {"usage": _usage_of([each.end for each in answers]), "timings": timings(answers[0].end)}
+        told = {"usage": usage_of([each.end for each in answers]), "timings": timings(answers[0].end)}
         return {**self.head, "object": "chat.completion", "choices": choices, **told}
 
     def write(self, number: int, event: Event) -> str:
@@ -276,7 +231,7 @@ class _Chat:
         sent = self._chunk(number, delta, told) if delta or told else ""
         if isinstance(event, End):
             self.ends.append(event)
-            sent += self._chunk(number, {}, [], _finish(event))
+            sent += self._chunk(number, {}, [], finish(event))
         return sent
 
     def _chunk(self, number: int, delta: Json, told: list[Logprobs], finish: str | None = None) -> str:
@@ -287,15 +242,15 @@ class _Chat:
         return wire.event({**self.head, "object": "chat.completion.chunk", "choices": choices, **more})
 
     def end(self) -> str:
-        last = {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage_of(self.ends)}
+        last = {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(self.ends)}
         return (wire.event(last) if self.with_usage else "") + wire.event("[DONE]")
 
 
-def _finish(end: End) -> str:
+def finish(end: End) -> str:
     return FINISH.get(end.finish_reason, end.finish_reason)
 
 
-def _usage_of(ends: list[End]) -> Json:
+def usage_of(ends: list[End]) -> Json:
     """Of the answers to one prompt, which is read once."""
     first = min((end.usage for end in ends), key=lambda usage: usage.cache_read_tokens)
     made = sum(end.usage.completion_tokens for end in ends)
@@ -308,7 +263,7 @@ def _usage_of(ends: list[End]) -> Json:
     }
 
 
-def _failed(found: Failure) -> str:
+def failed(found: Failure) -> str:
     return wire.event(failure(found))
 
 
@@ -318,94 +273,10 @@ async def chat_completions(request: Request, serving: Serving, body: bytes) -> R
     reply = await wire.while_connected(request, serving.host.ask(question))
     form = _Chat(call, reply)
     if call.stream:
-        sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n", _failed)
+        sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n", failed)
         return wire.Stream(sent, media_type="text/event-stream")
     async with reply:
         return wire.object_response(form.whole(await wire.while_connected(request, reply.whole())))
-
-
-class _Texts:
-    """The objects of one call for completions, of several prompts perhaps."""
-
-    def __init__(self, call: TextCall, served: str, prompts: list[str], count: int) -> None:
-        self.call, self.prompts, self.count = call, prompts, count
-        self.head = {"id": wire.new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        self.head["model"] = served
-        self.with_usage = call.with_usage
-
-    def choice(self, index: int, text: str, told: list[Logprobs], finish: str | None) -> Json:
-        logprobs = _text_logprobs(told) if self.call.logprobs is not None else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-
-    def whole(self, answers: list[list[Answer]]) -> Json:
-        choices, tokens = [], []
-        for prompt, (lead, found) in enumerate(zip(self.prompts, answers, strict=True)):
-            for number, answer in enumerate(found):
-                index = prompt * self.count + number
-                choices.append(self.choice(index, lead + answer.text, answer.logprobs, _finish(answer.end)))
-            tokens.append(_usage_of([each.end for each in found]))
-        total = _added(tokens)
-        return {**self.head, "choices": choices, "usage": total, "timings": timings(answers[0][0].end)}
-
-    def chunk(self, index: int, event: Event) -> str:
-        if not isinstance(event, (Token, End)):
-            return ""
-        told = [event.logprobs] if isinstance(event, Token) and event.logprobs is not None else []
-        if not (event.text or told or isinstance(event, End)):
-            return ""
-        finish = _finish(event) if isinstance(event, End) else None
-        more: Json = {"usage": None} if self.with_usage else {}
-        return wire.event({**self.head, "choices": [self.choice(index, event.text, told, finish)], **more})
-
-
-def _added(found: list[Json]) -> Json:
-    """The sum of several usages."""
-    return {
-        key: _added([each[key] for each in found]) if isinstance(value, dict) else sum(each[key] for each in found)
-        for key, value in found[0].items()
-    }
-
-
-async def completions(request: Request, serving: Serving, body: bytes) -> Response:
-    call = asked.decoded(body, TextCall)
-    questions = call.questions(serving)
-    if len(questions) > serving.most_prompts:
-        raise UsageError(f"`prompt` has {len(questions)} prompts, at most {serving.most_prompts} go into a call")
-    served = await wire.while_connected(request, serving.host.served(call.model))
-    leads = ["" for _ in questions]
-    if call.echo:
-        made = [question.prompt(served.text) for question in questions]
-        leads = [served.text.tokenizer.decode(prompt.ids) for prompt in made]
-    form = _Texts(call, served.name, leads, questions[0].count)
-    if call.stream:
-        return wire.Stream(_streamed(serving.host, questions, form), media_type="text/event-stream")
-    answers = []
-    for question in questions:
-        async with await serving.host.ask(question) as reply:
-            answers.append(await wire.while_connected(request, reply.whole()))
-    return wire.object_response(form.whole(answers))
-
-
-async def _streamed(host: Host, questions: list[Question], form: _Texts) -> wire.Pieces:
-    """One prompt after the other."""
-    tokens = []
-    for prompt, question in enumerate(questions):
-        ends: list[End] = []
-
-        def write(number: int, event: Event, prompt: int = prompt, ends: list[End] = ends) -> str:
-            if isinstance(event, End):
-                ends.append(event)
-            return form.chunk(prompt * form.count + number, event)
-
-        first = form.chunk(prompt * form.count, Token(None, form.prompts[prompt]))
-        async for text in wire.pieces(await host.ask(question), first, write, str, ": ping\n\n", _failed):
-            yield text
-        if len(ends) < form.count:
-            return
-        tokens.append(_usage_of(ends))
-    if form.with_usage:
-        yield wire.event({**form.head, "choices": [], "usage": _added(tokens)})
-    yield wire.event("[DONE]")
 
 
 async def models(request: Request, serving: Serving, body: bytes) -> Response:
@@ -434,7 +305,6 @@ async def embeddings(request: Request, serving: Serving, body: bytes) -> Respons
 
 ROUTES = (
     ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/completions", completions),
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),

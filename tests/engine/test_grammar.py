@@ -55,7 +55,7 @@ def _object(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "properties": found,
             "required": list(found)[:2],
             "additionalProperties": False,
-        }  # fmt: skip
+        }
     )
 
 
