@@ -101,3 +101,11 @@ def test_a_chat_that_cannot_be_saved_can_be_exported(
     if ending == ".json":
         whole = json.loads(Path("a.json").read_text())["whole"]
         assert sessions.parsed("ann", whole, 0.0).messages()[-1] == {"role": "assistant", "content": "one"}
+
+
+def test_a_flag_that_changes_nothing_is_told(kv, tmp_path):
+    """The file of a chat has its answers with the flag and without it."""
+    said = "--prompt-cache-all changes nothing"
+    file = ("--prompt-cache", str(tmp_path / "a"), "-v")
+    assert said in chat(kv, "first\n", *file, "--prompt-cache-all").err
+    assert said not in chat(kv, "first\n", *file).err

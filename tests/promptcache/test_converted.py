@@ -10,7 +10,7 @@ import pytest
 from engines import PROMPT, open_tiny, run
 from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.promptcache.convert import larger, named
 
 
@@ -42,6 +42,35 @@ def test_a_larger_type_serves_a_smaller_one(tmp_path: Path, variant: str, k: str
     assert without.usage.disk_tokens == 0 and without.ids == ask(engine, prompt, NOWHERE).ids
     again = ask(engine, prompt, store_in(tmp_path))
     assert (again.ids, again.usage.cache_how) == (without.ids, ""), "rows of its own type come first"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_converted_rows_are_a_matter_of_their_prompt(tmp_path: Path, named: bool) -> None:
+    """Other prompts of the process are stored; what goes on from converted rows, in memory, in a fork or in the same
+    sequence, is not."""
+    engine, other = engine_of("llama", "int8"), PROMPT[::-1]
+    if named:
+        ask(engine_of("llama"), PROMPT, PromptCacheOptions(file=tmp_path / "a"))
+        options = replace(store_in(tmp_path, memory=True), file=tmp_path / "a")
+    else:
+        ask(engine_of("llama"), PROMPT, store_in(tmp_path))
+        options = store_in(tmp_path, memory=True)
+    before = files_in(tmp_path)
+    with closing(engine.prompt_caches(options, Told())) as caches:
+        seq, fresh, later = (engine.new_sequence() for _ in range(3))
+        first = run(engine, seq, [*PROMPT, 8], FOUR, caches=caches)
+        assert first.usage.cache_how == "converted from f16" and seq.foreign
+        fork = seq.fork()
+        for each, tokens in ((later, [*PROMPT, 9]), (fork, [*PROMPT, 8, 7]), (seq, [*PROMPT, 8, 3])):
+            end = run(engine, each, tokens, FOUR, caches=caches)
+            assert end.usage.cache_read_tokens >= 128 and end.usage.cache_write_tokens == 0 and each.foreign
+        assert files_in(tmp_path) == before
+        assert run(engine, fresh, other, FOUR, caches=caches).usage.cache_write_tokens > 0 and not fresh.foreign
+        assert run(engine, seq, other, FOUR, caches=caches).usage.cache_read_tokens >= 128 and not seq.foreign
+        for each in (seq, fresh, later, fork):
+            each.close()
+    engine.pool.check([])
+    assert len(files_in(tmp_path)) == len(before) + 1
 
 
 def test_what_is_not_converted(tmp_path: Path) -> None:

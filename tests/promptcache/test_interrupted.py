@@ -115,3 +115,4 @@ def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine = _engine("llama", "f16")
     told = _stopped(engine, store_in(tmp_path, max_bytes=100), 2, SystemExit(130), monkeypatch)
     assert any("more than the 100 B of the store" in line for line in told.lines) and files_in(tmp_path) == []
+    assert not any("prompt tokens are kept" in line for line in told.lines)

@@ -71,6 +71,33 @@ def test_rows_of_a_named_file_and_converted_ones_were_not_in_memory(tmp_path: Pa
     assert ask(wide, [*PROMPT[20:120], 5], replace(options, file=tmp_path / "named")).usage.disk_tokens >= 96
     models = worth.read(tmp_path / "prompts").models.values()
     assert sorted(model.lookups for model in models) == [1, 2] and not any(model.memory_tokens for model in models)
+    assert [model.disk.hits for model in models if model.convert_bytes] == [1]
+    assert not any(model.read_bytes for model in models)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_conversions_are_predicted_from_conversions(
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured first, and tried again later where they were slower than computing."""
+    monkeypatch.setattr(worth, "LEAST_READ", 1)
+    prompt, engine, told = [*PROMPT[:100], 5, 6], engine_of("llama", "int8"), Told()
+    ask(engine_of("llama"), PROMPT[:100], store_in(tmp_path))
+    ask(engine, PROMPT[20:120], store_in(tmp_path))  # tells how long computing takes
+    first = ask(engine, prompt, store_in(tmp_path))
+    assert first.usage.cache_how and first.usage.choice is None
+
+    def measured(record: worth.Worth) -> None:
+        (model,) = (each for each in record.models.values() if each.convert_bytes)
+        model.convert_s = 1e6 if slow else 0.0
+
+    worth.change(tmp_path / "prompts", measured)
+    again = ask(engine, prompt, store_in(tmp_path), told)
+    choice = again.usage.choice
+    assert choice is not None and choice.converts and choice.reads is not slow
+    assert bool(again.usage.cache_how) is not slow and any("converting them" in line for line in told.lines) is slow
+    if slow:
+        assert again.ids == ask(engine, prompt, PromptCacheOptions()).ids
 
 
 @pytest.mark.parametrize("slow", [True, False])
@@ -80,7 +107,7 @@ def test_whichever_is_predicted_to_be_faster(slow: bool, tmp_path: Path, monkeyp
     ask(engine, PROMPT[:100], store_in(tmp_path))
     asked: list[tuple[int, int, int]] = []
 
-    def predict(self: Lookups, start: int, end: int, nbytes: int) -> Choice:
+    def predict(self: Lookups, start: int, end: int, nbytes: int, converts: bool) -> Choice:
         asked.append((start, end, nbytes))
         return Choice(9.0, 2.0) if slow else Choice(2.0, 9.0)
 

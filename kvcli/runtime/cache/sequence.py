@@ -96,6 +96,7 @@ class Sequence:
         """`retention`: what stays of this sequence, where that is not what the pool's layout says."""
         self.pool, self._own = pool, retention
         self.tokens: list[int] = []
+        self.foreign = 0  # of its first rows, those that this engine would not compute so: converted, or from elsewhere
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
         self.selector = Selector(selection) if selection and retention is None else None
@@ -201,6 +202,7 @@ class Sequence:
         del self.tokens[length:]
         if self.selector:
             self.selector.cut(length)
+        self.foreign = min(self.foreign, length)
 
     def rewind_to(self, length: int) -> int:
         """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
@@ -218,7 +220,7 @@ class Sequence:
     def fork(self) -> Sequence:
         """A sequence with the same rows, sharing every page."""
         twin = Sequence(self.pool, self._own)
-        twin.adopt(self.tokens, self.numbered(), self.bases)
+        twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign)
         for mine, theirs in zip(twin._lists, self._lists, strict=True):
             mine.selected = theirs.selected
         twin.selector = self.selector.copy() if self.selector else None
@@ -230,6 +232,7 @@ class Sequence:
         self.tokens.clear()
         if self.selector:
             self.selector = Selector(self.selector.selection)
+        self.foreign = 0
 
     def numbered(self) -> dict[PageKey, int]:
         """Every page held, by its key."""
@@ -241,15 +244,16 @@ class Sequence:
         """Of each group, of each of its layers."""
         return tuple(held.bases for held in self._lists)
 
-    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases) -> None:
-        """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each.
+    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases, foreign: int = 0) -> None:
+        """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each; `foreign`
+        of them are.
 
         Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
         """
         for (arena, _), page in pages.items():
             self.pool.retain(arena, page)
         self.close()
-        self.tokens = list(tokens)
+        self.tokens, self.foreign = list(tokens), min(foreign, len(tokens))
         forms = {form.arena: form for held in self._lists for form in held.forms}
         for (arena, number), page in sorted(pages.items()):
             forms[arena].put(number, page)

@@ -54,7 +54,6 @@ class Keeper:
         self.file = userfile.UserFile(options) if options.file is not None else None
         self.owner = "" if options.chat is None else options.chat or f"({os.getpid()} {time.time_ns()})"
         self.owned: dict[Path, Contents] = {}  # files of this chat, which its next ones may replace
-        self.exact = True  # all rows are those that this machine computes
         self._store: Shelves | None = None
         self._lookups: Lookups | None = None
 
@@ -82,8 +81,8 @@ class Keeper:
         self.writer.finish(PATIENCE_S, lambda left: tell(f"writing the prompt cache ({human_bytes(left)})"))
 
     def stores(self, n_tokens: int) -> bool:
-        """Whether a prompt of `n_tokens` gets into the store."""
-        return self.options.store is not None and n_tokens >= self.options.stored_from and self.exact
+        """Whether a prompt of `n_tokens` gets into the store, if its rows are this engine's own."""
+        return self.options.store is not None and n_tokens >= self.options.stored_from
 
     def keeps(self, n_tokens: int) -> bool:
         """Whether rows of a prompt of `n_tokens` get into the store or into the user's file."""

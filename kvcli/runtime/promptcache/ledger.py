@@ -23,7 +23,7 @@ from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.lookups import Reading
 from kvcli.runtime.promptcache.marks import SHARED, SLACK, USER, Breakpoint, Mark, affordable, pages_of, settled
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
-from kvcli.runtime.promptcache.prefix import PrefixTree
+from kvcli.runtime.promptcache.prefix import PrefixTrees
 from kvcli.runtime.promptcache.prefixpages import covers, needed
 from kvcli.runtime.promptcache.store import OWNER, PromptStore
 from kvcli.runtime.promptcache.writer import Job
@@ -44,7 +44,7 @@ class PromptLedger(Ledger):
     def __init__(
         self,
         keeper: Keeper,
-        tree: PrefixTree | None,
+        tree: PrefixTrees | None,
         n_tokens: int,
         elsewhere: Callable[[], Iterable[list[int]]] = tuple,
     ) -> None:
@@ -96,7 +96,7 @@ class PromptLedger(Ledger):
         """Everywhere that later prompts find rows of this one: the pages, and up to how many tokens each is right.
         Files that are not done are taken for written."""
         if self.tree is not None:
-            yield self._layout, self.tree.valid(tokens)
+            yield from ((self._layout, valid) for valid in self.tree.valid(tokens))
         failed = {file.path for job, file, _ in self._stored if job.problem}
         kept = [file for file in self.kept if file.path not in failed]
         state = State(self._layout, len(tokens), 0, (), kept, self.keeper.owner)
@@ -136,13 +136,13 @@ class PromptLedger(Ledger):
     def follow(self, seq: Sequence) -> None:
         """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
         keeper = self.keeper
-        if keeper.stores(self.trail.end) or (keeper.file is not None and not keeper.options.read_only):
+        if self._stores(seq, self.trail.end) or (keeper.file is not None and not keeper.options.read_only):
             self.trail.follow(seq, self._there if keeper.file is None else ())
         if self.tree is not None and (leaving := self.trail.leaving(seq)):
             self.tree.insert(seq, whole=True, only=leaving)
         now = time.monotonic()
         due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE)
-        if due and seq.length < self.trail.end and keeper.stores(seq.length):
+        if due and seq.length < self.trail.end and self._stores(seq, seq.length):
             self._last_part = now
             held = seq.numbered()
             state = State(self._layout, seq.length, 0, held, self.kept, keeper.owner)
@@ -160,7 +160,7 @@ class PromptLedger(Ledger):
             reuse, elsewhere = self.reuse, 0 if self.reading else self.reuse.disk
             found = reuse.tokens, self.reading, compute_s, reuse.choice, elsewhere
             keeper.lookups.looked_up(self.trail.end, *found)
-        if keeper.stores(seq.length):
+        if self._stores(seq, seq.length):
             self.to_store(seq, seconds)
         if keeper.file is not None and not keeper.options.save_answer and keeper.options.chat is None:
             self.to_file(seq, seconds)
@@ -188,18 +188,24 @@ class PromptLedger(Ledger):
             return
         if self.tree is not None:
             self.tree.insert(seq, whole=True)
-        if keeper.stores(self.trail.end):
+        if self._stores(seq, self.trail.end):
             self.to_store(seq, seconds)
         if keeper.file is not None:
             self.to_file(seq, seconds)
+        keeper.wait()
         self._look_back(seq)
-        if keeper.keeps(self.trail.end):
+        written = self._written()
+        if written.tokens and not written.failures:
             n, total = seq.length, self.trail.end
             keeper.tell.announce(f"{n:,} of {total:,} prompt tokens are kept; the same prompt goes on from there")
 
     @property
     def _layout(self) -> KVLayout:
         return self.keeper.engine.pool.layout
+
+    def _stores(self, seq: Sequence, n_tokens: int) -> bool:
+        """Whether rows of a sequence get into the store, as those of a prompt of so many tokens."""
+        return not seq.foreign and self.keeper.stores(n_tokens)
 
     def to_store(self, seq: Sequence, seconds: float) -> None:
         """Write the pages that the store does not have yet, but for parts of this prompt, in one file."""
@@ -299,7 +305,7 @@ class PromptLedger(Ledger):
         """What a file says that has these pages, and the tokens from `start` to `end`."""
         engine, options, arenas = self.keeper.engine, self.keeper.options, self._layout.arenas
         losses = seq.losses(evicted=identity["eviction"] != "none")
-        about = userfile.about(engine.model, engine.computed_on, losses, seconds, self.keeper.exact) | more
+        about = userfile.about(engine.model, engine.computed_on, losses, seconds, not seq.foreign) | more
         about["begins"] = " ".join(engine.text_of(seq.tokens[max(start, options.lead) :][:WORDS]).split())
         about |= {"source": options.source} if options.source else {}
         about |= {"chat": options.chat} if options.chat is not None else {}

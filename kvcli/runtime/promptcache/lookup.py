@@ -33,7 +33,7 @@ from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.lookups import Choice, Reading
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.pagefiles import read_page, take_rows
-from kvcli.runtime.promptcache.prefix import PrefixTree
+from kvcli.runtime.promptcache.prefix import PrefixTrees
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcache.sameness import same_rows
 from kvcli.runtime.promptcache.settings import pair
@@ -54,7 +54,7 @@ class PromptCaches:
         """`elsewhere` gives the tokens of a chat's other branches."""
         self.engine, self.options, self.tell, self.elsewhere = engine, options, tell, elsewhere
         self.keeper = Keeper(engine, options, tell)
-        self.tree = PrefixTree(engine.pool)
+        self.tree = PrefixTrees(engine.pool)
         self._ledgers: WeakKeyDictionary[Sequence, PromptLedger] = WeakKeyDictionary()  # the newest of each
         engine.pool.lend(self._make_room, engine.pool_bytes)
 
@@ -136,9 +136,9 @@ class PromptCaches:
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
         live = live_rows(seq, wanted)
-        length, pages, bases = self.tree.find(wanted)
-        if length > live:
-            seq.adopt(wanted[:length], pages, bases)
+        length, pages, bases, foreign = self.tree.find(wanted)
+        if length > live or (length == live and foreign < seq.foreign):
+            seq.adopt(wanted[:length], pages, bases, foreign)
         else:
             seq.rewind(live)
         return Reuse(max(live, length))
@@ -155,7 +155,7 @@ class PromptCaches:
                     length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
                     ledger.also.append((self.engine.pool.layout, found.valid))
                     if length > reuse.tokens and (other := self._made_otherwise(file)):
-                        self.keeper.exact = False
+                        seq.foreign = length
                         self.tell.notice(f"{file.path} was computed {other}; answers may differ in the last bits")
         except FileNotFoundError:
             return reuse
@@ -207,8 +207,7 @@ class PromptCaches:
     def _convert(self, found: Found, seq: Sequence, tokens: list[int], source: KVLayout, name: str) -> int:
         """Make `seq` have these rows, which files have in another layout; how many of them."""
         converted = self.engine.convert(found, tokens, source)
-        length = move(converted, seq)
-        self.keeper.exact = False
+        seq.foreign = length = move(converted, seq)
         self.tell.announce(
             f"{name}: {length:,} tokens converted from {named(source)}; answers may differ from those of a run"
             " without it"
@@ -225,6 +224,10 @@ class PromptCaches:
                 length = longest(source, len(wanted), found.valid)
                 if length < reuse.tokens + source.page_size or blocked(source, self.engine.pool.layout, length):
                     continue
+                choice = self._predict(reuse.tokens, length, source, converts=True)
+                if choice is not None and not choice.reads:
+                    return self._missed(replace(reuse, choice=choice), missed.slower(length, choice))
+                began = time.perf_counter()
                 try:
                     length = self._convert(found, seq, wanted[:length], source, str(store.root))
                 except DoesNotFit:
@@ -234,7 +237,8 @@ class PromptCaches:
                     continue
                 store.touch(files_of(found.pieces(needed(source, length))))
                 ledger.also.append((source, found.valid))
-                return Reuse(length, length, how=f"converted from {named(source)}")
+                ledger.reading = self._read(found, length, source, time.perf_counter() - began, converts=True)
+                return Reuse(length, length, choice=choice, how=f"converted from {named(source)}")
         return reuse
 
     def _from_store(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
@@ -249,7 +253,7 @@ class PromptCaches:
                 began = time.perf_counter()
                 length = self._load(found, seq, wanted, reuse.tokens)
                 if length > reuse.tokens:
-                    ledger.reading = self._read(found, length, time.perf_counter() - began)
+                    ledger.reading = self._read(found, length, self.engine.pool.layout, time.perf_counter() - began)
                     return Reuse(length, length, choice=choice)
             except CacheFileError as error:  # found out while its pages were read
                 self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
@@ -268,18 +272,22 @@ class PromptCaches:
     def _choose(self, found: Found, wanted: list[int], have: int) -> tuple[int, Choice | None]:
         """How many rows the store has of a prompt, and what reading them would take and computing them; None where
         that is not known, or they are not enough to be read."""
-        layout, lookups = self.engine.pool.layout, self.keeper.lookups
-        length = longest(layout, len(wanted), found.valid)
-        if lookups is None or length < have + layout.page_size:
-            return length, None
-        return length, lookups.predict(have, length, _page_bytes(layout, length))
-
-    def _read(self, found: Found, length: int, seconds: float) -> Reading:
-        """What was read of a prompt's first `length` rows, from where."""
         layout = self.engine.pool.layout
+        length = longest(layout, len(wanted), found.valid)
+        return length, None if length < have + layout.page_size else self._predict(have, length, layout)
+
+    def _predict(self, have: int, length: int, layout: KVLayout, converts: bool = False) -> Choice | None:
+        """What reading rows [have, length) in that layout would take and computing them; None = that is not known."""
+        lookups = self.keeper.lookups
+        if lookups is None:
+            return None
+        return lookups.predict(have, length, _page_bytes(layout, length), converts)
+
+    def _read(self, found: Found, length: int, layout: KVLayout, seconds: float, converts: bool = False) -> Reading:
+        """What was read of a prompt's first `length` rows in that layout, from where."""
         paths = {file.path for file in files_of(found.pieces(needed(layout, length)))}
         rows = {f.path: (f.contents.start, min(f.agrees, length)) for f in found.kept if f.path in paths}
-        return Reading(length, _page_bytes(layout, length), seconds, rows)
+        return Reading(length, _page_bytes(layout, length), seconds, rows, converts)
 
     def _load(self, found: Found, seq: Sequence, wanted: list[int], have: int, trail: WindowTrail | None = None) -> int:
         """Read the pages of the longest prefix, where it is longer than `have` by enough; the rows there are. Raises
@@ -318,7 +326,7 @@ class PromptCaches:
         if not seq.shares or not seq.length:
             return
         ledger = self._ledgers.get(seq) or self.ledger(0)
-        if self.options.store is not None and self.keeper.exact and self.options.chat != "":
+        if self.options.store is not None and not seq.foreign and self.options.chat != "":
             ledger.to_store(seq, 0.0)
         if self.keeper.file is not None:
             ledger.to_file(seq, 0.0)

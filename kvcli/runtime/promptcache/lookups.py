@@ -44,6 +44,7 @@ class Choice:
 
     read_s: float
     compute_s: float
+    converts: bool = False  # as they are read
 
     @property
     def reads(self) -> bool:
@@ -59,6 +60,7 @@ class Reading:
     nbytes: int
     seconds: float
     files: Mapping[Path, tuple[int, int]]
+    converts: bool = False  # as they were read
 
 
 class Lookups:
@@ -69,13 +71,15 @@ class Lookups:
         self.settings, self.key = settings_of(identity), model_key(identity)
         self._waiting: list[Callable[[Worth], None]] = []
 
-    def predict(self, start: int, end: int, nbytes: int) -> Choice | None:
-        """Rows [start, end) of a prompt, `nbytes` of files; None where nothing is known of one of the two."""
+    def predict(self, start: int, end: int, nbytes: int, converts: bool = False) -> Choice | None:
+        """Rows [start, end) of a prompt, `nbytes` of files, that are converted as they are read or not; None where
+        nothing is known of reading or of computing."""
         model = worth.read(self.root).models.get(self.key)
         if model is None:
             return None
-        read_s, compute_s = model.read_seconds(nbytes, _rate(self.card)), model.prefill.seconds(start, end)
-        return None if read_s is None or compute_s is None else Choice(read_s, compute_s)
+        read_s = model.convert_seconds(nbytes) if converts else model.read_seconds(nbytes, _rate(self.card))
+        compute_s = model.prefill.seconds(start, end)
+        return None if read_s is None or compute_s is None else Choice(read_s, compute_s, converts)
 
     def looked_up(
         self,
@@ -88,7 +92,7 @@ class Lookups:
     ) -> None:
         """A prompt of `n_tokens` was looked for. `reused` of its rows were there, and the others took `compute_s`;
         None = that is not known. `choice`: what was predicted of stored rows. `elsewhere`: how many rows were neither
-        in memory nor read as they are stored, but come from a named file, or were converted."""
+        in memory nor read from the store, but come from a named file."""
         now = time.time()
 
         def tell(record: Worth) -> None:
@@ -99,11 +103,11 @@ class Lookups:
             if compute_s is not None:
                 model.prefill.learn(reused, n_tokens, compute_s)
             if choice is not None and not choice.reads:
-                model.was_not_read()
+                model.was_not_read(choice.converts)
             if reading is None:
                 model.memory_tokens += reused - elsewhere
                 return
-            model.was_read(reading.nbytes, reading.seconds)
+            model.was_read(reading.nbytes, reading.seconds, reading.converts)
             saved_s = max(0.0, (model.prefill.seconds(0, reading.tokens) or 0.0) - reading.seconds)
             model.disk.add(Uses(1, reading.tokens, saved_s))
             parts = {path: model.prefill.seconds(*rows) or 0.0 for path, rows in reading.files.items()}

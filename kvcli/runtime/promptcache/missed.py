@@ -21,7 +21,8 @@ NO_ROOM = "the cache has no room for the rows that are stored; they are computed
 def slower(tokens: int, choice: Choice) -> str:
     """Stored rows are not read, since computing them is no slower."""
     read, compute = human_seconds(choice.read_s), human_seconds(choice.compute_s)
-    return f"{tokens:,} tokens are stored, and computed again: that is predicted to take {compute}, reading them {read}"
+    how = "converting" if choice.converts else "reading"
+    return f"{tokens:,} tokens are stored, and computed again: that is predicted to take {compute}, {how} them {read}"
 
 
 def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str]) -> str:

@@ -34,7 +34,7 @@ class _Node:
 
 
 class PrefixTree:
-    """See above. Not for use from several threads."""
+    """A tree of rows that are alike. Not for use from several threads."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -149,3 +149,48 @@ class PrefixTree:
         """(arena, page) of every reference, for `PagePool.check`."""
         for node in self._nodes():
             yield from node.pages.items()
+
+
+class PrefixTrees:
+    """The tree of rows that the engine computed, and one of rows over `foreign` ones (`Sequence.foreign`), which would
+    be others if it computed them."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.own, self.foreign = PrefixTree(pool), PrefixTree(pool)
+        self._page_size = pool.layout.page_size
+
+    def insert(self, seq: Sequence, whole: bool = False, only: Container[PageKey] | None = None) -> None:
+        """See `PrefixTree.insert`."""
+        (self.foreign if seq.foreign else self.own).insert(seq, whole, only)
+
+    def find(self, tokens: list[int]) -> tuple[int, dict[PageKey, int], Bases, int]:
+        """See `PrefixTree.find`; also how many of the rows are foreign. These are found where they are more, by a page
+        at least."""
+        own, other = self.own.find(tokens), self.foreign.find(tokens)
+        return (*other, other[0]) if other[0] >= own[0] + self._page_size else (*own, 0)
+
+    def valid(self, tokens: list[int]) -> list[dict[PageKey, int]]:
+        """See `PrefixTree.valid`; of each tree."""
+        return [self.own.valid(tokens), self.foreign.valid(tokens)]
+
+    def common(self, tokens: list[int]) -> int:
+        """See `PrefixTree.common`."""
+        return max(self.own.common(tokens), self.foreign.common(tokens))
+
+    def evict(self, arena: int) -> bool:
+        """See `PrefixTree.evict`; foreign rows go first."""
+        return self.foreign.evict(arena) or self.own.evict(arena)
+
+    def spare(self, arena: int) -> int:
+        """See `PrefixTree.spare`."""
+        return self.foreign.spare(arena) + self.own.spare(arena)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.foreign.clear()
+        self.own.clear()
+
+    def holds(self) -> Iterator[tuple[int, int]]:
+        """See `PrefixTree.holds`."""
+        yield from self.foreign.holds()
+        yield from self.own.holds()

@@ -267,7 +267,7 @@ def folders(root: Path) -> list[Path]:
 def discard(path: Path, error: CacheFileError) -> str:
     """Remove a file of the store that is not what it should be; what to tell."""
     try:
-        path.unlink()
+        remove(path)
     except OSError as failure:
         return f"{error.message}; it could not be removed: {failure.strerror or failure}"
     return f"{error.message}; it was removed"
@@ -289,6 +289,14 @@ def is_pinned(path: Path) -> bool:
     return path.with_name(f"{path.name}{PIN}").exists()
 
 
+def _remove_pins(folder: Path) -> None:
+    """Remove pins of files that are gone."""
+    for left in folder.glob(f"*{PIN}"):
+        if not left.with_name(left.name.removesuffix(PIN)).exists():
+            with suppress(OSError):
+                left.unlink()
+
+
 def remove(path: Path) -> None:
     """Remove a file of the store, with its pin. Raises OSError."""
     path.unlink(missing_ok=True)
@@ -307,6 +315,7 @@ def prune(root: Path, limits: Limits, dry_run: bool = False) -> list[Entry]:
         kept += entries(folder)
         if not dry_run:
             remove_parts(folder, now)
+            _remove_pins(folder)
     unused = takewhile(lambda entry: now - entry.used_at > limits.ttl_s, _ends_first(kept, lambda entry: entry.used_at))
     gone = {entry.path: entry for entry in unused}
     kept = [entry for entry in kept if entry.path not in gone]

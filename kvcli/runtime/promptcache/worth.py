@@ -68,17 +68,30 @@ class ModelWorth:
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     read_bytes: float = 0.0  # with those before counting less and less
     read_s: float = 0.0
+    convert_bytes: float = 0.0  # of pages of larger types, which were converted as they were read
+    convert_s: float = 0.0
     used_at: float = 0.0
 
-    def was_read(self, nbytes: int, seconds: float) -> None:
-        """Pages of so many bytes took so long to read."""
-        self.read_bytes = self.read_bytes * READ_DECAY + nbytes
-        self.read_s = self.read_s * READ_DECAY + seconds
+    def was_read(self, nbytes: int, seconds: float, converts: bool = False) -> None:
+        """Pages of so many bytes took so long to read, or to convert."""
+        if converts:
+            self.convert_bytes = self.convert_bytes * READ_DECAY + nbytes
+            self.convert_s = self.convert_s * READ_DECAY + seconds
+        else:
+            self.read_bytes = self.read_bytes * READ_DECAY + nbytes
+            self.read_s = self.read_s * READ_DECAY + seconds
 
-    def was_not_read(self) -> None:
-        """Rows were computed although they are stored. What was learned of reading counts for less each time, so that
-        it is tried again: the disk may have been busy."""
-        self.read_bytes, self.read_s = self.read_bytes / 2, self.read_s / 2
+    def was_not_read(self, converts: bool = False) -> None:
+        """Rows were computed although they are stored. What was learned of reading, or of converting, counts for less
+        each time, so that it is tried again: the disk may have been busy."""
+        if converts:
+            self.convert_bytes, self.convert_s = self.convert_bytes / 2, self.convert_s / 2
+        else:
+            self.read_bytes, self.read_s = self.read_bytes / 2, self.read_s / 2
+
+    def convert_seconds(self, nbytes: int) -> float | None:
+        """How long pages of larger types of so many bytes take to read and to convert; None = not known."""
+        return nbytes * self.convert_s / self.convert_bytes if self.convert_bytes >= LEAST_READ else None
 
     def read_seconds(self, nbytes: int, prior_gb_s: float | None) -> float | None:
         """How long pages of so many bytes take to read, by what was read before and, as long as that is little, by the
@@ -144,7 +157,8 @@ def _file(value: dict[str, Any]) -> FileWorth:
 
 def _model(value: dict[str, Any]) -> ModelWorth:
     found = replace(ModelWorth(**value), disk=_uses(value["disk"]), prefill=PrefillSpeed.of(value["prefill"]))
-    numbers = found.lookups, found.prompt_tokens, found.memory_tokens, found.read_bytes, found.read_s, found.used_at
+    counts = found.lookups, found.prompt_tokens, found.memory_tokens, found.used_at
+    numbers = *counts, found.read_bytes, found.read_s, found.convert_bytes, found.convert_s
     if not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):
         raise ValueError("not a count")
     return found

@@ -99,6 +99,8 @@ def chat(
         message = system.text(render.telling(invocation))
         stats = report.wants_stats(flags.stats, invocation)
         aside, kept = partial(render.aside, invocation=invocation), named.add_to(store.options(invocation))
+        if named.prompt_cache_all:
+            render.notice("--prompt-cache-all changes nothing: kv chat keeps the rows of answers anyway", invocation)
         how = aside, invocation.verbose > 0
         options = ChatOptions(load.model, sampling, stats, flags.script, evict_options, kept, *how)
         out = TextOut.stdout(flags.raw_output)
