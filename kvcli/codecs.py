@@ -147,7 +147,8 @@ class RecordLayout:
     """One (page, KV head) record: `page_size` rows of keys and of values in `sections`, one behind the other.
 
     The sections "k" and "v" are there always, "k_scales" and "v_scales" (float16) where rows have scales. Sizes and
-    offsets are in bytes.
+    offsets are in bytes. `joined`: a value is a part of its key, too, behind what is stored as that: queries have
+    dim_k + dim_v elements (latent attention, arXiv 2405.04434).
     """
 
     page_size: int
@@ -157,15 +158,30 @@ class RecordLayout:
     codec_k: Codec
     codec_v: Codec
     sections: tuple[Section, ...]
+    joined: bool = False
 
     @classmethod
-    def of(cls, page_size: int, kv_heads: int, dim_k: int, dim_v: int, codec_k: Codec, codec_v: Codec) -> RecordLayout:
+    def of(
+        cls,
+        page_size: int,
+        kv_heads: int,
+        dim_k: int,
+        dim_v: int,
+        codec_k: Codec,
+        codec_v: Codec,
+        joined: bool = False,
+    ) -> RecordLayout:
         """The record of these types: keys, values, then what scales they have."""
         sections = [Section("k", codec_k.row_bytes(dim_k)), Section("v", codec_v.row_bytes(dim_v))]
         for name, each, dim in (("k_scales", codec_k, dim_k), ("v_scales", codec_v, dim_v)):
             if dim and each.scale_bytes:
                 sections.append(Section(name, each.scale_bytes))
-        return cls(page_size, kv_heads, dim_k, dim_v, codec_k, codec_v, tuple(sections))
+        return cls(page_size, kv_heads, dim_k, dim_v, codec_k, codec_v, tuple(sections), joined)
+
+    @property
+    def dim_q(self) -> int:
+        """Elements of a query."""
+        return self.dim_k + self.dim_v if self.joined else self.dim_k
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:

@@ -18,8 +18,8 @@ class Routing:
     | | weights the softmax of the chosen ones |
     | `normed` | weights are divided by their sum |
     | `scale` | multiplies weights |
-    | `groups`, `groups_used` | experts are chosen from the groups whose two best have the highest sum of scores |
-    | | (arXiv 2412.19437) |
+    | `groups`, `groups_used`, | experts are chosen from the groups whose `best` ones, two (arXiv 2412.19437) or one |
+    | `best` | (arXiv 2405.04434), have the highest sum of scores |
     """
 
     experts: int
@@ -29,3 +29,4 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     groups_used: int = 1
+    best: int = 2

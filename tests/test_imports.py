@@ -30,7 +30,7 @@ kvcli.runtime.plan kvcli.runtime.model
 kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
 kvcli.runtime.model.archs
 kvcli.runtime.model.architecture
-kvcli.runtime.model.expertkeys kvcli.runtime.model.ropekeys
+kvcli.runtime.model.expertkeys kvcli.runtime.model.latentkeys kvcli.runtime.model.ropekeys
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats
 kvcli.runtime.text
@@ -48,8 +48,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.loading runtime.model.rope
-runtime.model.sealing runtime.model.weights
+runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.latents runtime.model.loading
+runtime.model.rope runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
 runtime.cache.shown
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request

@@ -9,7 +9,7 @@ from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import FULL, WINDOWED
+from kvcli.runtime.config import FULL, LATENT, WINDOWED
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.device import AUTO, check_there, parse_device
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
@@ -180,7 +180,7 @@ def _device(name: str) -> Memory:
 
 def kept_apart(model: PlannedModel, pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """The pairs that differ in this model: a latent cache has no values of its own, only the type of keys counts."""
-    latent = all(layer.dim_v == 0 for layer in model.config.layers)
+    latent = all(layer.kind == LATENT for layer in model.config.layers)
     return tuple(dict.fromkeys((k, k) for k, _ in pairs)) if latent else pairs
 
 

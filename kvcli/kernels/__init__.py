@@ -13,20 +13,21 @@
 | `add_(x, y, scale)` | x [T, D] += scale * y, for y [T, D] or [D] |
 | `softcap(x, cap)` | [T, F] -> [T, F] |
 | `experts(x, layer)` | x [T, D] -> the weighted sum of what each row's experts give, [T, D] (see experts.py) |
+| `by_head(x, weights)` | x [T, heads, cols], a matrix of each head -> [T, heads, rows] |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
-`place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, and `place_experts(matrices,
-paired)` take matrices to where the backend computes, and `device` is where that is; `arithmetic` says what decides the
-last bits, in words that change with them; `sums_by_page`: whether the size of pages does, too. `attend` is all that a
-layer does with its cache (see attend.py), `experts` a whole mixture of experts (experts.py); on a CPU they are written
-in more operations, on a GPU kernels do several of their steps at once.
+`place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, `place_experts(matrices,
+paired)`, and `place_heads(matrices)` for `by_head` take matrices to where the backend computes, and `device` is where
+that is; `arithmetic` says what decides the last bits, in words that change with them; `sums_by_page`: whether the size
+of pages does, too. `attend` is all that a layer does with its cache (see attend.py), `experts` a whole mixture of
+experts (experts.py); on a CPU they are written in more operations, on a GPU kernels do several of their steps at once.
 
 | on a CPU | shapes |
 |---|---|
 | `store(k, v, kv, start)` | k [T, kv_heads, dim_k], v [T, kv_heads, dim_v] into pages |
-| `attention(q, kv, start, window, scale, softcap, angles, turned_q, sinks, watch)` | [T, heads, dim_k] -> [T, n] |
+| `attention(q, kv, start, window, scale, softcap, angles, turned_q, sinks, watch)` | [T, heads, dim_q] -> [T, n] |
 | `route(logits, routing, bias)` | [T, experts] -> ids int64 and weights [T, used] |
 | `matmul_experts(x, weights, ids)` | x [T or T * used, cols] -> [T * used, rows], each with its expert's matrix |
 | `mix(y, weights)` | y [T * n, D], weights [T, n] -> [T, D] |

@@ -114,7 +114,7 @@ def attention_each(
     turned_q: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` of each part over its own pages: q, turned_q [T, heads, dim_k] of all -> [T, heads * dim_v].
+    """`attention` of each part over its own pages: q, turned_q [T, heads, dim_q] of all -> [T, heads * dim_v].
 
     `angles`: of each part.
     """
@@ -130,18 +130,19 @@ def attention_each(
 def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: AttentionLayer) -> torch.Tensor:
     """Store the T rows of a step, each part's in the pages of its sequence, and attend to all that they see there.
 
-    qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v], or without what the layer has no projections of,
-    changed -> float32 [T, heads * dim_v].
+    qkv float32 [T, heads * dim_q + kv_heads * (dim_k + dim_v)], or without what the layer has no projections of,
+    changed -> float32 [T, heads * dim_v]. In records whose values are parts of keys (`RecordLayout.joined`) RoPE and
+    norms of keys are of the other part, and queries have those dims first.
     """
     kv = parts[0].kv  # all are of one form
     t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
     angles = None if layer.rope is None else layer.rope.of(spans)
     if layer.bias is not None:
         ops.add_(qkv, layer.bias)
-    n_q = layer.heads * r.dim_k
+    n_q = layer.heads * r.dim_q
     if layer.stores:
         _store(ops, qkv, n_q, parts, layer, angles)
-    q, turned_q = qkv[:, :n_q].view(t, layer.heads, r.dim_k), None  # rows of a wider matrix
+    q, turned_q = qkv[:, :n_q].view(t, layer.heads, r.dim_q), None  # rows of a wider matrix
     note_queries(ops, q, parts, layer)
     if (inside := _angles_inside(parts, spans, layer.rope)) is not None:
         turned_q = _queries(ops, q.clone(memory_format=torch.contiguous_format), kv, layer, spans, inside)
@@ -179,11 +180,15 @@ def _store(
 def _queries(
     ops: Operations, q: torch.Tensor, kv: PagedKV, layer: AttentionLayer, spans: Spans, angles: Angles | None
 ) -> torch.Tensor:
-    """Queries as scores are made of them, from projections [T, heads, dim_k], which are changed."""
+    """Queries as scores are made of them, from projections [T, heads, dim_q], which are changed."""
     q = _turned(ops, q, layer.q_norm, layer, angles)
     amplify(q, spans, layer)
     if kv.rotated[0]:
         ops.rotate_(q)
+    if kv.record.joined and kv.rotated[1]:
+        latents = q[..., kv.record.dim_k :].clone(memory_format=torch.contiguous_format)
+        ops.rotate_(latents)
+        q[..., kv.record.dim_k :] = latents
     return q
 
 

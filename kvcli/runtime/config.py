@@ -60,7 +60,8 @@ class Temperature(NamedTuple):
 class LayerConfig:
     """What one layer keeps in the cache and how it looks at it.
 
-    `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1, dim_k = lora rank + rope dims, dim_v 0.
+    `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1; dim_v is the rank of latents, which are
+    values and parts of keys, and dim_k counts what keys have besides, the dims that RoPE turns.
     `window` counts the tokens a sliding layer sees, the query included; 0 = all. In a chunked layer a query sees those
     of its own chunk, of `window` tokens; the first one begins at position 0. `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
@@ -155,6 +156,15 @@ class Experts:
         return self.beside or self.dense > 0 or self.every > 1
 
 
+class Latents(NamedTuple):
+    """Heads of latent attention (arXiv 2405.04434) before they are compressed: `plain` dims of keys without RoPE, and
+    `dim_v` of values. `q_rank`: queries are compressed to so many elements; 0 = they are not."""
+
+    plain: int
+    dim_v: int
+    q_rank: int = 0
+
+
 class AltUp(NamedTuple):
     """Several residual streams, of which layers see the `active` one (arXiv 2301.13310)."""
 
@@ -192,6 +202,7 @@ class ModelConfig:
     experts: Experts | None = None
     n_ahead: int = 0
     altup: AltUp | None = None
+    latents: Latents | None = None
     block: Block = Block()
 
     def has_experts(self, layer: int) -> bool:

@@ -198,6 +198,6 @@ def test_bad_files_are_one_line(content: bytes | None, message: str, kv_here: Kv
 
 
 def test_row_bytes_of_other_kinds() -> None:
-    assert f16_row_bytes(LayerConfig(LATENT, 1, 576, 0)) == 576 * 2
+    assert f16_row_bytes(LayerConfig(LATENT, 1, 64, 512)) == 576 * 2
     assert f16_row_bytes(LayerConfig(RECURRENT, 0, 0, 0, state_bytes=100)) == 0
     assert f16_row_bytes(LayerConfig("full", 8, 128, 128, shares_kv_with=0)) == 0

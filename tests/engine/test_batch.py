@@ -71,6 +71,7 @@ CASES = [
     *((v, "native", codec, e) for v, e in (("llama", EvictOptions()), ("gemma3", EvictOptions())) for codec in CODECS),
     *(("llama", "native", codec, SINKS) for codec in ("f16", "int8", "int4")),
     *(("llama", "reference", codec, EvictOptions()) for codec in CODECS),
+    *(("deepseek2-lite", "native", codec, EvictOptions()) for codec in ("f16", "int8", "fp8")),
     *(("gemma3", "reference", codec, e) for codec, e in (("f16", EvictOptions()), ("int4", SINKS))),
 ]
 

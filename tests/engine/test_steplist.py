@@ -13,8 +13,8 @@ from kvcli.runtime.engine import steplist
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.steplist import StepList
 
-# With and without experts, post-norms, biases, softcaps, sinks, several RoPEs; torch computes in the last three.
-FAMILIES = ("llama", "qwen2", "gemma2", "gemma3", "gpt-oss", "llama4", "gemma3n")
+# With and without experts, post-norms, biases, softcaps, sinks, several RoPEs; torch computes in the last four.
+FAMILIES = ("llama", "qwen2", "gemma2", "gemma3", "gpt-oss", "llama4", "gemma3n", "deepseek2")
 TOKENS = 40  # over two edges of pages
 
 

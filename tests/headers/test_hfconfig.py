@@ -48,7 +48,7 @@ def truth_of(config: Any) -> list[tuple[Any, ...]]:
             layers.append((RECURRENT,))
         elif getattr(each, "kv_lora_rank", None):
             index = getattr(each, "index_head_dim", None) or 0
-            layers.append((LATENT, 0, 1, each.kv_lora_rank + each.qk_rope_head_dim + index, 0))
+            layers.append((LATENT, 0, 1, each.qk_rope_head_dim + index, each.kv_lora_rank))
         else:
             heads = each.num_attention_heads
             dim = getattr(each, "head_dim", None) or each.hidden_size // heads

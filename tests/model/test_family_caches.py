@@ -16,10 +16,10 @@ from kvcli.runtime.model.ropekeys import FACTORS
 
 # A temperature and YaRN, factors and an amplitude of a part of each head, norms over all heads, layers without RoPE,
 # parts side by side, norms behind RoPE, soft caps, rows of earlier layers, keys as values, chunks that end within pages
-# and at their ends.
+# and at their ends, latents.
 SPECIAL = (
     "mistral3", "phi3-long", "olmo2-sliding", "cohere2", "hunyuan-dense", "gemma2", "gemma4", "gemma4-keys",
-    "llama4", "llama4-interleaved",
+    "llama4", "llama4-interleaved", "deepseek2", "mistral4",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_chunks_rewinding_and_forks_change_nothing(variant: str, types: str, lim
     assert error < (limit or 1e-5)
 
 
-@pytest.mark.parametrize("variant", ("mistral3", "phi3-long", "hunyuan-dense"))
+@pytest.mark.parametrize("variant", ("mistral3", "phi3-long", "hunyuan-dense", "mistral4"))
 def test_backends_agree_where_rows_are_evicted(variant: str):
     """The second queries, for the rows that stay, are normed and multiplied as the others are."""
     found = []

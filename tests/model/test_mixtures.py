@@ -17,7 +17,7 @@ def _one_thread():
         yield
 
 
-@pytest.mark.parametrize("variant", ("qwen2moe", "glm4moe"))
+@pytest.mark.parametrize("variant", ("qwen2moe", "glm4moe", "deepseek2-groups"))
 def test_chunks_and_batches_give_the_bits_of_rows_one_by_one(variant: str):
     loaded = Loaded(tiny.make(variant).path, "")
     ids, other = IDS[:40], IDS[40:47]

@@ -42,7 +42,7 @@ CONFIGS = {
     ),
     "large window": config([*full(1, 2, 96), *[LayerConfig(SLIDING, 2, 96, 96, 1100)] * 2]),
     "odd window": config([*full(1, 1, 72, 40), LayerConfig(SLIDING, 1, 72, 40, 100)]),
-    "MLA": config([LayerConfig(LATENT, 1, 576, 0)] * 3),
+    "MLA": config([LayerConfig(LATENT, 1, 64, 512)] * 3),
     "MQA": config(full(2, 1, 64), 71),
     "MHA": config(full(2, 8, 80)),
     "hybrid": config([LayerConfig(RECURRENT, 0, 0, 0, state_bytes=777), *full(1, 2, 128)] * 2),
@@ -187,7 +187,8 @@ def test_small_windows_stay_in_16_bits() -> None:
 def test_latent_rows_are_kept_once() -> None:
     layout = layout_of("MLA")
     assert layout.token_bytes() == 3 * 576 * 2
-    assert layout_of("MLA", "int8", "int4").token_bytes() == layout_of("MLA", "int8").token_bytes() == 3 * 578
+    each = 512 + 2 + 64 * 2  # a latent with its scale, and in 16 bits what RoPE turns
+    assert layout_of("MLA", "int8", "int4").token_bytes() == layout_of("MLA", "int8").token_bytes() == 3 * each
 
 
 def test_recurrent_layers_keep_a_constant() -> None:

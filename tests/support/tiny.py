@@ -66,6 +66,11 @@ _SLIDING = {"sliding_window": WINDOW}
 # Some tokens have no row; the scale of scores is 1 whatever the config says.
 _GEMMA3N = {"vocab_size_per_layer_input": 300, "laurel_rank": 6, "query_pre_attn_scalar": 256, **_SLIDING}
 _GEMMA4 = {"global_head_dim": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 400, **_SLIDING}
+_LATENTS = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 16, "head_dim": 8, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | {"num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
@@ -110,6 +115,8 @@ FAMILIES = {
     "glm4moe": Family("glm4_moe", _EXPERTS | {"moe_intermediate_size": 24, "first_k_dense_replace": 1}),
     "minimax-m2": Family("minimax_m2", _EXPERTS),
     "hunyuan-moe": Family("hunyuan_v1_moe", _EXPERTS | {"moe_topk": 3}),
+    "deepseek2": Family("deepseek_v3", _EXPERTS | _LATENTS),
+    "mistral4": Family(settings=_EXPERTS | _LATENTS | {"head_dim": 20}),
 }
 
 _LLAMA3 = {
@@ -151,6 +158,19 @@ _GLM_KEYS = {
     "expert_feed_forward_length": 24, "expert_shared_count": 1, "leading_dense_block_count": 1,
     "expert_gating_func": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
 }  # fmt: skip
+_LATENT_KEYS = {
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 32, "attention.key_length": 40,
+    "attention.value_length": 32, "attention.key_length_mla": 20, "attention.value_length_mla": 16,
+    "expert_feed_forward_length": 24, "expert_shared_count": 2, "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+}  # fmt: skip
+_OLD_KEYS = {
+    "attention.head_count_kv": 4, "attention.kv_lora_rank": 32, "attention.key_length": 20,
+    "attention.value_length": 16, "expert_feed_forward_length": 24, "expert_shared_count": 2,
+    "leading_dense_block_count": 1, "expert_weights_scale": 1.5,
+}  # fmt: skip
+_GROUPED = {"expert_group_count": 4, "expert_group_used_count": 2}
+_LATENT_YARN = _YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
@@ -185,6 +205,7 @@ _EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_patter
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 FILES_ALONE = (
     *BORROWED,
+    "deepseek2-old",
     "glm4moe-ahead",
     "mixtral-apart",
 )  # of which transformers writes no folder that is like the file
@@ -430,6 +451,52 @@ VARIANTS = {
     ),
     "minimax-m2": Variant("minimax-m2", _tied(False), _EXPERT_KEYS | {"expert_gating_func": 2}),
     "hunyuan-moe": Variant("hunyuan-moe", _tied(True), _EXPERT_KEYS),
+    # DeepSeek V3: sigmoid routing by groups, queries compressed.
+    "deepseek2": Variant(
+        "deepseek2",
+        _tied(False, rope_parameters=_LATENT_YARN, n_group=4, topk_group=2, norm_topk_prob=True),
+        _EXPERT_KEYS
+        | _LATENT_KEYS
+        | _GROUPED
+        | _YARN_KEYS
+        | {"attention.q_lora_rank": 24, "rope.scaling.yarn_log_multiplier": 0.07, "expert_weights_norm": True}
+        | {"expert_gating_func": 2},
+    ),
+    # V2: softmax, groups by their best expert.
+    "deepseek2-groups": Variant(
+        "deepseek2",
+        _tied(False, topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        _EXPERT_KEYS | _LATENT_KEYS | _GROUPED | {"attention.q_lora_rank": 24},
+        kind="deepseek_v2",
+    ),
+    # Files of then have one tensor of keys and values.
+    "deepseek2-old": Variant(
+        "deepseek2", _tied(False, topk_method="greedy", q_lora_rank=None), _EXPERT_KEYS | _OLD_KEYS, kind="deepseek_v2"
+    ),
+    "deepseek2-lite": Variant(
+        "deepseek2",
+        _tied(False, topk_method="greedy", q_lora_rank=None, rope_parameters=_LATENT_YARN),
+        _EXPERT_KEYS | _LATENT_KEYS | _YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 0.07},
+        kind="deepseek_v2",
+    ),
+    # GLM-4.7-Flash; files do not say that routing is by sigmoids. In transformers norms of what is compressed add 1e-6
+    # whatever the config says.
+    "deepseek2-glm": Variant(
+        "deepseek2",
+        _tied(False, mlp_layer_types=["dense", "sparse", "sparse"], norm_topk_prob=True, rms_norm_eps=1e-6),
+        _EXPERT_KEYS | _LATENT_KEYS | {"attention.q_lora_rank": 24, "expert_weights_norm": True},
+        kind="glm4_moe_lite",
+    ),
+    "mistral4": Variant(
+        "mistral4",
+        _tied(False, rope_parameters=_MINISTRAL | {"mscale": 0.8, "partial_rotary_factor": 0.4}, norm_topk_prob=True),
+        _EXPERT_KEYS
+        | _LATENT_KEYS
+        | _YARN_KEYS
+        | {"rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.08}
+        | {"attention.q_lora_rank": 24, "attention.temperature_scale": 0.3, "attention.temperature_length": 16}
+        | {"expert_weights_norm": True},
+    ),
 }
 
 
@@ -561,7 +628,8 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
         "attention.key_length": sizes.head_dim,
         "attention.value_length": sizes.head_dim,
         "rope.freq_base": float(_rope(sizes)["rope_theta"]),
-        "rope.dimension_count": int(sizes.head_dim * (_rope(sizes).get("partial_rotary_factor") or 1)),
+        "rope.dimension_count": getattr(sizes, "qk_rope_head_dim", 0)
+        or int(sizes.head_dim * (_rope(sizes).get("partial_rotary_factor") or 1)),
     }
     keys |= {f"attention.{key}_epsilon": getattr(sizes, x) for x, key in norms.items() if hasattr(sizes, x)}
     for key, value in {f"{variant.arch}.{key}": v for key, v in (keys | variant.keys).items()}.items():
@@ -641,6 +709,9 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         ):
             found += experts
             continue
+        if name.endswith("kv_b_proj.weight") and "attention.key_length_mla" in variant.keys:
+            found += _of_heads(name, weight, sizes)
+            continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
@@ -657,6 +728,15 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     if scaling is _LONG:
         found += [(f"rope_factors_{x}.weight", torch.tensor(_LONG[f"{x}_factor"])) for x in ("long", "short")]
     return found
+
+
+def _of_heads(name: str, weight: torch.Tensor, sizes: Any) -> list[tuple[str, torch.Tensor]]:
+    """The matrices of each head, as files have had them since 2025."""
+    layer = name.split(".")[2]
+    keys, values = weight.unflatten(0, (sizes.num_attention_heads, -1)).split(
+        [sizes.qk_nope_head_dim, sizes.v_head_dim], 1
+    )
+    return [(f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous()), (f"blk.{layer}.attn_v_b.weight", values)]
 
 
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4

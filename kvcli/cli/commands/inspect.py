@@ -11,7 +11,7 @@ from kvcli.cli import render
 from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.locate import locate_model
-from kvcli.runtime.config import CHUNKED
+from kvcli.runtime.config import CHUNKED, LATENT
 from kvcli.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 
 
 def _group_text(group: LayerGroup) -> str:
+    if group.kind == LATENT:
+        return f"{group.layers} latent · {group.dim_v} + {group.dim_k} that RoPE turns, stored once for all heads"
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
     window = f" ({'chunks of' if group.kind == CHUNKED else 'window'} {group.window:,})" if group.window else ""
     heads = counted(group.kv_heads, "KV head")

@@ -26,7 +26,7 @@ from kvcli.kernels.cpu.interleaved import Interleaved, Room
 from kvcli.kernels.cpu.library import library
 from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
-from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, place_experts
+from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, by_head, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
@@ -48,7 +48,7 @@ class _Routing(ctypes.Structure):
     """`Routing`, the gating as its place in GATINGS."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("experts", "used", "gating", "normed", "groups", "groups_used")),
+        *((name, c_int64) for name in ("experts", "used", "gating", "normed", "groups", "groups_used", "best")),
         ("scale", c_float),
     ]
 
@@ -80,8 +80,7 @@ class _Paged(ctypes.Structure):
         *((name, _Class) for name in ("closed", "open")),
         *((name, c_int64) for name in ("into_first", "into_place", "page_size", "kv_heads", "dim_k", "dim_v")),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
-        ("rope_half", c_int64),
-        ("exact", c_int64),
+        *((name, c_int64) for name in ("rope_half", "exact", "joined")),
     ]
 
 
@@ -102,7 +101,7 @@ def _experts(weights: Sequence[ExpertTensor]) -> ctypes.Array:
 
 @functools.cache
 def _routing(r: Routing) -> _Routing:
-    return _Routing(r.experts, r.used, GATINGS.index(r.gating), r.normed, r.groups, r.groups_used, r.scale)
+    return _Routing(r.experts, r.used, GATINGS.index(r.gating), r.normed, r.groups, r.groups_used, r.best, r.scale)
 
 
 def _address(x: torch.Tensor | None) -> int | None:
@@ -158,7 +157,7 @@ class NativeBackend:
     name: Literal["native"] = "native"
     device = torch.device("cpu")
     place_rows = staticmethod(place)
-    place_experts = staticmethod(place_experts)
+    place_experts = place_heads = staticmethod(place_experts)
 
     def __init__(self, threads: int, isa: str = "", exact: bool = False) -> None:
         self._lib = library()
@@ -236,6 +235,7 @@ class NativeBackend:
         return out
 
     experts = experts
+    by_head = by_head
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
@@ -325,6 +325,7 @@ class NativeBackend:
                 entries.ctypes.data, len(entries), kv.open is not None, _class(kv), _class(kv.open or kv),
                 kv.into.first, len(kv.entries), r.page_size, r.kv_heads, r.dim_k, r.dim_v,
                 _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half, self.exact,
+                r.joined,
             )  # fmt: skip
             found = kv.descriptors[key] = ctypes.addressof(view), view
         return int(found[0])

@@ -56,12 +56,13 @@ typedef struct { /* one layer's K/V; all classes' entries in the order of `first
     const float *centre;              /* [kv_heads, dim_k]: what sealed keys lack, before RoPE; NULL = nothing */
     const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the closed pages by place, [n, rope_half] */
     int64_t rope_half, exact; /* exact: products with keys are in floats */
+    int64_t joined; /* whether queries go on behind dim_k with dim_v elements that are multiplied with values */
 } kv_paged;
 
 enum { SOFTMAX, SIGMOID, CHOSEN };
 
 typedef struct { /* how experts are chosen; `Routing` of routing.py says what the fields are */
-    int64_t experts, used, gating, normed, groups, groups_used;
+    int64_t experts, used, gating, normed, groups, groups_used, best;
     float scale;
 } kv_routing;
 

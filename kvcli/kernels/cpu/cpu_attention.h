@@ -8,7 +8,9 @@
  *
  * Sealed keys lack a mean c, which takes part in RoPE at the middle of each CENTRE_ROWS rows. Its score with a query q,
  * both turned, is the sum over pairs (a, b) of dims of (q_a c_a + q_b c_b) cos + (q_b c_a - q_a c_b) sin, with the angles of
- * that place: the products are made once for a query, and no mean is ever rotated. */
+ * that place: the products are made once for a query, and no mean is ever rotated.
+ *
+ * In joined records a score is of the value, too: a prepared query has a second part for it. Keys have 16 bits or more. */
 
 #define QUERY_BLOCK 16 /* queries that share one decoded tile in prefill; blocks begin at multiples, as pages do */
 
@@ -24,6 +26,7 @@ typedef struct {
     int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
     int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
     int64_t multiples; /* where a prepared query has its multiples, for closed pages; 0 = keys are floats */
+    int64_t second; /* where it has what is multiplied with values, [dvp], and the sum of that; 0 = nothing */
     int64_t n_blocks, n_spans, n_shares;
     int64_t *spans;  /* one query: where the spans begin that it sees, [n_spans + 1]; `n_shares` tasks for each head */
     float *partial;  /* of each span, [kv_heads, n_spans, group, stride]; NULL = the work is divided into blocks */
@@ -114,11 +117,12 @@ INLINE void NAME(to_multiples)(const float *q, float sum, int64_t dim, const kv_
 }
 
 /* A prepared query has behind its dims: their sum, its score with the dims of the mean that do not turn, its products with
- * those that do, of cos and of sin; and its multiples. */
+ * those that do, of cos and of sin; its multiples; and its second part. */
 INLINE void NAME(lay_out_query)(NAME(attn_args) *a) {
     const kv_paged *kv = a->kv;
     a->ld_query = a->dkp + 2 + 2 * kv->rope_half;
     if (NAME(in_integers)(kv)) a->multiples = a->ld_query, a->ld_query += (int64_t)sizeof(kv_multiples) / 4 + kv->dim_k / 2;
+    if (kv->joined) a->second = (a->ld_query + VL - 1) / VL * VL, a->ld_query = a->second + a->dvp + 1;
     a->ld_query = (a->ld_query + VL - 1) / VL * VL;
 }
 
@@ -137,11 +141,16 @@ INLINE void NAME(with_mean)(const kv_paged *kv, int64_t head, const float *q, fl
 /* Queries of the group of one KV head from token t0 on, [rows, ld_query]; `room`: for two of their dims. */
 INLINE void NAME(prepare)(const NAME(attn_args) *a, const float *q, int64_t ldq, int64_t head, int64_t t0, int64_t rows,
                           float *out, float *room) {
-    int64_t dim = a->kv->dim_k;
+    int64_t dim = a->kv->dim_k, more = a->second ? a->kv->dim_v : 0;
     for (int64_t r = 0; r < rows; r++, out += a->ld_query) {
-        memcpy(out, q + (t0 + r / a->group) * ldq + (head * a->group + r % a->group) * dim, dim * sizeof(float));
+        const float *from = q + (t0 + r / a->group) * ldq + (head * a->group + r % a->group) * (dim + more);
+        memcpy(out, from, dim * sizeof(float));
         memset(out + dim, 0, (a->ld_query - dim) * sizeof(float));
         out[a->dkp] = NAME(sum)(out, 0, 0, dim);
+        if (more) {
+            memcpy(out + a->second, from + dim, more * sizeof(float));
+            out[a->second + a->dvp] = NAME(sum)(out + a->second, 0, 0, more);
+        }
         if (a->multiples)
             NAME(to_multiples)(out, out[a->dkp], dim, &a->kv->closed.record.codec_k, (kv_multiples *)(out + a->multiples),
                                (int32_t *)room);
@@ -211,7 +220,18 @@ INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, c
     return NAME(hsum)(weights);
 }
 
-/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [n, padded]; `noted`:
+/* Add products with the values of slots [lo, hi) to those with the keys. `also`: room for as many. */
+INLINE void NAME(add_second)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *scores, float *also,
+                             int n, int64_t lo, int64_t hi) {
+    t->read_v->dots[n - 1](t->v, t->v_row, lo, hi, a->dvp / 4, queries + a->second, a->ld_query, also, a->padded);
+    for (int r = 0; r < n; r++) {
+        float middle = t->middle_v * queries[r * a->ld_query + a->second + a->dvp];
+        float *to = scores + r * a->padded, *from = also + r * a->padded;
+        for (int64_t j = lo / VL * VL; j < hi; j += VL) STORE(to + j, LOAD(to + j) + (LOAD(from + j) - middle) * LOAD(t->v_scale + j));
+    }
+}
+
+/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [2 n, padded]; `noted`:
  * where those of the first row go, NULL = nowhere. */
 INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores,
                        float *noted, int n, int64_t lo, int64_t hi) {
@@ -221,6 +241,7 @@ INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const
                        a->ld_query * (int64_t)sizeof(float), n, scores, a->padded);
     else
         t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
+    if (a->second) NAME(add_second)(a, t, queries, scores, scores + n * a->padded, n, lo, hi);
     for (int r = 0; r < n; r++) {
         float *end = state + r * a->stride + a->dvp;
         float *note = noted ? noted + r * a->kv->n_entries * a->padded : NULL;
@@ -271,7 +292,7 @@ INLINE void NAME(open_page)(const NAME(attn_args) *a, const kv_entry *e, int64_t
 
 /* Floats of scratch that `attend` needs. */
 INLINE size_t NAME(attend_floats)(const NAME(attn_args) *a, int64_t rows) {
-    return (size_t)(a->padded * (a->dkp + a->dvp + 2 + QUERY_ROWS) + rows * a->stride);
+    return (size_t)(a->padded * (a->dkp + a->dvp + 2 + 2 * QUERY_ROWS) + rows * a->stride);
 }
 
 /* Prepared queries of tokens [t0, t1) x the group of one KV head over entries [e0, e1), span by span; state [rows, stride] is
@@ -283,7 +304,7 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
     int64_t rows = (t1 - t0) * a->group, first = a->start + t0, last = a->start + t1 - 1;
     int many = rows > 2 * QUERY_ROWS;
     float *keys = work, *values = keys + a->padded * a->dkp, *scores = values + a->padded * a->dvp;
-    NAME(page_view) t = {.k_scale = scores + QUERY_ROWS * a->padded, .v_scale = scores + (QUERY_ROWS + 1) * a->padded};
+    NAME(page_view) t = {.k_scale = scores + 2 * QUERY_ROWS * a->padded, .v_scale = scores + (2 * QUERY_ROWS + 1) * a->padded};
     float *part = each ? state : t.v_scale + a->padded;
     if (many || a->dkp != kv->dim_k || a->dvp != kv->dim_v) /* what is behind the dims */
         memset(work, 0, (size_t)(a->padded * (a->dkp + a->dvp)) * sizeof(float));

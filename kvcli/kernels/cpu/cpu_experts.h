@@ -43,14 +43,14 @@ static int64_t NAME(best)(const float *x, const uint8_t *taken, int64_t n) {
     return best;
 }
 
-/* Takes all experts but those of the groups_used groups whose two best have the highest sum. */
+/* Takes all experts but those of the groups_used groups whose best ones, two or one, have the highest sum. */
 static void NAME(take_groups)(const kv_routing *r, const float *choice, float *sums, uint8_t *taken) {
     int64_t size = r->experts / r->groups;
     for (int64_t g = 0; g < r->groups; g++) {
         const float *x = choice + g * size;
         int64_t first = NAME(best)(x, taken + g * size, size), second;
         taken[g * size + first] = 1;
-        second = size > 1 ? NAME(best)(x, taken + g * size, size) : -1;
+        second = size > 1 && r->best > 1 ? NAME(best)(x, taken + g * size, size) : -1;
         taken[g * size + first] = 0;
         sums[g] = x[first] + (second < 0 ? 0.0f : x[second]);
     }

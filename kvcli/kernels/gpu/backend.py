@@ -36,7 +36,7 @@ from kvcli.kernels.gpu.pages import (
 from kvcli.kernels.gpu.rows import normed_together, prepare, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
-from kvcli.kernels.reference import pointwise
+from kvcli.kernels.reference import ggml, pointwise
 from kvcli.kernels.reference.experts import ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
@@ -135,6 +135,19 @@ class GpuBackend:
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
         return experts.place_experts(weights, self.device, paired)
+
+    def place_heads(self, weights: ExpertMatrices) -> torch.Tensor:
+        """A matrix of each head, for `by_head`: float16 [heads, rows, cols]."""
+        whole = weights.parts[0]
+        floats = ggml.decode(whole.type, whole.stacked).unflatten(0, (whole.experts, whole.rows))
+        return floats.half().to(self.device)
+
+    def by_head(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Heads' parts of rows, each times the matrix of its head: x [T, heads, cols] -> float32 [T, heads, rows]."""
+        parts = x.transpose(0, 1)
+        if not x.is_cuda:  # Triton's interpreter
+            return (parts.half().float() @ weights.float().mT).transpose(0, 1)
+        return torch.bmm(parts.half(), weights.mT, out_dtype=torch.float32).transpose(0, 1)
 
     def experts(
         self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer, residual: torch.Tensor | None = None

@@ -73,15 +73,15 @@ def best_of(x, i):
 
 
 @triton.jit
-def only_best_groups(choice, e, E: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr):
-    """-inf for all experts but those of the USED groups whose two best have the highest sum."""
+def only_best_groups(choice, e, E: tl.constexpr, GROUPS: tl.constexpr, USED: tl.constexpr, BEST: tl.constexpr):
+    """-inf for all experts but those of the USED groups whose best ones, two or one, have the highest sum."""
     SIZE: tl.constexpr = E // GROUPS
     g = tl.arange(0, triton.next_power_of_2(GROUPS))
     sums = tl.where(g < GROUPS, 0.0, -float("inf"))
     for group in tl.static_range(GROUPS):
         _, rest = best_of(tl.where(e // SIZE == group, choice, -float("inf")), e)
         two = tl.max(tl.where(e // SIZE == group, choice, -float("inf")), 0)
-        if SIZE > 1:
+        if SIZE > 1 and BEST > 1:
             two += tl.max(rest, 0)
         sums = tl.where(g == group, two, sums)
     kept = e < 0
@@ -94,7 +94,8 @@ def only_best_groups(choice, e, E: tl.constexpr, GROUPS: tl.constexpr, USED: tl.
 @triton.jit
 def route_kernel(LOGITS, ADD, CHOICE, IDS, WEIGHTS, scale, E: tl.constexpr, PAD: tl.constexpr, USED: tl.constexpr,
                  SLOTS: tl.constexpr, GATING: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr,
-                 GROUPS_USED: tl.constexpr, ADDED: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 GROUPS_USED: tl.constexpr, BEST: tl.constexpr, ADDED: tl.constexpr, BIASED: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
     """One row: as `route` of reference/experts.py, with ADD added to the logits."""
     row = tl.program_id(0)
     e, slot = tl.arange(0, PAD), tl.arange(0, SLOTS)
@@ -112,7 +113,7 @@ def route_kernel(LOGITS, ADD, CHOICE, IDS, WEIGHTS, scale, E: tl.constexpr, PAD:
         score = 1.0 / (1.0 + tl.exp(-score))
     choice = tl.where(e < E, score + bias, -float("inf"))
     if GROUPS > 1:
-        choice = only_best_groups(choice, e, E, GROUPS, GROUPS_USED)
+        choice = only_best_groups(choice, e, E, GROUPS, GROUPS_USED, BEST)
     ids = tl.zeros((SLOTS,), tl.int32)
     w = tl.full((SLOTS,), -float("inf") if GATING == 2 else 0.0, tl.float32)
     for i in range(USED):
@@ -136,7 +137,7 @@ def route(
     launch(route_kernel, (ids.numel() // r.used,))(
         logits, logits if add is None else add, logits if choice is None else choice, ids, weights, r.scale,
         E=r.experts, PAD=triton.next_power_of_2(r.experts), USED=r.used, SLOTS=triton.next_power_of_2(r.used),
-        GATING=GATINGS.index(r.gating), NORMED=r.normed, GROUPS=r.groups, GROUPS_USED=r.groups_used,
+        GATING=GATINGS.index(r.gating), NORMED=r.normed, GROUPS=r.groups, GROUPS_USED=r.groups_used, BEST=r.best,
         ADDED=add is not None, BIASED=choice is not None, PDL=pdl, num_warps=4 if r.experts > 128 else 1,
         launch_pdl=pdl != SERIAL,
     )  # fmt: skip

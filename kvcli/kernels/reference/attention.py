@@ -33,7 +33,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     watch: Watch | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, dim_k] at positions start.. over the entries -> float32 [T, heads * dim_v].
+    """Causal attention of q [T, heads, dim_q] at positions start.. over the entries -> float32 [T, heads * dim_v].
 
     A query at position p sees what its entries show of rows (p - window, p], of [0, p] when window is 0. `turned_q`:
     like q, for turned entries; needed where `PagedKV.shift` is not 0. `softcap` c > 0 replaces a score s by
@@ -59,6 +59,8 @@ def attention(
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
         values = q.new_zeros(r.kv_heads, r.page_size, r.dim_v)
         keys[:, lo:hi], values[:, lo:hi] = source.rows(of.memory[at], lo, hi)
+        if r.joined:
+            keys = torch.cat((keys, values), -1)
         scores = dot(queries[turned], keys)  # [kv_heads, rows, page_size]
         centre = source.centre(at, angles)
         if centre is not None:  # the same for CENTRE_ROWS rows

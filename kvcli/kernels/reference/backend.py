@@ -11,7 +11,7 @@ import torch
 from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
-from kvcli.kernels.reference.experts import matmul_experts, mix, place_experts, route
+from kvcli.kernels.reference.experts import by_head, matmul_experts, mix, place_experts, route
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
 from kvcli.kernels.reference.pointwise import (
     activate,
@@ -40,7 +40,7 @@ class ReferenceBackend:
     sums_by_page = True
     device = torch.device("cpu")
     place = place_rows = staticmethod(place)
-    place_experts = staticmethod(place_experts)
+    place_experts = place_heads = staticmethod(place_experts)
     route = staticmethod(route)
     mix = staticmethod(mix)
     rows = staticmethod(rows)
@@ -68,6 +68,7 @@ class ReferenceBackend:
     activated = activated
     gated = gated
     matmul_experts = matmul_experts
+    by_head = by_head
     experts = experts
     store_each = store_each
     attention_each = attention_each

@@ -104,7 +104,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
     """bool [T, experts]."""
     grouped = choice.unflatten(1, (routing.groups, -1))
-    sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+    sums = grouped.topk(min(routing.best, grouped.shape[2]), dim=2).values.sum(2)
     best = sums.sort(dim=1, descending=True, stable=True).indices[:, : routing.groups_used]
     inside = torch.zeros(sums.shape, dtype=torch.bool).scatter_(1, best, True)
     return inside.repeat_interleave(grouped.shape[2], dim=1)
@@ -128,6 +128,19 @@ def matmul_experts(ops: Products, x: torch.Tensor, weights: ExpertMatrices, ids:
         pairs = (flat == expert).nonzero()[:, 0]
         out[pairs] = ops.matmul(x[pairs // (flat.numel() // x.shape[0])], [w.of(expert) for w in weights.parts])
     return out if weights.bias is None else out.add_(weights.bias[flat])
+
+
+class ExpertProducts(Protocol):
+    """The operation of the facade that `by_head` is written in."""
+
+    def matmul_experts(self, x: torch.Tensor, weights: ExpertMatrices, ids: torch.Tensor) -> torch.Tensor: ...
+
+
+def by_head(ops: ExpertProducts, x: torch.Tensor, weights: ExpertMatrices) -> torch.Tensor:
+    """Heads' parts of rows, each times the matrix of its head: x [T, heads, cols] -> float32 [T, heads, rows]."""
+    t, heads, cols = x.shape
+    ids = torch.arange(heads).repeat(t, 1)
+    return ops.matmul_experts(x.reshape(t * heads, cols), weights, ids).view(t, heads, -1)
 
 
 def mix(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ the part of a page that belongs to one layer and one KV head; see `RecordLayout`
 Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded once, when its page is full. So each
 sequence also holds pages of a 16-bit class in such a group: the sinks, and those that are being filled.
 Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
+
+A latent is stored once, as the value; the key has beside it the part that RoPE turns.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.selection import Selection
-from kvcli.runtime.config import CHUNKED, FULL, RECURRENT, SLIDING, WINDOWED, LayerConfig, ModelConfig
+from kvcli.runtime.config import CHUNKED, FULL, LATENT, RECURRENT, SLIDING, WINDOWED, LayerConfig, ModelConfig
 
 PAGE_SIZES = (16, 32, 64, 128)
 SMALL_WINDOW = 1024  # sliding groups up to this window stay in 16 bits: they cost little and lose most
@@ -57,7 +59,9 @@ class GroupLayout:
     @cached_property
     def record(self) -> RecordLayout:
         """What each page has of one layer and head."""
-        return RecordLayout.of(self.page_size, self.kv_heads, self.dim_k, self.dim_v, self.codec_k, self.codec_v)
+        return RecordLayout.of(
+            self.page_size, self.kv_heads, self.dim_k, self.dim_v, self.codec_k, self.codec_v, self.kind == LATENT
+        )
 
     @property
     def layer_bytes(self) -> int:
@@ -290,6 +294,8 @@ class KVLayout:
         """This layout with rows selected by score, but in groups as in `evicting`, which says what is raised."""
         if selection and all(g.kind in WINDOWED for g in self.groups):
             raise UsageError(*NOTHING_TO_EVICT)
+        if selection and any(g.kind == LATENT for g in self.groups):
+            raise UsageError(f"{selection.policy} does not select latents, which all heads share", "`evict=sink` does")
         return replace(self, selection=selection)
 
     def by_layer(self, by_layer: bool) -> KVLayout:
@@ -393,7 +399,10 @@ def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:
 
 
 def _types(k: Codec, v: Codec, kind: str, window: int) -> tuple[Codec, Codec]:
-    """The types of a group: as chosen, but at least 16 bits where a sliding window is small."""
+    """The types of a group: as chosen, but at least 16 bits where a sliding window is small, and for what RoPE turns
+    beside latents, whose type is that of keys."""
+    if kind == LATENT:
+        return at_least_16(k), k
     return (at_least_16(k), at_least_16(v)) if kind in WINDOWED and window <= SMALL_WINDOW else (k, v)
 
 

@@ -13,10 +13,11 @@ import torch
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, PagedKV, Stretch, Watch
 from kvcli.runtime.cache.eviction import Retention
-from kvcli.runtime.cache.layout import PageKey
+from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.selecting import NEVER, Facts, Selector
+from kvcli.runtime.config import LATENT
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,7 @@ class Sequence:
             if self.selector is not None:
                 kept = f"{self.kept:,} of {self.length:,} rows by {self.selector.selection.policy}"
             found.append(f"evicted: {self.evicted:,} tokens, kept {kept}")
-        sealed = {(g.codec_k.name, g.codec_v.name) for g in self.pool.layout.groups if g.sealed}
-        return (*found, *(f"quantized: keys {k}, values {v}" for k, v in sorted(sealed)))
+        return (*found, *sorted({f"quantized: {_types(g)}" for g in self.pool.layout.groups if g.sealed}))
 
     def reserve(self, ids: list[int]) -> Part:
         """Pages for `ids` as the next rows: this sequence's part of a step that computes them.
@@ -296,3 +296,10 @@ class Sequence:
     def views(self, end: int | None = None) -> tuple[Layers, ...]:
         """The cache as kernels see it in a step of rows up to `end` (None: that writes nothing), by group."""
         return tuple(held.views(self.length, self.length if end is None else end) for held in self._lists)
+
+
+def _types(group: GroupLayout) -> str:
+    """The cache types of a group in words."""
+    if group.kind == LATENT:
+        return f"latents {group.codec_v.name}"
+    return f"keys {group.codec_k.name}, values {group.codec_v.name}"

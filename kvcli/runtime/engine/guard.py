@@ -10,6 +10,9 @@ known from vectors alone where it matters most:
 - a norm over heads makes elements of RMS 1 times its gains.
 
 Learned sink logits compete with scores in absolute terms: there 4-bit keys are refused whatever the noise.
+
+A latent is the key and the value of all heads, each of which looks at it through matrices of its own: nothing in the
+weights tells what an error becomes, and types below 8 bits are refused.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ import torch
 
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import ALL, ModelConfig
+from kvcli.runtime.config import ALL, LATENT, ModelConfig
 
 LIMIT_NATS = 2.0  # gemma3 270M, which int4 suits, has 1.0; a bias of norm 605 over 512 elements has 2.7
 FALLBACK = "int8"
+LEAST_LATENT_BITS = 8
 
 
 class Vectors(Protocol):
@@ -75,6 +79,8 @@ def strengths(weights: Vectors, config: ModelConfig, layers: tuple[int, ...]) ->
 def weakness(weights: Vectors, config: ModelConfig, layout: KVLayout) -> str:
     """Why this layout's type of keys would fail on this model; "" if nothing in the weights says so."""
     for group in layout.groups:
+        if group.kind == LATENT and group.codec_v.bits < LEAST_LATENT_BITS:
+            return f"{group.codec_v.name} latents would fail on this model (all heads share one for keys and values)"
         codec = group.codec_k
         if not codec.sealed:
             continue

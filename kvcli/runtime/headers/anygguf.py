@@ -178,7 +178,7 @@ class _Reader:
         if not rank:
             return None
         index = self.count("attention.indexer.key_length", "", 0)  # a further key that chooses what is looked at
-        return LayerConfig(LATENT, 1, rank + self.count("rope.dimension_count", "rope_dim") + index, 0)
+        return LayerConfig(LATENT, 1, self.count("rope.dimension_count", "rope_dim") + index, rank)
 
     def _sliding(self) -> list[int]:
         """The window of each layer, 0 = all tokens."""

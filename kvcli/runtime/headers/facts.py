@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.blockformats import FORMATS
-from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig, ModelConfig
+from kvcli.runtime.config import RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.hub.runnable import judge
@@ -137,8 +137,7 @@ def f16_row_bytes(layer: LayerConfig) -> int:
     """Bytes a layer keeps for one token in 16 bit: keys and values of each KV head, or the latent once."""
     if layer.kind == RECURRENT or layer.shares_kv_with is not None:
         return 0
-    heads = 1 if layer.kind == LATENT else layer.kv_heads
-    return heads * (layer.dim_k + layer.dim_v) * _F16_BYTES
+    return layer.kv_heads * (layer.dim_k + layer.dim_v) * _F16_BYTES
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> TokenizerFacts | None:

@@ -33,7 +33,16 @@ _RENAMED = {
     "logit_scale": "logit_scale",
 }
 _GATING = {"softmax": 1, "sigmoid": 2}  # expert_gating_func
-_SIGMOID = ("llama4_text", "glm4_moe", "deepseek_v3", "dots1", "minimax_m2", "bailing_moe_v2")  # where no key says it
+_SIGMOID = (
+    "llama4_text",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+    "kimi_k2",
+    "dots1",
+    "minimax_m2",
+    "bailing_moe_v2",
+)  # where no key says it
 
 
 def config_of(data: Mapping[str, Any]) -> HFConfig:
@@ -295,17 +304,28 @@ def _experts(config: HFConfig) -> dict[str, Any]:
         keys["interleave_moe_layer_step"] = config.count("interleave_moe_layer_step")
     if config.get("first_k_dense_replace"):
         keys["leading_dense_block_count"] = config.count("first_k_dense_replace")
+    elif config.has("mlp_layer_types"):
+        keys["leading_dense_block_count"] = _leading(config, "mlp_layer_types", "dense")
     if config.get("norm_topk_prob") is not None:
         keys["expert_weights_norm"] = bool(config.get("norm_topk_prob"))
     if scale := config.number("routed_scaling_factor"):
         keys["expert_weights_scale"] = scale
     for name, key in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
-        if config.get(name):
+        if config.get(name) and config.get("topk_method") != "greedy":
             keys[key] = config.count(name)
     gating = config.get("scoring_func") or ("sigmoid" if config.model_type in _SIGMOID else None)
     if gating in _GATING:
         keys["expert_gating_func"] = _GATING[gating]
     return keys
+
+
+def _leading(config: HFConfig, name: str, kind: str) -> int:
+    """How many layers of that kind come first. Raises ModelError where there are more behind another one."""
+    named = config.values(name) or ()
+    first = next((i for i, each in enumerate(named) if each != kind), len(named))
+    if kind in named[first:] or len(named) != config.n_layers:
+        raise ModelError(f"{name} in config.json: the {kind} layers must be the first of {config.n_layers}")
+    return first
 
 
 def _numbers(config: HFConfig) -> dict[str, Any]:

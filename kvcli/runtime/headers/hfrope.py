@@ -119,10 +119,17 @@ def _yarn(config: HFConfig, table: Mapping[str, Any]) -> dict[str, Any]:
     if table.get("attention_factor") is not None:
         keys["rope.scaling.yarn_attn_factor"] = _number(table, "attention_factor")
     if table.get("mscale_all_dim") not in (None, 0):
+        of_scores = _number(table, "mscale_all_dim")
         latent = 0.1 if config.get("kv_lora_rank") else 1.0  # as llama.cpp has it
-        keys["rope.scaling.yarn_log_multiplier"] = latent * _number(table, "mscale_all_dim")
+        keys["rope.scaling.yarn_log_multiplier"] = latent * of_scores
+        if config.get("kv_lora_rank") and table.get("mscale") != of_scores:  # angles have one of their own
+            log, known = 0.1 * math.log(keys["rope.scaling.factor"]), table.get("mscale")
+            own = (1 + log * _number(table, "mscale")) / (1 + log * of_scores) if known else 1 + log
+            keys.setdefault("rope.scaling.yarn_attn_factor", own)
     if table.get("llama_4_scaling_beta") not in (None, 0):
         keys["attention.temperature_scale"] = _number(table, "llama_4_scaling_beta")
+        if config.get("kv_lora_rank"):
+            keys["attention.temperature_length"] = keys["rope.scaling.original_context_length"]
     return keys
 
 

@@ -7,7 +7,7 @@ family's files have that, 1 is added to the norms of Gemma, experts become one t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,20 @@ from kvcli.words import listed
 
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
 # transformers itself turns neighbours in these, so that nothing is to be reordered.
-_NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "llama4_text", "ernie4_5", "helium")
+_NEIGHBOURS = (
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+    "llama4_text",
+    "ernie4_5",
+    "helium",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k2",
+    "mistral4",
+)
 # What a model that also sees, hears or predicts several tokens has beside its language model.
 _ELSEWHERE = re.compile(
     r"(model\.)?(vision|visual|audio|image|sound|multi_modal|mm_|embed_(audio|vision)|talker|code2wav|token2wav|projector|"
@@ -74,6 +87,9 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
             continue
         if name in found:
             raise ModelError(f"tensor {original} is in the folder twice, under two names")
+        if name.endswith(".attn_kv_b.weight"):
+            found |= {part.name: part for part in _of_heads(Presented.of(name, source), config)}
+            continue
         found[name] = _as_in_files(Presented.of(name, source), arch, config)
     found |= {name: hfexperts.stacked(name, parts, config) for name, parts in experts.items()}
     found |= {f"{name}.weight": _vector(f"{name}.weight", values) for name, values in factor_tensors(config).items()}
@@ -153,6 +169,24 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
             heads = config.count("num_key_value_heads", default=heads)
         return tensor.then(lambda rows: as_neighbours(rows, heads))
     return tensor
+
+
+def _of_heads(both: Presented, config: HFConfig) -> Iterator[Presented]:
+    """The matrices of heads that make queries of latents, [heads, rank, plain], and values, [heads, dim_v, rank]."""
+    heads, rank = config.count("num_attention_heads"), config.count("kv_lora_rank")
+    plain, dim_v = config.count("qk_nope_head_dim"), config.count("v_head_dim")
+    if both.shape != (rows := heads * (plain + dim_v), rank):
+        raise ModelError(f"{both.name} has the shape {list(both.shape)}, {[rows, rank]} is needed", _OTHER_CONFIG)
+
+    def of_each(values: np.ndarray) -> np.ndarray:
+        return values.reshape(heads, plain + dim_v, rank)
+
+    def keys(values: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(of_each(values)[:, :plain].swapaxes(1, 2))
+
+    yield both.then(keys, (heads, rank, plain), both.name.replace("kv_b", "k_b"))
+    yield both.then(lambda x: np.ascontiguousarray(of_each(x)[:, plain:]), (heads, dim_v, rank),
+                    both.name.replace("kv_b", "v_b"))  # fmt: skip
 
 
 def as_neighbours(rows: np.ndarray, heads: int) -> np.ndarray:

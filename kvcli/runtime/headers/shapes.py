@@ -127,7 +127,7 @@ def _overridden(layer: LayerConfig, given: Given) -> LayerConfig:
 
 def _latent(given: Given, rope_dim: int) -> LayerConfig:
     assert given.kv_lora_rank is not None
-    return LayerConfig(LATENT, 1, given.kv_lora_rank + rope_dim, 0)
+    return LayerConfig(LATENT, 1, rope_dim, given.kv_lora_rank)
 
 
 def _slide(layers: list[LayerConfig], given: Given) -> list[LayerConfig]:
@@ -165,8 +165,10 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
     """The config of a recipe's checked [shape] table."""
     layers: list[LayerConfig] = []
     for group in shape["groups"]:
-        layer = LayerConfig(group["kind"], group["kv_heads"], group["dim_k"], group["dim_v"], group.get("window", 0))
-        layers += [layer] * group["layers"]
+        dims = (
+            (group["rope_dim"], group["kv_lora_rank"]) if group["kind"] == LATENT else (group["dim_k"], group["dim_v"])
+        )
+        layers += [LayerConfig(group["kind"], group["kv_heads"], *dims, group.get("window", 0))] * group["layers"]
     moe = shape.get("moe", {})
     experts = _experts(shape, moe) if moe else None
     return planning_config(

@@ -13,6 +13,7 @@ from kvcli.errors import ModelError
 from kvcli.runtime.config import (
     CHUNKED,
     FULL,
+    LATENT,
     LAYER,
     SLIDING,
     AltUp,
@@ -24,6 +25,7 @@ from kvcli.runtime.config import (
 )
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
 from kvcli.runtime.model.expertkeys import Mixture, read_experts
+from kvcli.runtime.model.latentkeys import read_latents, score_factor
 from kvcli.runtime.model.ropekeys import read_rope
 from kvcli.runtime.text.placeholders import count_tokens
 
@@ -62,7 +64,7 @@ class Architecture:
     `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
     `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates of some layers are cut off.
     `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so many experts have none.
-    `experts`: files may have them. `of_images`: keys that say nothing of text.
+    `latents`: attention is over latents. `experts`: files may have them. `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
@@ -79,6 +81,7 @@ class Architecture:
     whole_ramp: bool = True
     tokens_each: bool = False
     altup: bool = False
+    latents: bool = False
     qk_norm_optional: bool = False
     qk_norm_but: int = 0
     experts: Mixture | None = None
@@ -117,6 +120,7 @@ class Architecture:
             else 0,
             n_ahead=_ahead(keys),
             altup=_altup(keys) if self.altup else None,
+            latents=read_latents(keys)[0] if self.latents else None,
             block=self._block(shapes),
         )
         if self.embed_scale:
@@ -128,7 +132,11 @@ class Architecture:
         if config.experts and config.experts.routing.experts == self.qk_norm_but:
             config = replace(config, block=replace(config.block, qk_norm=""))
         query_dim = self.query_dim(config) if self.query_dim else config.layers[0].dim_k
+        if config.latents:
+            query_dim += config.latents.plain
         attn_scale = float(keys.number("attention.scale", 0.0, zero=True)) or query_dim**-0.5
+        if config.latents:
+            attn_scale *= score_factor(keys)
         logit_scale = self.logit_scale(float(keys.number("logit_scale"))) if self.logit_scale else 1.0
         return replace(config, embed_scale=scale, attn_scale=attn_scale, logit_scale=logit_scale)
 
@@ -139,6 +147,8 @@ class Architecture:
     def _layers(self, keys: Keys, shapes: Shapes, n_heads: int, d_model: int) -> tuple[LayerConfig, ...]:
         """All agree but for windows and RoPE, and what files list by layer."""
         n = keys.integer("block_count", limit=4096)
+        if self.latents:
+            return self._latent_layers(keys, shapes, n)
         wide, narrow = _dims(keys, d_model // n_heads)
         rope, local_rope = self._ropes(keys, shapes, wide[0], narrow[0])
         swa, needed = self.windows, self.windows.every and not self.windows.optional
@@ -161,6 +171,12 @@ class Architecture:
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
         return tuple(share_last(layers, first))[: n - _ahead(keys)]
 
+    def _latent_layers(self, keys: Keys, shapes: Shapes, n: int) -> tuple[LayerConfig, ...]:
+        _, rank, rotary = read_latents(keys)
+        rope = read_rope(keys, shapes, rotary, self.whole_ramp, latents=True)
+        layer = LayerConfig(LATENT, 1, rotary, rank, rope=rope, temperature=self._temperature(keys, rope))
+        return (layer,) * (n - _ahead(keys))
+
     def _ropes(self, keys: Keys, shapes: Shapes, wide: int, narrow: int) -> tuple[RopeConfig | None, RopeConfig | None]:
         """Of the layers that see everything, and of those that slide; head dims `wide` and `narrow`."""
         rope, swa = read_rope(keys, shapes, wide, self.whole_ramp), self.windows
@@ -181,6 +197,8 @@ class Architecture:
             return Temperature(scale, length, usual.offset) if scale and rope is None else None
         scale = float(keys.number("attention.temperature_scale", 0.0, zero=True)) if self.tempered else 0.0
         length = keys.integer("rope.scaling.original_context_length", 0, zero=True)
+        if self.tempered:
+            length = keys.integer("attention.temperature_length", length, zero=True) or length
         if scale and not length:
             raise ModelError(
                 f"the GGUF file lacks the key {keys.arch}.rope.scaling.original_context_length",

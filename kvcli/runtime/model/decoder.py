@@ -28,6 +28,25 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Attention of model layer `layer` over latents (arXiv 2405.04434), which every head has in common.
+
+    `first` gives queries, or `q_rank` elements of which, with `q_norm`, `second` makes them; and behind those the part
+    of the key that RoPE turns, and the latent. Of queries the parts that RoPE turns come first, of all heads, and then
+    the others: these become queries of latents by the matrices of `keys`, and what heads find becomes values by those
+    of `values`. So keys and values themselves are never computed.
+    """
+
+    layer: int
+    first: Matrices
+    q_norm: torch.Tensor | None
+    second: Matrices
+    keys: Any
+    values: Any
+    how: AttentionLayer
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """A feed-forward part up to its last product: gates and, behind them, what they gate, or one product alone.
 
@@ -69,7 +88,7 @@ class DenseAndExperts:
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-Inner = Attention | FeedForward | ExpertLayer | DenseAndExperts | TokenGate
+Inner = Attention | LatentAttention | FeedForward | ExpertLayer | DenseAndExperts | TokenGate
 
 
 @dataclass(frozen=True)
@@ -167,6 +186,8 @@ class Decoder:
         if isinstance(inner, Attention):
             qkv = self.ops.matmul(x, inner.qkv)
             return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
+        if isinstance(inner, LatentAttention):
+            return self._latents(inner, x, step)
         if isinstance(inner, FeedForward):
             if inner.cutoff is not None:
                 products = cut_gates(self.ops.matmul(x, inner.gate_up), inner.cutoff)
@@ -179,6 +200,22 @@ class Decoder:
             return self._both(inner, x)
         assert tokens is not None
         return self.ops.activated(x, inner.gate, self.config.block.activation) * tokens[:, inner.layer]
+
+    def _latents(self, inner: LatentAttention, x: Operand, step: Step) -> torch.Tensor:
+        """x [T, d_model], normed -> values of all heads, float32 [T, heads * dim_v], with the rows stored."""
+        ops, c, how = self.ops, self.config, inner.how
+        assert c.latents is not None
+        layer, plain = c.layers[inner.layer], c.latents.plain
+        first = ops.matmul(x, inner.first)
+        queries, row = first.split([first.shape[1] - layer.dim_k - layer.dim_v, layer.dim_k + layer.dim_v], 1)
+        if inner.q_norm is not None:
+            queries = ops.matmul(ops.normed(queries.contiguous(), inner.q_norm, c.norm_eps), inner.second)
+        turned, others = queries.split([how.heads * layer.dim_k, how.heads * plain], 1)
+        of_latents = ops.by_head(others.unflatten(1, (-1, plain)), inner.keys)
+        asked = torch.cat((turned.unflatten(1, (-1, layer.dim_k)), of_latents), 2).flatten(1)
+        parts = [p.stretch(inner.layer, *rows) for rows, p in step.rows]
+        found = ops.attend(torch.cat((asked, row), 1), parts, how)
+        return ops.by_head(found.unflatten(1, (how.heads, -1)), inner.values).flatten(1)
 
     def _both(self, inner: DenseAndExperts, x: torch.Tensor) -> torch.Tensor:
         """x [T, d_model], the residual stream -> float32 [T, d_model]."""

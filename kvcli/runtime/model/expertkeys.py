@@ -17,13 +17,15 @@ _GATINGS = {1: SOFTMAX, 2: SIGMOID, 3: CHOSEN}  # values of expert_gating_func
 @dataclass(frozen=True)
 class Mixture:
     """How a family routes tokens to experts, where files do not say; see `Routing`. `beside`, `weighs_input`: see
-    `Experts`. `step`: the key that says which layers have experts."""
+    `Experts`. `step`: the key that says which layers have experts. `best`: of a group that is chosen by SOFTMAX, see
+    `Routing`."""
 
     gating: str = SOFTMAX
     normed: bool = False
     beside: bool = False
     weighs_input: bool = False
     step: str = ""
+    best: int = 2
 
 
 def read_experts(
@@ -41,7 +43,7 @@ def read_experts(
     first = -(-(dense + 1) // every) * every - 1  # with experts
     width, shared = (shapes.get(f"blk.{first}.ffn_down_{x}.weight", (0,))[-1] for x in ("exps", "shexp"))
     return Experts(
-        _routing(keys, mixture, count),
+        _routing(keys, mixture, count, f"blk.{first}.exp_probs_b.bias" in shapes),
         keys.integer("expert_feed_forward_length", width or config.d_ff),
         _shared_width(keys, width, shared),
         min(dense, config.n_layers),
@@ -51,7 +53,8 @@ def read_experts(
     )
 
 
-def _routing(keys: Keys, mixture: Mixture, count: int) -> Routing:
+def _routing(keys: Keys, mixture: Mixture, count: int, biased: bool) -> Routing:
+    """`biased`: the scores that experts are chosen by have a bias, as only those of SIGMOID have."""
     used = keys.integer("expert_used_count", limit=count)
     groups = keys.integer("expert_group_count", 1, limit=count, zero=True) or 1
     used_groups = keys.integer("expert_group_used_count", groups, limit=groups, zero=True) or groups
@@ -65,7 +68,9 @@ def _routing(keys: Keys, mixture: Mixture, count: int) -> Routing:
         keys.expect("expert_gating_func", *_GATINGS)
     normed = bool(keys.get("expert_weights_norm", mixture.normed))
     scale = float(keys.number("expert_weights_scale", 1.0, zero=True)) or 1.0
-    return Routing(count, used, _GATINGS.get(number, mixture.gating), normed, scale, groups, used_groups)
+    gating = _GATINGS.get(number, SIGMOID if biased else mixture.gating)
+    best = mixture.best if gating == SOFTMAX else 2
+    return Routing(count, used, gating, normed, scale, groups, used_groups, best)
 
 
 def _shared_width(keys: Keys, width: int, in_file: int) -> int:

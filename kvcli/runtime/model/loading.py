@@ -31,6 +31,7 @@ from kvcli.runtime.model.decoder import (
     TokenGate,
 )
 from kvcli.runtime.model.experts import load_experts
+from kvcli.runtime.model.latents import load_latents
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
@@ -134,9 +135,15 @@ class _Loader:
     def layer(self, i: int) -> Iterator[Sublayer]:
         """The sublayers of model layer `i`, in their order."""
         c, name = self.config, f"blk.{i}.{{}}".format
-        block, heads, leaves = c.block, c.n_heads * c.layers[i].dim_v, self._leaves(name("layer_output_scale.weight"))
+        block, shape, leaves = c.block, c.layers[i], self._leaves(name("layer_output_scale.weight"))
+        attention: Inner
+        if c.latents:
+            attention = load_latents(c, i, self.weights, self.ops, self.ropes.table(shape.rope))
+        else:
+            attention = self._attention(i)
+        heads = c.n_heads * (c.latents.dim_v if c.latents else shape.dim_v)
         yield self._sublayer(
-            name("attn_norm") if block.pre_norms else "", self._attention(i), name("attn_output"), heads,
+            name("attn_norm") if block.pre_norms else "", attention, name("attn_output"), heads,
             name("post_attention_norm"),
         )  # fmt: skip
         norm = name(block.ffn_norm) if block.pre_norms and not block.parallel else ""

@@ -18,8 +18,10 @@ FACTORS: Mapping[str, str] = {
 _KINDS = "none", "linear", "yarn", "longrope", "dynamic"
 
 
-def read_rope(keys: Keys, tensors: Mapping[str, object], head_dim: int, whole_ramp: bool = True) -> RopeConfig:
-    """The RoPE of a model's layers, in its training context. `whole_ramp`: see `_yarn`. Raises ModelError."""
+def read_rope(
+    keys: Keys, tensors: Mapping[str, object], head_dim: int, whole_ramp: bool = True, latents: bool = False
+) -> RopeConfig:
+    """The RoPE of a model's layers, in its training context. `whole_ramp`, `latents`: see `_yarn`. ModelError."""
     dim = keys.integer("rope.dimension_count", head_dim, limit=4096)
     if dim > head_dim or dim % 2:
         raise ModelError(f"the GGUF key {keys.arch}.rope.dimension_count is {dim}, head dim is {head_dim}")
@@ -36,7 +38,7 @@ def read_rope(keys: Keys, tensors: Mapping[str, object], head_dim: int, whole_ra
             raise ModelError(f"the file has no tensor {missing[0]}", f"longrope of {keys.arch} needs it")
         rope = replace(plain, scaling="long", original=original)
     elif kind == "yarn" and factor != 1:
-        rope = _yarn(keys, plain, factor, original, whole_ramp)
+        rope = _yarn(keys, plain, factor, original, whole_ramp, latents)
     elif kind == "dynamic" and factor != 1:
         rope = replace(plain, scaling="dynamic", factor=factor, original=original)
     else:
@@ -58,8 +60,9 @@ def _factor(keys: Keys) -> float:
     return factor
 
 
-def _yarn(keys: Keys, plain: RopeConfig, factor: float, original: int, whole: bool) -> RopeConfig:
-    """YaRN (arXiv 2309.00071). `whole`: its ramp begins and ends at whole dims."""
+def _yarn(keys: Keys, plain: RopeConfig, factor: float, original: int, whole: bool, latents: bool) -> RopeConfig:
+    """YaRN (arXiv 2309.00071). `whole`: its ramp begins and ends at whole dims. `latents`: what there is of a log
+    multiplier is of whole scores (see `score_factor`), and angles are as they are."""
     keys.expect("rope.scaling.yarn_ext_factor", -1, 1)
     fast = float(keys.number("rope.scaling.yarn_beta_fast", 32.0))
     slow = float(keys.number("rope.scaling.yarn_beta_slow", 1.0))
@@ -74,6 +77,8 @@ def _yarn(keys: Keys, plain: RopeConfig, factor: float, original: int, whole: bo
     first, last = max(first, 0), min(last, plain.dim - 1)
     log = float(keys.number("rope.scaling.yarn_log_multiplier", 0.0, zero=True))
     amplitude = _stretch(factor, 1.0) / (_stretch(factor, log) if log else 1.0)
+    if latents and log:
+        amplitude = 1.0
     amplitude = float(keys.number("rope.scaling.yarn_attn_factor", amplitude))
     ramp = float(first), float(last if last != first else first + 0.001)
     return replace(plain, scaling="yarn", factor=factor, original=original, ramp=ramp, amplitude=amplitude)

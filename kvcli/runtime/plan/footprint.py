@@ -23,6 +23,7 @@ EXACT, COMPUTED, MEASURED, ASSUMED, CHOSEN = "exact", "computed", "measured", "a
 _HEADS = frozenset(("output.weight", "lm_head.weight"))
 _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
 _OF_EXPERTS = re.compile(r"_exps\.|\.experts\.|\.ffn_(gate|up|down)\.\d+\.")
+_REORDERED = tuple(f".attn_{x}.weight" for x in ("q", "k", "q_b", "kv_a_mqa", "kv_b"))  # for half-split RoPE
 _ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, and nothing else does
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
@@ -101,8 +102,8 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
         packed += tensor.nbytes if alone else size
         if len(tensor.shape) == 1 or name.endswith(".bias"):
             copies += 4 * prod(tensor.shape)
-        elif alone and config.block.rope_pairs and name.endswith((".attn_q.weight", ".attn_k.weight")):
-            copies += tensor.nbytes  # rows reordered for half-split RoPE
+        elif alone and config.block.rope_pairs and name.endswith(_REORDERED):
+            copies += tensor.nbytes
         read += _bytes_read(name, tensor.nbytes, tensors, config)
     return WeightBytes(packed, copies, read, EXACT, "header")
 
@@ -247,8 +248,8 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
     """Elements of a token's queries, of its keys and values, and of the attention output."""
     if layer.kind == RECURRENT:
         return config.d_model, 2 * config.d_model, config.d_model
-    q = config.n_heads * layer.dim_k
-    out = config.n_heads * (layer.dim_k if layer.kind == LATENT else layer.dim_v)
+    q = config.n_heads * (layer.dim_k + layer.dim_v if layer.kind == LATENT else layer.dim_k)
+    out = config.n_heads * layer.dim_v
     return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
 
 

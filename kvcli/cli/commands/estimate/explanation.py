@@ -8,7 +8,10 @@ from kvcli.api.planning import Outcome, Query
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
 from kvcli.runtime.cache.layout import GroupLayout
-from kvcli.runtime.config import CHUNKED, WINDOWED
+from kvcli.runtime.config import CHUNKED, LATENT, WINDOWED
+
+_OF_ROWS = "keys", "values", "K", "V"  # parts of a row, in words and in sums
+_OF_LATENTS = "rotary parts", "latents", "rotary", "latent"
 
 
 def explain(report: Report) -> str:
@@ -56,12 +59,13 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
 def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
     query, size = report.query, g.page_size
     title += f", {'chunks of' if g.kind == CHUNKED else 'window'} {g.window:,}" if g.window else ""
-    types = f"{g.codec_k.name} keys, {g.codec_v.name} values"
+    keys, values, k, v = _OF_LATENTS if g.kind == LATENT else _OF_ROWS
+    types = f"{g.codec_k.name} {keys}, {g.codec_v.name} {values}"
     yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
     record, each = g.record, g.record.token_bytes
-    row = f"K {g.dim_k} × {g.codec_k.bits}/8 = {record.k_row_bytes} B"
+    row = f"{k} {g.dim_k} × {g.codec_k.bits}/8 = {record.k_row_bytes} B"
     if g.dim_v:
-        row += f", V {g.dim_v} × {g.codec_v.bits}/8 = {record.v_row_bytes} B"
+        row += f", {v} {g.dim_v} × {g.codec_v.bits}/8 = {record.v_row_bytes} B"
     if scales := each - record.k_row_bytes - record.v_row_bytes:
         row += f", scales {scales} B"
     yield f"    a row: {row}"

@@ -143,7 +143,7 @@ def _attention(config: ModelConfig) -> str:
 def formula(group: GroupLayout) -> str:
     """'32 × 8 × (128 K + 128 V) × 2 B = 131,072 B (f16)' for one group of a cache in f16."""
     head = f"{len(group.layers)} × {group.kv_heads} × " if group.kind != LATENT else f"{len(group.layers)} × "
-    widths = f"({group.dim_k} K + {group.dim_v} V)" if group.dim_v else f"{group.dim_k}"
+    widths = f"({group.dim_k} K + {group.dim_v} V)" if group.kind != LATENT else f"{group.record.dim_q}"
     end = f" up to {group.window:,} tokens" if group.window else ""
     note = " (latent: K and V share it)" if group.kind == LATENT else ""
     return f"{head}{widths} × 2 B = {group.token_bytes:,} B{end}{note} (f16)"
