@@ -68,7 +68,16 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "types"), [("llama4", "f16"), ("gemma4", "int8"), ("gemma4-experts", "f16"), ("gemma3n", "f16")]
+    ("variant", "types"),
+    [
+        ("llama4", "f16"),
+        ("gemma4", "int8"),
+        ("gemma4-experts", "f16"),
+        ("gemma3n", "f16"),
+        ("deepseek2", "f16"),
+        ("deepseek2-groups", "f16"),
+        ("mistral4", "int8"),
+    ],
 )
 def test_steps_are_those_of_the_reference(variant: str, types: str):
     """Prompts and single tokens, in the middle of pages, across their ends, beyond windows and chunks."""
@@ -87,6 +96,7 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
         ("gemma4-experts", "f16", (30, 1, 1, 1)),
         ("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("gemma3n-three", "f16", (30, 1, 1, 1)),
+        ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
     ],
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,13 @@ LLAMA = {
 }  # fmt: skip
 
 LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
+LATENTS = {
+    "attention.kv_lora_rank": 8, "rope.dimension_count": 4, "attention.key_length": 12, "attention.value_length": 8,
+    "attention.key_length_mla": 10, "attention.value_length_mla": 6,
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek2": LATENTS,
+    "mistral4": LATENTS,
     "gemma3": {"attention.sliding_window": 8},
     "gemma3n": {
         "attention.sliding_window": 8,
@@ -199,8 +205,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", RUNNABLE)
-@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize(
+    ("arch", "key"), [(x, y) for x in RUNNABLE for y in REFUSED if NEEDED.get(x) is not LATENTS or "lora" not in y]
+)
 def test_keys_that_are_refused_by_name(arch: str, key: str) -> None:
     bad, neutral = REFUSED[key]
     assert config_of(arch, **{key: neutral}) == config_of(arch)

@@ -33,7 +33,7 @@ FIVE = 200  # registers of a thread, for five programs of two warps on a multipr
 
 
 @triton.jit
-def _end(edges, hi, newest, TILES: tl.constexpr, BN: tl.constexpr):
+def tile_end(edges, hi, newest, TILES: tl.constexpr, BN: tl.constexpr):
     """The tile behind the last one, of edges up to `hi`, that a query at `newest` sees rows of."""
     last = edges + (hi - 1) * EDGE
     rows = tl.minimum(tl.load(last + 3), newest + 1 - tl.load(last + 1)).to(tl.int32)
@@ -88,7 +88,7 @@ def _attend(
             ROPE_PAD, WINDOWED, CAPPED, False, TILES, BN, STAGES, PDL,
         )  # fmt: skip
     elif kind == OPEN:
-        stop = _end(edges, hi, newest, OPEN_TILES, OPEN_BN)
+        stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
             lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, open_offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, OPEN_K, OPEN_V,
@@ -100,7 +100,7 @@ def _attend(
         tl.store(tops + cell, tl.full((M,), NOTHING, tl.float32), mask=ok)
         tl.store(totals + cell, tl.zeros((M,), tl.float32), mask=ok)
     elif EDGED:
-        stop = _end(edges, hi, newest, OPEN_TILES, OPEN_BN)
+        stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
             lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V,

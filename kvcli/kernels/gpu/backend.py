@@ -17,7 +17,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
-from kvcli.kernels.gpu import expand, experts, few, past, wide
+from kvcli.kernels.gpu import expand, experts, few, latentrows, latents, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import combine, most_parts
@@ -144,10 +144,13 @@ class GpuBackend:
 
     def by_head(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Heads' parts of rows, each times the matrix of its head: x [T, heads, cols] -> float32 [T, heads, rows]."""
-        parts = x.transpose(0, 1)
+        t, parts = len(x), x.transpose(0, 1).half()
         if not x.is_cuda:  # Triton's interpreter
-            return (parts.half().float() @ weights.float().mT).transpose(0, 1)
-        return torch.bmm(parts.half(), weights.mT, out_dtype=torch.float32).transpose(0, 1)
+            return (parts.float() @ weights.float().mT).transpose(0, 1)
+        block = self.block if t > 1 and self.block else t
+        parts = torch.nn.functional.pad(parts, (0, 0, 0, -t % block))
+        found = [torch.bmm(each, weights.mT, out_dtype=torch.float32) for each in parts.split(block, 1)]
+        return torch.cat(found, 1)[:, :t].transpose(0, 1)
 
     def experts(
         self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer, residual: torch.Tensor | None = None
@@ -204,6 +207,11 @@ class GpuBackend:
         """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
         kv, rows = part.kv, part.hi - part.lo
         chip = Chip.of(self.device)
+        if kv.record.joined:
+            block, _ = latents.block_rows(kv.record, layer.heads, rows)
+            alone = latents.parts_of_one(layer.heads, chip) + latents.OTHERS if rows == 1 else 0
+            asked = Asked(part.start, rows, block, layer.window, alone, edged=self.block > 0)
+            return device_pages(kv, page_lists(kv, part.shift, asked, self.device), self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
         apart = 0 if self.block else past.least_pages(kv.record, rows, layer, self.device)
@@ -238,6 +246,8 @@ class GpuBackend:
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
         kv, known = part.kv, part.kv.basis.known
+        if kv.record.joined:
+            return self._attend_latents(qkv, part, layer)
         if part.watch is not None and part.watch.queries is not None:
             q = qkv[:, : layer.heads * kv.record.dim_k].contiguous()
             q = q if layer.bias is None else q + layer.bias[: q.shape[1]]
@@ -259,17 +269,28 @@ class GpuBackend:
         assert out is not None
         return out
 
+    def _attend_latents(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
+        queries = latentrows.prepare(qkv, layer, self._pages(part, layer, None))
+        layer.seal(part.kv, part.start, part.start + len(qkv))
+        pages = self._pages(part, layer, None)  # with scales that sealing may have fixed
+        return latents.combine(latents.attend(queries, pages, layer.softcap), pages)
+
 
 def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer) -> torch.Tensor:
     """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
     pages, record = bound.pages, bound.pages.record
-    qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
-    queries = prepare(qkv, normed_together(qkv, layer, record.dim_k), pages)
+    if record.joined:
+        queries = latentrows.prepare(qkv, layer, pages)
+    else:
+        qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
+        queries = prepare(qkv, normed_together(qkv, layer, record.dim_k), pages)
     if layer.stores and bound.sealing == Sealing.PAGES:
         seal(pages, 0, len(pages.lists.into) * record.page_size)
     elif layer.stores and bound.sealing == Sealing.ROW:
         seal_step(pages, by_row=True)
     partials = Partials.empty(len(qkv), layer.heads, pages, bound.parts)
+    if record.joined:
+        return latents.combine(latents.attend(queries, pages, layer.softcap, partials), pages)
     out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages, sinks=layer.sinks)
     assert out is not None
     return out

@@ -75,7 +75,7 @@ def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _head(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+def head_of(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
           BIASED: tl.constexpr, NORMED: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One head, with its bias, normed and turned, or turned and normed (LAST): float32 [PAD], and for each element
     below ROPE the one that it is paired with."""
@@ -167,7 +167,7 @@ def _prepare(
             other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
     wait_for_previous(PDL)
     if head < HEADS:
-        x, partner = _head(
+        x, partner = head_of(
             qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
             Q_NORMED, LAST,
         )  # fmt: skip
@@ -187,7 +187,7 @@ def _prepare(
         tl.store(q + (to * HEADS + head) * DIM_K + i, half_x, mask=i < DIM_K)
     else:
         if head < HEADS + KV_HEADS:
-            key, _ = _head(
+            key, _ = head_of(
                 qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
                 K_NORMED, LAST,
             )  # fmt: skip

@@ -49,7 +49,7 @@ def edge_bound(table, t, i: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _positions(table, t, TILES: tl.constexpr, BN: tl.constexpr):
+def positions_of(table, t, TILES: tl.constexpr, BN: tl.constexpr):
     """The positions of the rows of tile t, int32 [BN]."""
     return edge_bound(table, t, 1, TILES) + (t % TILES) * BN + tl.arange(0, BN)
 
@@ -189,7 +189,7 @@ def span(
         if MASKED:
             visible = seen[None, :]
             if BLOCK > 1:
-                place = _positions(table, t, TILES, BN)
+                place = positions_of(table, t, TILES, BN)
                 asks = (position >= edge_bound(table, t, 4, TILES)) & (position < edge_bound(table, t, 5, TILES))
                 visible = visible & asks[:, None] & (place[None, :] <= position[:, None])
                 if WINDOWED:
@@ -220,15 +220,15 @@ def span(
         factor_v = tl.load(scale_v + head) * FACTOR_V
     tl.store(tops + cell, top, mask=ok)
     tl.store(totals + cell, tl.max(total, 1), mask=ok)
-    _store_part(out, cell, ok, (a0 - shift[:, None]) * factor_v, 0, NV, DIM_V, PAD_V)
+    store_part(out, cell, ok, (a0 - shift[:, None]) * factor_v, 0, NV, DIM_V, PAD_V)
     if NV > 1:
-        _store_part(out, cell, ok, (a1 - shift[:, None]) * factor_v, 1, NV, DIM_V, PAD_V)
+        store_part(out, cell, ok, (a1 - shift[:, None]) * factor_v, 1, NV, DIM_V, PAD_V)
     if NV > 2:
-        _store_part(out, cell, ok, (a2 - shift[:, None]) * factor_v, 2, NV, DIM_V, PAD_V)
-        _store_part(out, cell, ok, (a3 - shift[:, None]) * factor_v, 3, NV, DIM_V, PAD_V)
+        store_part(out, cell, ok, (a2 - shift[:, None]) * factor_v, 2, NV, DIM_V, PAD_V)
+        store_part(out, cell, ok, (a3 - shift[:, None]) * factor_v, 3, NV, DIM_V, PAD_V)
 
 
 @triton.jit
-def _store_part(out, cell, ok, part, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+def store_part(out, cell, ok, part, i: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
     d = elements(i, N, DIM, PAD)
     tl.store(out + cell[:, None] * DIM + d[None, :], part, mask=ok[:, None] & (d < DIM)[None, :])

@@ -24,6 +24,7 @@ _HEADS = frozenset(("output.weight", "lm_head.weight"))
 _EMBEDDINGS = ("token_embd.weight", "model.embed_tokens.weight")
 _OF_EXPERTS = re.compile(r"_exps\.|\.experts\.|\.ffn_(gate|up|down)\.\d+\.")
 _REORDERED = tuple(f".attn_{x}.weight" for x in ("q", "k", "q_b", "kv_a_mqa", "kv_b"))  # for half-split RoPE
+_OF_HEADS = tuple(f".attn_{x}_b.weight" for x in ("k", "v", "kv"))  # GPU: float16, see kernels/gpu/backend.py
 _ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, and nothing else does
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
@@ -122,6 +123,8 @@ def _weights_on_gpu(tensors: Mapping[str, Tensor], config: ModelConfig) -> Weigh
     packed = read = in_file = 0
     for name, tensor in _run(tensors, config):
         size = repacked.device_bytes(tensor.type, tensor.shape, tensor.nbytes)
+        if name.endswith(_OF_HEADS):
+            size = 2 * prod(tensor.shape)
         packed, in_file = packed + size, in_file + tensor.nbytes
         read += _bytes_read(name, size, tensors, config)
     mib = 1 << 20

@@ -21,8 +21,6 @@ def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:
     for name, type_ in types.items():
         if type_ not in FORMS:
             return f"{name} is stored as {type_}"
-    if config.latents:
-        return "its attention is over latents"
     for layer in config.layers:
         for dim in (layer.dim_k, layer.dim_v):
             if dim % 8 or dim > MOST_HEAD_DIM:

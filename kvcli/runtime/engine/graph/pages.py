@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from kvcli.kernels.gpu import latents
 from kvcli.kernels.gpu.attention import block_rows, part_count, programs
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS, most_parts
@@ -80,9 +81,15 @@ class GroupTables:
         self.alike = alike and rows > 1
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
         self.chip = Chip.of(device)
+        self.most = most_parts(group.dim_v)
+        each = programs(self.chip, group.sealed) // group.kv_heads
         self.block, _ = block_rows(group.record, heads, rows, self.chip)
+        if group.record.joined:
+            self.most, each = latents.MOST_PARTS, latents.parts_of_one(heads, self.chip)
+            self.block, _ = latents.block_rows(group.record, heads, rows)
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
-        most = 2 * MOST_PARTS * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
+        self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block
+        most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
         sizes = [n + n % 2 for n in (rows, self.pages, self.pages, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
@@ -109,12 +116,11 @@ class GroupTables:
         """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""
         group, turns = self.group, self.lists.turns
         seen = min(bucket, group.window) if group.window else bucket
-        each = programs(self.chip, group.sealed) // (group.kv_heads * self.blocks)
-        splits = 1 if self.alike else max(1, min(each, seen // (PAGES_EACH * group.page_size)))
+        splits = 1 if self.alike else max(1, min(self.each, seen // (PAGES_EACH * group.page_size)))
         if self.rows == 1:
-            return min(most_parts(group.dim_v), part_count(splits, group.sealed, turns))
+            return min(self.most, part_count(splits, group.sealed, turns))
         others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries
-        return min(most_parts(group.dim_v), splits + others)
+        return min(self.most, splits + others)
 
     def bind(self, part: Part, group: int, bucket: int) -> bool:
         """Upload the lists of a sequence, of which this is group number `group`, for the part's rows, or for the one

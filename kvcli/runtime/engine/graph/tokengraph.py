@@ -49,6 +49,8 @@ def _unlike(c: ModelConfig) -> str:
         return "weights of experts multiply what these read"
     if c.experts is not None and c.experts.beside:
         return "a dense part stands beside the experts"
+    if c.latents:
+        return "attention is over latents"
     if c.d_token:
         return "layers have embeddings of tokens of their own"
     if c.block.v_norm:

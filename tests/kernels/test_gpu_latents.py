@@ -1,0 +1,94 @@
+"""Attention over latents on a GPU against that of the reference: rows that are stored and sealed, and what is seen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from gpucases import DEVICE, OPS, error
+from kernelcases import one_thread
+
+from kvcli.codecs import CODECS
+from kvcli.kernels import AttentionLayer, Backend
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig, RopeConfig
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
+
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+class Latents:
+    """The second of two layers over latents."""
+
+    def __init__(
+        self,
+        ops: Backend,
+        codec: str,
+        dims: tuple[int, int],
+        heads: int,
+        kept: Retention | None = None,
+        **how: object,
+    ) -> None:
+        layer = LayerConfig(LATENT, 1, *dims, rope=RopeConfig(10000.0, dims[0]))
+        config = ModelConfig("x", "", 10, 2, 2, heads, 4096, EPS, (layer, layer), 1.0)
+        layout = KVLayout.build(config, codec, codec, 16).evicting(kept)
+        self.ops, on = ops, ops.device
+        self.seq = Sequence(PagePool(layout.by_layer(on.type == "cuda"), device=on))
+        rope = RopeTable(RopeConfig(10000.0, dims[0]))
+        norm = torch.linspace(0.5, 1.5, dims[1]).to(on)
+        self.how = AttentionLayer(
+            heads, dims[0] ** -0.5 / 4, rope, eps=EPS, v_norm=norm, seal=partial(seal_step, ops, rope), **how
+        )
+
+    def run(self, qkv: torch.Tensor) -> torch.Tensor:
+        ids = [0] * len(qkv)
+        part = self.seq.reserve(ids)
+        found = self.ops.attend(qkv.clone().to(self.ops.device), [part.stretch(1, 0, len(ids))], self.how)
+        self.seq.commit(ids)
+        return found.cpu()
+
+
+CASES = [
+    *((codec, (64, 512), 16, {}) for codec in ("f16", "int8")),
+    *((codec, (16, 64), 5, {}) for codec in CODECS),
+    ("f16", (8, 32), 20, {"amplitude": 1.3, "temperature": (0.3, 16, 0)}),
+    ("bf16", (32, 96), 40, {"softcap": 2.0}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "dims", "heads", "how"), CASES)
+def test_steps_are_those_of_the_reference(codec: str, dims: tuple[int, int], heads: int, how: dict[str, object]):
+    """Of one row and of several, across the ends of pages, over one page that fixes scales."""
+    both = [Latents(ops, codec, dims, heads, **how) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
+    generator = torch.manual_seed(heads)
+    for t in (18, 1, 30, 1):
+        qkv = torch.randn(t, (heads + 1) * sum(dims), generator=generator)
+        expected, found = (each.run(qkv) for each in both)
+        assert error(found, expected) < (6e-3 if CODECS[codec].bits < 16 else 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ("f16", "int8"))
+def test_evicted_rows_are_not_seen_and_kept_ones_are_turned(codec: str):
+    retention = Rolling(5, 32, 16)
+    both = [Latents(ops, codec, (16, 64), 5, retention) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
+    generator = torch.manual_seed(1)
+    for t in (40, 1, 30, 17, 1):
+        qkv = torch.randn(t, 6 * 80, generator=generator)
+        expected, found = (each.run(qkv) for each in both)
+        assert error(found, expected) < 6e-3
+    assert both[0].seq.evicted > 0
