@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from engines import PROMPT, open_tiny
@@ -114,34 +116,38 @@ def _opened(options: CacheOptions) -> Engine:
             st.sampled_from((192, 320)),
             st.sampled_from((16, 32)),
             st.sampled_from(("f16", "int8")),
+            st.sampled_from(("", "cuda some card")),
             st.integers(20, 110),
         ),
         min_size=3,
         max_size=6,
     )
 )
-def test_any_order_of_settings(runs: list[tuple[str, int, int, str, int]]) -> None:
-    """Beginnings of one prompt under any settings: the answer of a cold run, and never two copies of a row that is the
-    same."""
+def test_any_order_of_settings(runs: list[tuple[str, int, int, str, str, int]]) -> None:
+    """Beginnings of one prompt under any settings, on a CPU and on what passes for a GPU: the answer of a cold run, and
+    never two copies of a row that is the same."""
     with tempfile.TemporaryDirectory() as name:
-        root, longest = Path(name), dict[tuple[str, int], int]()
-        for policy, ctx, page, k, n in runs:
+        root, longest = Path(name), dict[tuple[str, int, str], int]()
+        for number, (policy, ctx, page, k, card, n) in enumerate(runs):
             evict = EvictOptions(policy) if policy == "none" else EvictOptions(policy, window=64)
             engine, prompt = _opened(CacheOptions(ctx, k, k, page, ubatch=32, evict=evict)), [*PROMPT[:n], 7, 8]
-            found = ask(engine, prompt, store_in(root, converts=False))
+            with mock.patch.object(enginecaches, "computed_on", lambda _, on=card: on) if card else nullcontext():
+                found = ask(engine, prompt, store_in(root, converts=False))
             assert found.ids == ask(engine, prompt, NOWHERE).ids
             whole = engine.retention.whole if engine.retention else 1 << 20
-            common = min(longest.get((k, page), 0), n, whole) // page * page
+            common = min(longest.get((k, page, card), 0), n, whole) // page * page
             assert found.usage.cache_read_tokens >= common - page
+            if not any(each[2:5] == (page, k, card) for each in runs[:number]):
+                assert found.usage.cache_read_tokens == 0, "rows of other devices are none of this one's"
             if n + 2 <= whole:
-                longest[k, page] = max(longest.get((k, page), 0), n)
-        rows: dict[tuple[str, str, str, int, int], int] = {}
+                longest[k, page, card] = max(longest.get((k, page, card), 0), n)
+        rows: dict[tuple[str | int, ...], int] = {}
         for path in files_in(root):
             with PromptCacheFile(path) as file:
                 c = file.contents
             for arena, number in c.pages:
                 size = int(c.identity["page_size"])
                 if arena == 1 and (number + 1) * size <= c.end - 2:  # whole pages without what ends each prompt
-                    at = c.identity["cache_type_k"], c.identity["eviction"], c.identity["page_size"], arena, number
+                    at = *map(c.identity.get, ("cache_type_k", "eviction", "page_size", "computed_on")), arena, number
                     rows[at] = rows.get(at, 0) + 1
         assert all(count == 1 for count in rows.values()), rows
