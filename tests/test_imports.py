@@ -58,8 +58,9 @@ runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
 runtime.evaluate.answers runtime.evaluate.quality runtime.evaluate.recompute runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
-runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup runtime.promptcache.pagefiles
-runtime.promptcache.prefix runtime.promptcache.saved runtime.promptcache.userfile runtime.promptcache.writer
+runtime.promptcache.filerows runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup
+runtime.promptcache.pagefiles runtime.promptcache.prefix runtime.promptcache.saved
+runtime.promptcache.userfile runtime.promptcache.writer
 """
 TORCH_USERS = tuple(f"kvcli.{name}" for name in TORCH.split())
 

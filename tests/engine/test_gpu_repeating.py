@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ class Model:
     def __init__(self, arch: str, types: str, block: int, packed: bool = False) -> None:
         file = GGUFFile.open(tiny.make_even(arch, packed, VOCAB))
         config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
-        self.layout = KVLayout.build(config, types, types, PAGE).by_layer(True).in_blocks(block or 1)
+        self.layout = KVLayout.build(config, types, types, PAGE).by_layer(True)
+        self.layout = replace(self.layout, grain=block or 1)
         self.decoder = load(config, Weights(file), GpuBackend(torch.device(DEVICE), block))
         self.pool = PagePool(self.layout, device=self.decoder.ops.device)
         self.steps = StepGraph(self.decoder, self.layout, CONTEXT)

@@ -17,7 +17,7 @@ from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache import layout as layouts
-from kvcli.runtime.promptcache import chatfiles, ledger, lookup
+from kvcli.runtime.promptcache import chatfiles, filerows, ledger
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import PromptStore
@@ -204,7 +204,7 @@ def test_rows_that_the_pool_has_no_room_for(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise DoesNotFit("the KV pool is full")
 
-    monkeypatch.setattr(lookup, "take_rows", full)
+    monkeypatch.setattr(filerows, "take_rows", full)
     told = Told()
     end = ask(engine, prompt, options, told)
     assert end.ids == cold.ids and "no room" in end.usage.cache_miss and file.read_bytes() == before

@@ -303,10 +303,6 @@ class KVLayout:
         where memory is by stretches of 2 MiB; on a CPU a page in one piece is read and written as it is."""
         return replace(self, groups=tuple(replace(g, by_layer=by_layer) for g in self.groups))
 
-    def in_blocks(self, grain: int) -> KVLayout:
-        """This layout for rows that are computed in blocks of `grain`."""
-        return replace(self, grain=grain)
-
     @property
     def retention(self) -> Retention | None:
         """What stays of a sequence; None = everything, sliding windows aside."""

@@ -60,7 +60,7 @@ class Engine:
             loaded.config, loaded.device, loaded.tokenizer, loaded.decoder
         )  # fmt: skip
         self.terms = terms = terms or loaded.terms
-        self.layout, self.ctx_size, self.plan = terms.layout.in_blocks(loaded.grain), terms.ctx_size, terms.plan
+        self.layout, self.ctx_size, self.plan = replace(terms.layout, grain=loaded.grain), terms.ctx_size, terms.plan
         self.ubatch = terms.setting.step(terms.layout) // loaded.grain * loaded.grain
         if pool is None:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
