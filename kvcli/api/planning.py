@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import LEAST_LATENT_BITS, KVLayout
 from kvcli.runtime.config import FULL, LATENT, WINDOWED
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.device import AUTO, check_there, parse_device
@@ -179,9 +179,12 @@ def _device(name: str) -> Memory:
 
 
 def kept_apart(model: PlannedModel, pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """The pairs that differ in this model: a latent cache has no values of its own, only the type of keys counts."""
-    latent = all(layer.kind == LATENT for layer in model.config.layers)
-    return tuple(dict.fromkeys((k, k) for k, _ in pairs)) if latent else pairs
+    """The pairs that differ in this model: latents have one type, that of keys. Of the usual ones those that have to be
+    forced are left out."""
+    if any(layer.kind != LATENT for layer in model.config.layers):
+        return pairs
+    least = LEAST_LATENT_BITS if pairs == USUAL_PAIRS else 0
+    return tuple(dict.fromkeys((k, k) for k, _ in pairs if codec(k).bits >= least))
 
 
 def setting(model: PlannedModel, target: Target, query: Query) -> Setting:

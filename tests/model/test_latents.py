@@ -18,7 +18,7 @@ from kvcli.codecs import CODECS, RecordLayout
 from kvcli.errors import UsageError
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.reference import ggml
-from kvcli.options import CacheOptions, PromptCacheOptions
+from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
@@ -155,6 +155,15 @@ def test_types_below_8_bits_are_refused_and_can_be_forced():
         assert "int8" in str(refused.value.hint)
     forced = open_tiny("deepseek2", "native", CacheOptions(96, "int4", "int4", force_types=True))
     assert isinstance(forced, Engine) and forced.new_sequence().losses() == ("quantized: latents int4",)
+
+
+def test_latents_have_one_type_and_are_not_selected():
+    with pytest.raises(UsageError, match="cannot be int8 as keys and f16 as values"):
+        open_tiny("deepseek2", "native", CacheOptions(96, "int8", "f16"))
+    for types in (("int8", "auto"), ("int8", "int8"), ("auto", "f16")):
+        assert open_tiny("deepseek2", "native", CacheOptions(96, *types)).layout.groups[0].codec_k.name == "f16"
+    with pytest.raises(UsageError, match="h2o does not select latents"):
+        open_tiny("deepseek2", "native", CacheOptions(160, page_size=16, evict=EvictOptions("h2o", budget="64")))
 
 
 def test_bytes_are_those_of_one_latent():

@@ -34,6 +34,7 @@ NOTHING_TO_EVICT = (
     "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
 )
 MASS_BYTES, POSITION_BYTES, SCORE_BYTES = 8, 4, 8  # of each row and KV head where rows are selected
+LEAST_LATENT_BITS = 8  # types of fewer have to be forced: see engine/guard.py
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
 
 
@@ -279,8 +280,12 @@ class KVLayout:
 
     @classmethod
     def of_options(cls, config: ModelConfig, cache: CacheOptions) -> KVLayout:
-        """The layout that these options name; "auto" is 16 bits. Raises UsageError, see `build`."""
+        """The layout that these options name; "auto" is 16 bits. Raises UsageError, see `build`, also for two types of
+        latents."""
         types = canonical(cache.type_k), canonical(cache.type_v)
+        if cache.type_v != "auto" and types[0] != types[1] and all(x.kind == LATENT for x in config.layers):
+            what = f"latents are keys and values at once, and cannot be {types[0]} as keys and {types[1]} as values"
+            raise UsageError(what, "`type_k` is their type: leave `type_v` out")
         return cls.build(config, *types, cache.page_size, sinks=cache.sinks, tail=cache.tail)
 
     def evicting(self, retention: Retention | None) -> KVLayout:

@@ -26,12 +26,11 @@ from typing import Protocol
 import torch
 
 from kvcli.errors import UsageError
-from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.layout import LEAST_LATENT_BITS, KVLayout
 from kvcli.runtime.config import ALL, LATENT, ModelConfig
 
 LIMIT_NATS = 2.0  # gemma3 270M, which int4 suits, has 1.0; a bias of norm 605 over 512 elements has 2.7
 FALLBACK = "int8"
-LEAST_LATENT_BITS = 8
 
 
 class Vectors(Protocol):
