@@ -33,7 +33,8 @@ def draw(path: str, cells: list[Cell]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "kv"  # the same results are the same file
+    # Letters stay letters, and the same results are the same file.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kv"})
     settings = list(dict.fromkeys(cell.compared.name for cell in cells))
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(max(5, 1.5 + 1.1 * len(settings)), 6.5))
     _lines(above, cells, settings, "nll")
