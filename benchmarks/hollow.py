@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 from kvcli.blockformats import FORMATS
-from kvcli.kernels import ExpertTensor, QuantTensor
-from kvcli.kernels.gpu import past
+from kvcli.kernels import Carried, ExpertTensor, QuantTensor
+from kvcli.kernels.gpu import past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
@@ -99,6 +99,17 @@ class HollowWeights(Weights):
 
     def vector(self, name: str, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, device=META)
+
+
+@torch.inference_mode()
+def launched_by_states(chip: Chip) -> set[Variant]:
+    """Every kernel that layers with a state launch on that card, for LFM2 1.2B."""
+    d, rows, kernel = 2048, 2, 3
+    x, weight, state = (torch.empty(*shape, device=META) for shape in ((rows, 3 * d), (d, kernel), ((kernel - 1) * d,)))
+    with assumed(chip), collecting() as found:
+        states.short_conv(x, weight, None, [Carried(0, rows, None, state)])
+        states.short_conv(x, weight, None, [Carried(0, rows, state, state)])
+    return found
 
 
 @torch.inference_mode()

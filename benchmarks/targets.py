@@ -28,7 +28,7 @@ from kvcli import environment
 environment.prepare()  # before torch is imported
 
 import triton  # noqa: E402
-from hollow import Model, launched  # noqa: E402
+from hollow import Model, launched, launched_by_states  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime._async_compile import AsyncCompileMode  # noqa: E402
@@ -177,6 +177,8 @@ def wanted(names: Iterable[str], types: Iterable[str], sm: int) -> dict[Key, Var
                 for evict in (EvictOptions(), EvictOptions(policy="sink")) if name == "8b" else (EvictOptions(),):
                     cache = CacheOptions(ctx_size=8192, type_k=pair[0], type_v=pair[1], evict=evict)
                     found |= {Key.of(variant): variant for variant in launched(model, cache, CHIPS[sm])}
+    if "8b" in names:
+        found |= {Key.of(variant): variant for variant in launched_by_states(CHIPS[sm])}
     return found
 
 

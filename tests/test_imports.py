@@ -30,7 +30,7 @@ kvcli.runtime.plan kvcli.runtime.model
 kvcli.runtime.cache kvcli.runtime.host kvcli.runtime.hub
 kvcli.runtime.model.archs
 kvcli.runtime.model.architecture
-kvcli.runtime.model.expertkeys kvcli.runtime.model.latentkeys kvcli.runtime.model.ropekeys
+kvcli.runtime.model.expertkeys kvcli.runtime.model.latentkeys kvcli.runtime.model.mixerkeys kvcli.runtime.model.ropekeys
 kvcli.runtime.config
 kvcli.kernels kvcli.runtime.formats
 kvcli.runtime.text
@@ -49,9 +49,10 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 TORCH = """
 kernels
 runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.latents runtime.model.loading
+runtime.model.mixers
 runtime.model.rope runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
-runtime.cache.shown
+runtime.cache.shown runtime.cache.states
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph

@@ -273,6 +273,9 @@ def _file_bytes(layout: KVLayout, tokens: int) -> int:
         size += group.pages(tokens, REWIND_ROWS + 1) * group.page_bytes
         if opened := group.open_class():
             size += group.open_pages_kept(tokens) * opened.page_bytes
+    if layout.states:
+        kept = layout.states[1]
+        size += kept.left_by(tokens) * kept.page_bytes
     return size
 
 

@@ -20,7 +20,7 @@ from kvcli.runtime.promptcache import lookups
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.sameness import SCOPE, is_exact
 from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
-from kvcli.runtime.promptcache.starting import starts
+from kvcli.runtime.promptcache.starting import checkpoints, starts
 from kvcli.runtime.promptcache.store import SUFFIX, entries, folders, is_pinned
 from kvcli.runtime.promptcache.worth import FileWorth, Worth, key_of
 
@@ -170,6 +170,14 @@ class Described:
             return None
 
     @property
+    def checkpoints(self) -> tuple[int, int] | None:
+        """How many states it has, and the bytes of each, see `starting.checkpoints`; None where that is not known."""
+        try:
+            return None if self.contents is None else checkpoints(self.contents)
+        except ValueError:
+            return None
+
+    @property
     def starting(self) -> str:
         """The same in words: 'anywhere', 'at 448-1,024, 2,560-3,109', 'nowhere'."""
         found, c = self.starts, self.contents
@@ -196,6 +204,7 @@ class Described:
             "first_token": c.start if c else None,
             "tokens": len(c.tokens) if c else None,
             "pages": len(c.pages) if c else None,
+            "checkpoints": self.checkpoints[0] if self.checkpoints else None,
             "type_k": type_k,
             "type_v": type_v,
             "page_size": o.page_size if o else None,

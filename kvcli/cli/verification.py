@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MOST_SHARE, MOST_BYTES = 0.03, 100 << 20  # off by more than both: the check fails
 _RUNTIME = "runtime and libraries"
+_STATES = "states", "checkpoints"  # rows of a plan, in the order of the arenas
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def verify(engine: Engine, tokens: int) -> Verification:
     On a GPU other programs count, too.
     """
     plan = engine.predict(tokens)
-    known: dict[str, int | None] = {"KV pool": engine.pool.committed_bytes}
+    pool, layout = engine.pool, engine.layout
+    known: dict[str, int | None] = {"KV pool": pool.committed(range(len(layout.row_arenas)))}
+    if layout.state_arenas:
+        known |= {name: pool.committed([i]) for name, i in zip(_STATES, layout.state_arenas, strict=True)}
     if engine.device.kind == CUDA:
         index = engine.device.index
         peak = max(1, peak_on_card(index, engine.loaded.cards_before[index].free))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvcli.routing import Routing
 
 FULL, SLIDING, CHUNKED, LATENT, RECURRENT = "full", "sliding", "chunked", "latent", "recurrent"
+MAX_CONV = 8  # rows that a convolution reads, at most; as in kernels/cpu/cpu.c
 WINDOWED = (SLIDING, CHUNKED)  # layers that see a part of the rows before a query
 
 
@@ -57,6 +58,21 @@ class Temperature(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution over `kernel` rows, in the place of attention (LFM2, arXiv 2511.23404). Its state are
+    the last kernel - 1 rows of what is convolved."""
+
+    kernel: int
+
+    def state_bytes(self, d_model: int) -> int:
+        """Bytes of a sequence's state in one layer: float32."""
+        return 4 * (self.kernel - 1) * d_model
+
+
+Mixer = ShortConv
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What one layer keeps in the cache and how it looks at it.
 
@@ -64,10 +80,11 @@ class LayerConfig:
     values and parts of keys, and dim_k counts what keys have besides, the dims that RoPE turns.
     `window` counts the tokens a sliding layer sees, the query included; 0 = all. In a chunked layer a query sees those
     of its own chunk, of `window` tokens; the first one begins at position 0. `rope` None: positions are not seen
-    but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows. `shares_kv_with` names the
-    layer whose rows this one reads; it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of
-    the model. `cutoff`: of its gates only those are open that stand more than so many standard deviations above their
-    mean (statistical top-k, arXiv 2506.06644); None = all are.
+    but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows; `mixer` is what it has in
+    the place of attention, None where kv only plans for it. `shares_kv_with` names the layer whose rows this one reads;
+    it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of the model. `cutoff`: of its gates
+    only those are open that stand more than so many standard deviations above their mean (statistical top-k, arXiv
+    2506.06644); None = all are.
     """
 
     kind: str
@@ -81,6 +98,7 @@ class LayerConfig:
     shares_kv_with: int | None = None
     d_ff: int = 0
     cutoff: float | None = None
+    mixer: Mixer | None = None
 
 
 RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450
@@ -109,7 +127,7 @@ class Block:
     | `v_norm` | an RMS norm without weights over each head of v |
     | `keys_as_values` | layers without values of their own take their keys, before norm and RoPE |
     | `layer_scale` | the residual stream behind a layer is multiplied by a number of the layer, where a file has it |
-    | `ffn_norm` | name in files of the norm before the feed-forward part |
+    | `ffn_norm`, `last_norm` | names in files of the norm before the feed-forward part, and of that behind all layers |
     """
 
     activation: str = "silu"
@@ -126,6 +144,7 @@ class Block:
     keys_as_values: bool = False
     layer_scale: bool = False
     ffn_norm: str = "ffn_norm"
+    last_norm: str = "output_norm"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from cachecases import SIZE, WINDOW, SmallPool, append, check_rows, read, tiny_layout, write
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache import grouplayout as layouts
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache import grouplayout as layouts
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 

@@ -16,7 +16,7 @@ from reusecases import NOWHERE, Told
 from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, EvictOptions, SampleOptions
-from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache import grouplayout as layouts
 from kvcli.runtime.cache.eviction.shift import Halves
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine import scheduler as schedulers

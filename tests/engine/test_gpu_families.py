@@ -77,6 +77,8 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
         ("deepseek2", "f16"),
         ("deepseek2-groups", "f16"),
         ("mistral4", "int8"),
+        ("lfm2", "f16"),
+        ("lfm2-biased", "int8"),
     ],
 )
 def test_steps_are_those_of_the_reference(variant: str, types: str):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from kvcli.codecs import CODECS
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions
-from kvcli.runtime.cache.layout import CHUNK_BYTES, KVLayout
+from kvcli.runtime.cache.grouplayout import CHUNK_BYTES
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.host import memory
 from kvcli.runtime.host.memory import CPU, CUDA, Memory
@@ -88,7 +90,19 @@ def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> 
             seq.reserve(ids)
             seq.commit(ids)
     assert all(seq.length == tokens for seq in made)
-    return pool.committed_bytes
+    return pool.committed_bytes + _room_for_checkpoints(pool, tokens, chunk, sequences)
+
+
+def _room_for_checkpoints(pool: Any, tokens: int, chunk: int, sequences: int) -> int:
+    """Bytes that are planned for checkpoints of other prompts."""
+    layout = pool.layout
+    if layout.state_arenas is None:
+        return 0
+    live, kept = layout.state_arenas
+    assert pool.peak(live) == sequences
+    free = layout.arena_pages(tokens, chunk, sequences)[kept] - pool.peak(kept)
+    assert free >= 0
+    return free * layout.arenas[kept].page_bytes
 
 
 @st.composite

@@ -16,7 +16,7 @@ from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
-from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache import grouplayout as layouts
 from kvcli.runtime.promptcache import chatfiles, filerows, ledger
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.shelves import Shelves

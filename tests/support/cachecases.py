@@ -11,7 +11,7 @@ from kernelcases import page as page_of
 
 from kvcli.kernels import PagedKV
 from kvcli.kernels.reference.store import store
-from kvcli.runtime.cache import layout as layouts
+from kvcli.runtime.cache import grouplayout as layouts
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool, _Arena
 from kvcli.runtime.cache.sequence import Part, Sequence, chunk_end

@@ -73,6 +73,9 @@ _LATENTS = {
 }  # fmt: skip
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8) | {"num_experts_per_tok": 3}
 _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
+# Six heads of eight.
+_LFM2 = _EVEN | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_LFM2 |= {"block_auto_adjust_ff_dim": False}
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
@@ -117,6 +120,8 @@ FAMILIES = {
     "hunyuan-moe": Family("hunyuan_v1_moe", _EXPERTS | {"moe_topk": 3}),
     "deepseek2": Family("deepseek_v3", _EXPERTS | _LATENTS),
     "mistral4": Family(settings=_EXPERTS | _LATENTS | {"head_dim": 20}),
+    "lfm2": Family(settings=_LFM2),
+    "lfm2moe": Family("lfm2_moe", _LFM2 | _EXPERTS | {"moe_intermediate_size": 24, "num_dense_layers": 1}),
 }
 
 _LLAMA3 = {
@@ -171,6 +176,7 @@ _OLD_KEYS = {
 }  # fmt: skip
 _GROUPED = {"expert_group_count": 4, "expert_group_used_count": 2}
 _LATENT_YARN = _YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
+_LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
 
@@ -201,7 +207,7 @@ _GEMMA4_KEYS = {
     "rope.dimension_count_swa": 16,
     "embedding_length_per_layer_input": 0,
 }
-_EACH_LAYER = ("layer_types", "no_rope_layers", "attention.sliding_window_pattern")
+_EACH_LAYER = ("attention.head_count_kv", "layer_types", "no_rope_layers", "attention.sliding_window_pattern")
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 FILES_ALONE = (
     *BORROWED,
@@ -449,6 +455,16 @@ VARIANTS = {
         _tied(False, use_qk_norm=True, num_hidden_layers=2, routed_scaling_factor=1.5),
         _EXPERT_KEYS | _GLM_KEYS | {"nextn_predict_layers": 1, "block_count": 3},
     ),
+    # Short convolutions; the second one over four rows, with biases.
+    "lfm2": Variant("lfm2", _tied(True), _LFM2_KEYS),
+    "lfm2-biased": Variant("lfm2", _tied(False, conv_bias=True, conv_L_cache=4), _LFM2_KEYS | {"shortconv.l_cache": 4}),
+    "lfm2moe": Variant(
+        "lfm2moe",
+        _tied(True),
+        _LFM2_KEYS
+        | _EXPERT_KEYS
+        | {"expert_gating_func": 2, "expert_feed_forward_length": 24, "leading_dense_block_count": 1},
+    ),
     "minimax-m2": Variant("minimax-m2", _tied(False), _EXPERT_KEYS | {"expert_gating_func": 2}),
     "hunyuan-moe": Variant("hunyuan-moe", _tied(True), _EXPERT_KEYS),
     # DeepSeek V3: sigmoid routing by groups, queries compressed.
@@ -606,7 +622,7 @@ def _reference(variant: Variant, vocab_size: int) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(0.5 + float(torch.rand(1, generator=generator)))
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.data = 0.3 * torch.randn(buffer.shape, generator=generator)
     if variant.padding:
         model.get_output_embeddings().weight.data[-variant.padding :] *= 50  # they would win every draw
@@ -618,6 +634,8 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
     sizes = _sizes(model)
     norms = {"rms_norm_eps": "layer_norm_rms"}
     norms |= dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), "layer_norm")
+    if variant.arch in ("lfm2", "lfm2moe"):
+        norms["norm_eps"] = "layer_norm_rms"
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
         "embedding_length": sizes.hidden_size,
@@ -698,6 +716,10 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
             name, weight = f"{found_stream[1]}.weight", torch.stack(streams)
         elif name.startswith("model.altup"):
             continue
+        if name.endswith("expert_bias"):
+            name += ".bias"
+        if name.endswith("conv.conv.weight"):
+            weight = weight.squeeze(1)
         if name.endswith(("layer_scalar", "correct_output_scale")) or re.search(
             r"\d\.experts\.(gate_up|down)_proj$", name
         ):

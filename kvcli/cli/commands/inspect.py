@@ -11,7 +11,7 @@ from kvcli.cli import render
 from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.locate import locate_model
-from kvcli.runtime.config import CHUNKED, LATENT
+from kvcli.runtime.config import CHUNKED, LATENT, RECURRENT
 from kvcli.words import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ def _config_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     cost = f"{facts.token_bytes:,} bytes a token at f16"
     if facts.late_token_bytes != facts.token_bytes:
         cost += f", {facts.late_token_bytes:,} once the windows are full"
-    return [*lines, ("KV cache", cost)]
+    lines.append(("KV cache", cost))
+    if states := sum(group.layers * group.state_bytes for group in facts.groups):
+        lines.append(("states", f"{states:,} bytes a sequence, whatever its length"))
+    return lines
 
 
 def _group_text(group: LayerGroup) -> str:
@@ -108,8 +111,11 @@ def _group_text(group: LayerGroup) -> str:
         return f"{group.layers} latent · {group.dim_v} + {group.dim_k} that RoPE turns, stored once for all heads"
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
     window = f" ({'chunks of' if group.kind == CHUNKED else 'window'} {group.window:,})" if group.window else ""
+    state = f"state of {group.state_bytes:,} bytes in f32" if group.state_bytes else ""
+    if group.kind == RECURRENT:
+        return f"{group.layers} {group.kind} · {state or 'nothing kept'}"
     heads = counted(group.kv_heads, "KV head")
-    return f"{group.layers} {group.kind}{window} · {heads} · {dims}"
+    return f"{group.layers} {group.kind}{window} · {heads} · {dims}{f' · {state}' if state else ''}"
 
 
 def _tokenizer_line(tokenizer: TokenizerFacts) -> str:

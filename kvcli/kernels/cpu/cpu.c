@@ -223,6 +223,15 @@ typedef struct {
 #endif
 #endif
 
+#define MAX_CONV 8      /* rows that a convolution reads, at most: states.py */
+#define CONV_COLUMNS 64 /* of a task */
+
+typedef struct { /* Carried of states.py: rows [lo, hi) of a step; source NULL = zeros */
+    int64_t lo, hi;
+    const float *source;
+    float *target;
+} kv_carried;
+
 static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
@@ -245,6 +254,7 @@ typedef struct {
     int (*has_codec)(const kv_codec *);
     void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const float *,
                       const kv_part *, int64_t, float *);
+    void (*short_conv)(const float *, int64_t, const float *, const float *, int64_t, int64_t, const kv_carried *, int64_t, float *);
 } kernels;
 
 /* ---- products with rows in fixed point ----------------------------------------------------------------------- */
@@ -511,6 +521,13 @@ int kv_has_codec(const kv_codec *codec) { return active->has_codec(codec); }
 void kv_attention(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window, float scale,
                   float softcap, const float *sinks, const kv_part *parts, int64_t n_parts, float *out) {
     active->attention(q, ldq, turned, ld_turned, heads, window, scale, softcap, sinks, parts, n_parts, out);
+}
+
+/* out [t, d]: projections b, c, z of each row side by side in x; b * z convolved with weight [d, kernel], + bias (NULL = none),
+ * times c. States are the last kernel - 1 rows of b * z. */
+void kv_short_conv(const float *x, int64_t ldx, const float *weight, const float *bias, int64_t d, int64_t kernel,
+                   const kv_carried *carried, int64_t n, float *out) {
+    active->short_conv(x, ldx, weight, bias, d, kernel, carried, n, out);
 }
 
 #include "cpu_calls.h"

@@ -546,6 +546,7 @@ static void NAME(activate)(const float *x, int64_t t, int64_t f, int64_t act, in
 #include "cpu_codecs.h"
 #include "cpu_cache.h"
 #include "cpu_attention.h"
+#include "cpu_states.h"
 
 static const kernels NAME(kernels) = {
 #if VL == 16
@@ -557,7 +558,7 @@ static const kernels NAME(kernels) = {
 #endif
     NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(add), NAME(rope), NAME(activate),
     NAME(rotate), NAME(store), NAME(seal), NAME(has_codec),
-    NAME(attention),
+    NAME(attention), NAME(short_conv),
 };
 
 #undef vf

@@ -25,6 +25,7 @@ from kvcli.kernels.reference.pointwise import (
     softcap,
 )
 from kvcli.kernels.reference.rotation import rotate_
+from kvcli.kernels.reference.shortconv import short_conv
 from kvcli.kernels.reference.store import seal, store
 
 
@@ -55,6 +56,7 @@ class ReferenceBackend:
     store = staticmethod(store)
     seal = staticmethod(seal)
     attention = staticmethod(attention)
+    short_conv = staticmethod(short_conv)
 
     def __init__(self, threads: int = 1) -> None:
         self._pool = ThreadPoolExecutor(threads)

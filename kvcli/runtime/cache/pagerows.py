@@ -61,7 +61,7 @@ class PageRows:
         self._angles = angles
 
     def _class(self, form: Form, numbers: np.ndarray) -> _Class:
-        layout = form.pool.layout.arenas[form.arena]
+        layout = form.pool.layout.row_arenas[form.arena]
         pages = [form.pool.page(form.arena, form.pages[n])[self.index] for n in numbers.tolist()]
         shape = (len(pages), layout.kv_heads, layout.record.record_bytes)
         records = torch.stack(pages) if pages else torch.zeros(shape, dtype=torch.uint8, device=self.device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.runtime.cache.layout import GroupLayout, KVLayout
+from kvcli.runtime.cache.layout import Arena, KVLayout
 
 NO_PAGE = -1
 
@@ -17,7 +17,7 @@ NO_PAGE = -1
 class _Arena:
     """The pages of one arena: chunks of equal pages that never move, a free list and reference counts."""
 
-    def __init__(self, layout: GroupLayout, device: torch.device) -> None:
+    def __init__(self, layout: Arena, device: torch.device) -> None:
         self.layout = layout
         self.page_bytes = layout.page_bytes
         self.device = device
@@ -102,9 +102,19 @@ class PagePool:
         a.peak = max(a.peak, a.used)
         return page
 
+    def take_spare(self, arena: int) -> int | None:
+        """A page for what can be done without, None where there is no room beside what others hold for now."""
+        a = self._arenas[arena]
+        full = a.layout.limit is not None and len(a.pages) >= a.layout.limit
+        if not a.free and (full or self.committed_bytes + a.page_bytes > self._soft_bytes):
+            self._reclaim(arena, False)
+        return self.take(arena) if a.free or self._grow(a) else None
+
     def _grow(self, arena: _Arena) -> bool:
         """Commit more pages; False if the budget has no room for one."""
         pages = arena.layout.pages_per_chunk
+        if arena.layout.limit is not None and len(arena.pages) >= arena.layout.limit:
+            return False
         if self.budget_bytes is not None:
             pages = arena.pages_within(self.budget_bytes - self.committed_bytes)
         if pages > 0:
@@ -168,7 +178,11 @@ class PagePool:
 
     @property
     def committed_bytes(self) -> int:
-        return sum(len(a.pages) * a.page_bytes for a in self._arenas)
+        return self.committed(range(len(self._arenas)))
+
+    def committed(self, arenas: Iterable[int]) -> int:
+        """Bytes that are committed of these arenas."""
+        return sum(len(self._arenas[i].pages) * self._arenas[i].page_bytes for i in arenas)
 
     def check(self, holders: Iterable[tuple[int, int]]) -> None:
         """Compare the counts with the (arena, page) pairs that holders report. Raises ValueError on a difference."""

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import Basis, PagedKV, Stretch, Watch
+from kvcli.kernels import Basis, Carried, PagedKV, Stretch, Watch
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.selecting import NEVER, Facts, Selector
+from kvcli.runtime.cache.states import StateStep, states_of
 from kvcli.runtime.config import LATENT
 
 
@@ -29,6 +30,15 @@ class Part:
     groups: tuple[Layers, ...]  # by group
     slots: tuple[tuple[int, int] | None, ...]
     watches: tuple[tuple[Watch, ...] | None, ...] = ()  # by group, of its layers: what is noted of these rows' queries
+    states: StateStep | None = None
+
+    def carried(self, index: int, lo: int) -> list[Carried]:
+        """How the rows, those from row `lo` of a step on, carry the state of a layer, by its index among those with
+        one. They are about to be computed, and states are changed in place."""
+        if self.states is None:
+            raise ValueError("no layer has a state")
+        self.states.begun = True
+        return self.states.carried(index, lo)
 
     def kv(self, layer: int) -> PagedKV:
         """The cache of one model layer."""
@@ -101,6 +111,7 @@ class Sequence:
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
         self.selector = Selector(selection) if selection and retention is None else None
+        self.states = states_of(pool)
 
     @property
     def length(self) -> int:
@@ -156,11 +167,14 @@ class Sequence:
         try:
             for held in self._lists:
                 held.take(start, end)
+            states = self.states.reserve(start, end) if self.states else None
         except DoesNotFit:
             self._trim(start)
             raise
         watches = self.selector.watches(self._lists, end) if self.selector else ()
-        return Part(torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots, watches)
+        return Part(
+            torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots, watches, states
+        )
 
     def select(self, facts: Facts) -> None:
         """Let go of rows, as the selector's budget says. Raises DoesNotFit, with nothing lost."""
@@ -175,6 +189,8 @@ class Sequence:
         self.tokens.extend(ids)
         for held in self._lists:
             held.seal(self.length)
+        if self.states:
+            self.states.commit()
 
     def drop(self) -> int:
         """Release pages that no query from here on can see; returns how many."""
@@ -183,10 +199,18 @@ class Sequence:
     def rewindable(self, length: int) -> int:
         """The longest prefix of at most `length` rows that can be gone back to.
 
-        Windows must still be whole, those of a retention too, and a sealed page cannot be opened again, nor can rows be
-        taken back that others were selected from.
+        Windows must still be whole, those of a retention too, and a sealed page cannot be opened again; no rows can be
+        taken back that others were selected from; and where layers have a state it must be there.
         """
-        length, size = min(length, self.length), self.pool.layout.page_size
+        length = min(length, self.length)
+        if self.states is None:
+            return self._rows_rewindable(length)
+        found = self.states.rewindable(length, self.length)
+        return next((at for at in found if self._rows_rewindable(at) == at), 0)
+
+    def _rows_rewindable(self, length: int) -> int:
+        """The same, as far as rows decide it."""
+        size = self.pool.layout.page_size
         if any(held.selected and length < held.selected.below for held in self._lists):
             return 0
         for held in self._lists:
@@ -198,6 +222,8 @@ class Sequence:
         """Keep the first `length` rows. Raises ValueError if that cannot be (see `rewindable`)."""
         if not 0 <= length <= self.length or self.rewindable(length) != length:
             raise ValueError(f"cannot go back to {length} of {self.length} rows")
+        if self.states:
+            self.states.rewind(length, self.length)
         self._trim(length)
         del self.tokens[length:]
         if self.selector:
@@ -211,7 +237,9 @@ class Sequence:
         return kept
 
     def _trim(self, length: int) -> None:
-        """Release what stands behind row `length`."""
+        """Release what stands behind row `length`, and what was taken for a step that was not committed."""
+        if self.states:
+            self.states.release_step()
         for held in self._lists:
             held.trim(length)
             if length < self.pool.layout.page_size and (length < self.length or any(b.known for b in held.bases)):
@@ -220,7 +248,11 @@ class Sequence:
     def fork(self) -> Sequence:
         """A sequence with the same rows, sharing every page."""
         twin = Sequence(self.pool, self._own)
+        if self.states and self.states.lost:
+            raise ValueError("the state of a step that failed is lost: go back to a checkpoint first")
         twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign)
+        if self.states and twin.states and self.length:
+            twin.states.share(self.states)
         for mine, theirs in zip(twin._lists, self._lists, strict=True):
             mine.selected = theirs.selected
         twin.selector = self.selector.copy() if self.selector else None
@@ -229,15 +261,18 @@ class Sequence:
     def close(self) -> None:
         """Release every page; the sequence is empty afterwards."""
         self._trim(0)
+        if self.states:
+            self.states.clear()
         self.tokens.clear()
         if self.selector:
             self.selector = Selector(self.selector.selection)
         self.foreign = 0
 
     def numbered(self) -> dict[PageKey, int]:
-        """Every page held, by its key."""
+        """Every page held, by its key: of rows and, of states, the checkpoints."""
         forms = (form for held in self._lists for form in held.forms)
-        return {(form.arena, number): page for form in forms for number, page in form.pages.items()}
+        found = {(form.arena, number): page for form in forms for number, page in form.pages.items()}
+        return {**found, **dict(self.states.numbered())} if self.states else found
 
     @property
     def bases(self) -> Bases:
@@ -256,14 +291,18 @@ class Sequence:
         self.tokens, self.foreign = list(tokens), min(foreign, len(tokens))
         forms = {form.arena: form for held in self._lists for form in held.forms}
         for (arena, number), page in sorted(pages.items()):
-            forms[arena].put(number, page)
+            if arena in forms:
+                forms[arena].put(number, page)
+        if self.states:
+            self.states.adopt(pages, self.length)
         if self.length >= self.pool.layout.page_size:
             for held, theirs in zip(self._lists, bases, strict=True):
                 held.bases = theirs
 
     def holds(self) -> Iterator[tuple[int, int]]:
         """(arena, page) for every reference this sequence has, for `PagePool.check`."""
-        return ((arena, page) for (arena, _), page in self.numbered().items())
+        numbered = ((arena, page) for (arena, _), page in self.numbered().items())
+        return itertools.chain(numbered, self.states.others() if self.states else ())
 
     def pages(self, arena: int) -> int:
         """Pages of the arena that this sequence holds."""

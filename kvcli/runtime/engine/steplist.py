@@ -54,6 +54,7 @@ class _Noted:
 
     def __init__(self, part: Part) -> None:
         self.groups, self.watches, self.usable = part.groups, part.watches, True
+        self.states = part.states.key if part.states else ()
         self.ids = torch.zeros(1, dtype=torch.int64)
         self.calls: Calls | None = None
         self.hidden: torch.Tensor
@@ -63,6 +64,7 @@ class _Noted:
         """Whether they are of this part's pages, and note what it wants noted."""
         return (
             self.watches is part.watches
+            and self.states == (part.states.key if part.states else ())
             and len(self.groups) == len(part.groups)
             and all(map(lambda a, b: a is b, self.groups, part.groups))
         )
@@ -106,6 +108,8 @@ class StepList:
             return None
         self._lists.move_to_end(key)
         if noted.calls is not None:
+            if part.states:
+                part.states.begun = True
             return noted.run(token, part.start)
         return self._note(noted, replace(part, ids=noted.ids), token) if noted.usable else None
 

@@ -81,12 +81,15 @@ class Keys:
             raise ModelError(f"the GGUF key {self.arch}.{key} must be a whole number up to {limit:,}, not {value}")
         return int(value)
 
-    def each(self, key: str, count: int, default: int | None = None, limit: int = 1 << 31) -> list[int]:
-        """A positive whole number for each of `count` layers, of which a file has one value or a list. ModelError."""
+    def each(
+        self, key: str, count: int, default: int | None = None, limit: int = 1 << 31, *, zero: bool = False
+    ) -> list[int]:
+        """A positive whole number, with `zero` also 0, for each of `count` layers, of which a file has one value or a
+        list. ModelError."""
         value = self.get(key, default)
         if not _is_list(value):
-            return [self.integer(key, default, limit)] * count
-        if len(value) != count or not all(isinstance(x, int) and 0 < x <= limit for x in value):
+            return [self.integer(key, default, limit, zero=zero)] * count
+        if len(value) != count or not all(isinstance(x, int) and 0 <= x <= limit and (x or zero) for x in value):
             raise ModelError(f"the GGUF key {self.arch}.{key} must have {count} whole numbers up to {limit:,}")
         return list(value)
 

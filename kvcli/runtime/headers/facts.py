@@ -31,7 +31,8 @@ class QuantShare:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that keep the same kind of rows. `row_bytes` is what one layer keeps for one token at f16."""
+    """Layers that keep the same kind of rows, or a state. `row_bytes` is what one layer keeps for one token at f16,
+    `state_bytes` what it keeps of a sequence whatever its length."""
 
     kind: str
     layers: int
@@ -40,6 +41,7 @@ class LayerGroup:
     dim_v: int
     window: int
     row_bytes: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,15 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     """The layers of a model by what they keep, in order of first appearance."""
     counts: dict[tuple[Any, ...], int] = {}
     for layer in config.layers:
-        key = (layer.kind, layer.kv_heads, layer.dim_k, layer.dim_v, layer.window, f16_row_bytes(layer))
+        key = (
+            layer.kind,
+            layer.kv_heads,
+            layer.dim_k,
+            layer.dim_v,
+            layer.window,
+            f16_row_bytes(layer),
+            layer.state_bytes,
+        )
         counts[key] = counts.get(key, 0) + 1
     return tuple(LayerGroup(key[0], count, *key[1:]) for key, count in counts.items())
 

@@ -24,7 +24,7 @@ _GGUF_NAMES = {
     "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
-    "lfm2_moe": "lfm2moe", "nemotron-nas": "deci",
+    "nemotron-nas": "deci",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ _SIGMOID = (
     "dots1",
     "minimax_m2",
     "bailing_moe_v2",
+    "lfm2_moe",
 )  # where no key says it
 
 
@@ -86,10 +87,21 @@ def _widths(config: HFConfig, hidden: int) -> list[int]:
         config.get("intermediate_size")
         return config.each("intermediate_size_mlp", "ffn", config.count("intermediate_size", default=0))
     widths = config.each("intermediate_size", "ffn", 4 * hidden)
+    if config.model_type == "lfm2":
+        widths = [_adjusted(config, n) for n in widths]
     if config.get("use_double_wide_mlp"):  # of layers that read the rows of others
         first = config.n_layers - config.count("num_kv_shared_layers", default=0)
         widths = [n if i < first else 2 * n for i, n in enumerate(widths)]
     return widths
+
+
+def _adjusted(config: HFConfig, width: int) -> int:
+    """The width of a feed-forward part of LFM2, of which config.json may have one to be made less."""
+    if config.get("block_auto_adjust_ff_dim", True) is False:
+        return width
+    factor, step = config.number("block_ffn_dim_multiplier", 1.0), config.count("block_multiple_of", default=256)
+    width = int((factor or 1.0) * int(2 * width / 3))
+    return -(-width // max(1, step)) * step
 
 
 def _searched_width(config: HFConfig, ffn: Mapping[str, Any], hidden: int) -> int:

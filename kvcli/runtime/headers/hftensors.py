@@ -55,6 +55,8 @@ _SPELLED = (
     (re.compile(r"^language_model\."), ""),
     (re.compile(r"(layer_scalar|correct_output_scale|\d\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
+    (re.compile(r"\.expert_bias$"), ".expert_bias.bias"),
+    (re.compile(r"\.feed_forward\.experts\.(\d+)\.(w[123])\."), r".block_sparse_moe.experts.\1.\2."),
 )
 # Tensors that the `gguf` package has no names for, in a layer.
 _OTHER_NAMES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -162,6 +164,8 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
     """What llama.cpp's converter does to it."""
     if arch in _ONE_MORE and tensor.name.endswith("norm.weight"):
         return tensor.then(lambda values: values + np.float32(1))
+    if tensor.name.endswith("shortconv.conv.weight"):  # of one channel each
+        return tensor.then(lambda values: values.reshape(len(values), -1), (tensor.shape[0], tensor.shape[-1]))
     part = re.search(r"\.attn_([qk])\.(weight|bias)$", tensor.name)
     if part and families.of_gguf(arch).block.rope_pairs and config.model_type not in _NEIGHBOURS:
         heads = config.count("num_attention_heads")

@@ -11,8 +11,8 @@ import numpy as np
 from kvcli.runtime.formats.elements import widened
 from kvcli.runtime.formats.packedweights import Source
 
-# Small, and which expert is chosen rests on them.
-_FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp)\.weight$")
+# Small, and much rests on them.
+_FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv)\.weight$")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from kvcli.runtime.config import (
     FULL,
     LATENT,
     LAYER,
+    RECURRENT,
     SLIDING,
     AltUp,
     Block,
     LayerConfig,
+    Mixer,
     ModelConfig,
     RopeConfig,
     Temperature,
@@ -26,6 +28,7 @@ from kvcli.runtime.config import (
 from kvcli.runtime.formats.ggufkeys import OTHER_MODEL, Keys
 from kvcli.runtime.model.expertkeys import Mixture, read_experts
 from kvcli.runtime.model.latentkeys import read_latents, score_factor
+from kvcli.runtime.model.mixerkeys import MixerReader
 from kvcli.runtime.model.ropekeys import read_rope
 from kvcli.runtime.text.placeholders import count_tokens
 
@@ -64,7 +67,8 @@ class Architecture:
     `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
     `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates of some layers are cut off.
     `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so many experts have none.
-    `latents`: attention is over latents. `experts`: files may have them. `of_images`: keys that say nothing of text.
+    `latents`: attention is over latents. `experts`: files may have them. `mixers`: reads which layers keep a state, and
+    what they have in the place of attention. `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
@@ -85,6 +89,7 @@ class Architecture:
     qk_norm_optional: bool = False
     qk_norm_but: int = 0
     experts: Mixture | None = None
+    mixers: MixerReader | None = None
     of_images: tuple[str, ...] = ()
 
     def read(self, metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
@@ -131,7 +136,7 @@ class Architecture:
             config = replace(config, experts=read_experts(keys, shapes, self.experts, config))
         if config.experts and config.experts.routing.experts == self.qk_norm_but:
             config = replace(config, block=replace(config.block, qk_norm=""))
-        query_dim = self.query_dim(config) if self.query_dim else config.layers[0].dim_k
+        query_dim = self.query_dim(config) if self.query_dim else _head_dim(config)
         if config.latents:
             query_dim += config.latents.plain
         attn_scale = float(keys.number("attention.scale", 0.0, zero=True)) or query_dim**-0.5
@@ -156,7 +161,7 @@ class Architecture:
         full = LayerConfig(FULL, 0, *wide, rope=rope if swa.full_rope or not window else None)
         local = LayerConfig(CHUNKED if swa.chunked else SLIDING, 0, *narrow, window=window, rope=local_rope)
         kinds = [local if slides and window else full for slides in _slides(keys, n, swa.every)]
-        heads = _kv_heads(keys, n, n_heads)
+        heads = _kv_heads(keys, n, n_heads, none=self.mixers is not None)
         widths = keys.each("feed_forward_length", n, limit=4 * _WIDEST)
         widths, bare = widths if len(set(widths)) > 1 else [0] * n, self.no_rope_every
         ropes = [None if bare and not (i + 1) % bare else kind.rope for i, kind in enumerate(kinds)]
@@ -166,6 +171,9 @@ class Architecture:
             )
             for i, rope in enumerate(ropes)
         ]  # fmt: skip
+        if self.mixers:
+            states = zip(layers, self.mixers(keys, n), strict=True)
+            layers = [x if mixer is None else _stateful(x, mixer, d_model) for x, mixer in states]
         if self.altup:
             layers = [replace(x, cutoff=y) for x, y in zip(layers, _cutoffs(keys, n), strict=True)]
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
@@ -264,9 +272,23 @@ def _dims(keys: Keys, head_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (wide[0], wide[1]), (narrow[0], narrow[1])
 
 
-def _kv_heads(keys: Keys, n_layers: int, n_heads: int) -> list[int]:
-    found = keys.each("attention.head_count_kv", n_layers, n_heads, limit=4096)
-    for kv_heads in found:
+def _stateful(layer: LayerConfig, mixer: Mixer, d_model: int) -> LayerConfig:
+    """A layer that keeps a state instead of rows."""
+    return LayerConfig(RECURRENT, 0, 0, 0, d_ff=layer.d_ff, state_bytes=mixer.state_bytes(d_model), mixer=mixer)
+
+
+def _head_dim(config: ModelConfig) -> int:
+    """Elements of a query of the first layer with attention."""
+    found = next((layer.dim_k for layer in config.layers if layer.kind != RECURRENT), 0)
+    if not found:
+        raise ModelError(f"no layer of this {config.arch} has attention", "kv runs models in which some have")
+    return found
+
+
+def _kv_heads(keys: Keys, n_layers: int, n_heads: int, none: bool) -> list[int]:
+    """`none`: layers may have none."""
+    found = keys.each("attention.head_count_kv", n_layers, n_heads, limit=4096, zero=none)
+    for kv_heads in filter(None, found):
         if n_heads % kv_heads:
             raise ModelError(f"{n_heads} query heads are not a multiple of {kv_heads} KV heads")
     return found

@@ -12,6 +12,7 @@ from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
 from kvcli.kernels.reference.pointwise import cut_gates
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
+from kvcli.runtime.model.mixers import Mixing
 from kvcli.runtime.model.rope import RopeTables
 
 Matrices = tuple[Any, ...]  # stacked; what the backend's `place` made of QuantTensors
@@ -88,7 +89,7 @@ class DenseAndExperts:
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-Inner = Attention | LatentAttention | FeedForward | ExpertLayer | DenseAndExperts | TokenGate
+Inner = Attention | LatentAttention | Mixing | FeedForward | ExpertLayer | DenseAndExperts | TokenGate
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,9 @@ class Decoder:
             return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
         if isinstance(inner, LatentAttention):
             return self._latents(inner, x, step)
+        if isinstance(inner, Mixing):
+            carried = [leg for (lo, _), p in step.rows for leg in p.carried(inner.index, lo)]
+            return inner.compute(self.ops, x, carried)
         if isinstance(inner, FeedForward):
             if inner.cutoff is not None:
                 products = cut_gates(self.ops.matmul(x, inner.gate_up), inner.cutoff)

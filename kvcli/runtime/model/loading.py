@@ -32,6 +32,7 @@ from kvcli.runtime.model.decoder import (
 )
 from kvcli.runtime.model.experts import load_experts
 from kvcli.runtime.model.latents import load_latents
+from kvcli.runtime.model.mixers import load_mixer
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
@@ -51,7 +52,7 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     embedding = (ops.place_rows if weights.has_head else ops.place)((weights.embedding(config),))
     # A head that is the embedding is what it is without an adapter: that is added to rows of the embedding.
     head = ops.place((weights.head(config),)) if weights.has_head else tuple(x.unchanged for x in embedding)
-    norm, norm_bias = loader.norm("output_norm")
+    norm, norm_bias = loader.norm(config.block.last_norm)
     tokens = loader.tokens() if config.d_token else None
     altup = load_altup(config, weights, ops) if config.altup else None
     ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
@@ -136,16 +137,17 @@ class _Loader:
         """The sublayers of model layer `i`, in their order."""
         c, name = self.config, f"blk.{i}.{{}}".format
         block, shape, leaves = c.block, c.layers[i], self._leaves(name("layer_output_scale.weight"))
-        attention: Inner
-        if c.latents:
-            attention = load_latents(c, i, self.weights, self.ops, self.ropes.table(shape.rope))
+        first: Inner
+        out, heads = name("attn_output"), c.n_heads * (c.latents.dim_v if c.latents else shape.dim_v)
+        if shape.mixer is not None:
+            first, out, heads = load_mixer(c, i, self.weights, self.ops)
+        elif c.latents:
+            first = load_latents(c, i, self.weights, self.ops, self.ropes.table(shape.rope))
         else:
-            attention = self._attention(i)
-        heads = c.n_heads * (c.latents.dim_v if c.latents else shape.dim_v)
+            first = self._attention(i)
         yield self._sublayer(
-            name("attn_norm") if block.pre_norms else "", attention, name("attn_output"), heads,
-            name("post_attention_norm"),
-        )  # fmt: skip
+            name("attn_norm") if block.pre_norms else "", first, out, heads, name("post_attention_norm")
+        )
         norm = name(block.ffn_norm) if block.pre_norms and not block.parallel else ""
         inner, out = self._second_part(i)
         yield self._sublayer(

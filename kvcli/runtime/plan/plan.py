@@ -129,8 +129,20 @@ class Setting:
     def plan(self, layout: KVLayout, tokens: int) -> Plan:
         """What `sequences` of `tokens` need under `layout`."""
         kv = layout.pool_bytes(tokens, self.step(layout), self.sequences, min(self.shared, tokens))
-        rows = [*self._fixed(layout, tokens), Row("KV pool", kv, EXACT), *self._per_sequence(layout, tokens)]
+        rows = [*self._fixed(layout, tokens), *self._pool(layout, tokens, kv), *self._per_sequence(layout, tokens)]
         return Plan(tuple(rows), tokens, kv, self.margin)
+
+    def _pool(self, layout: KVLayout, tokens: int, kv: int) -> list[Row]:
+        """What a pool of `kv` bytes has."""
+        counts = layout.arena_pages(tokens, self.step(layout), self.sequences)[len(layout.row_arenas) :]
+        if not layout.states:
+            return [Row("KV pool", kv, EXACT)]
+        live, kept = (n * states.page_bytes for n, states in zip(counts, layout.states, strict=True))
+        return [
+            Row("KV pool", kv - live - kept, EXACT, "rows"),
+            Row("states", live, EXACT, f"{layout.state_bytes:,} B per sequence"),
+            Row("checkpoints", kept, COMPUTED, f"at most {counts[1]:,} states that prompts go on from"),
+        ]
 
     def step(self, layout: KVLayout) -> int:
         """Rows of a prefill step: `chunk`, but on a CPU no more 16-bit pages at once than sealing them saves."""

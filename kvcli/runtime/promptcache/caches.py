@@ -11,6 +11,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.lookups import Choice
 from kvcli.runtime.promptcache.marks import Breakpoint, Mark
+from kvcli.runtime.promptcache.missed import behind_state
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
 
@@ -105,7 +106,9 @@ class LiveRows:
         return Ledger()
 
     def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
-        return Ledger(Reuse(seq.rewind_to(live_rows(seq, prompt[:-1]))))
+        alike = live_rows(seq, prompt[:-1])
+        have = seq.rewind_to(alike)
+        return Ledger(Reuse(have, reason=behind_state(alike, have) if seq.states else ""))
 
     def keeps(self, prompt_tokens: int) -> bool:
         return False

@@ -46,6 +46,8 @@ def source_layout(config: ModelConfig, target: KVLayout, file: PromptCacheFile) 
         raise _refused(file, "rows below 16 bits are not encoded twice")
     if target.retention:
         raise _refused(file, "rows were evicted")
+    if target.states:
+        raise _refused(file, "layers with a state have one that was computed over rows of its own type")
     if any(t.bits > s.bits for s, t in pairs):
         raise _refused(file, "it would look more precise than it is")
     return source
@@ -62,8 +64,8 @@ def _refused(file: PromptCacheFile, why: str) -> CacheFileError:
 
 def larger(config: ModelConfig, target: KVLayout) -> list[KVLayout]:
     """The layouts whose rows may become those of `target`: of 16 bits or more, and at least as many as it has, the
-    smallest first. None where rows are evicted."""
-    if target.retention:
+    smallest first. None where rows are evicted, or layers have a state."""
+    if target.retention or target.states:
         return []
     types = [name for name, each in CODECS.items() if not each.sealed]
     pairs = sorted(itertools.product(types, types), key=lambda pair: sum(CODECS[name].bits for name in pair))

@@ -43,6 +43,9 @@ def _shape_of(config: ModelConfig) -> dict[str, Any]:
     """All fields of a config but its name, and what follows from its architecture."""
     fields = dataclasses.asdict(dataclasses.replace(config, name=""))
     del fields["block"]
+    for layer in fields["layers"]:
+        if layer["mixer"] is None:  # as before there were any
+            del layer["mixer"]
     return fields
 
 
@@ -56,6 +59,7 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
         "sinks": " ".join(str(group.sinks if group.sealed else 0) for group in groups),
         "tail": " ".join(str(group.tail if group.sealed else 0) for group in groups),
         "eviction": retention.identity if retention else "none",
+        **({"states": "f32"} if layout.states else {}),
     }
 
 

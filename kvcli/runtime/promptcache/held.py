@@ -30,7 +30,9 @@ class WindowTrail:
 
     def wants(self, key: PageKey, length: int) -> bool:
         """Whether a sequence of `length` rows lets go of this page, and it is near enough to the end, or marked."""
-        arena, number = self.layout.arenas[key[0]], key[1]
+        if key[0] >= len(self.layout.row_arenas):
+            return False
+        arena, number = self.layout.row_arenas[key[0]], key[1]
         if not arena.windowed or not arena.kept_pages <= number < arena.first_page(length):
             return False
         return key in self.marked or number >= arena.first_page(max(0, self.end - REWIND_ROWS))

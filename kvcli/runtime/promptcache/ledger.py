@@ -316,6 +316,7 @@ class PromptLedger(Ledger):
 
 def _starts(layout: KVLayout, at: int) -> set[int]:
     """Where a prompt starts that has `at` tokens in common with another: there, or where that page begins below 16
-    bits, and that block where rows are computed in such."""
-    unit = max(layout.page_size if any(group.sealed for group in layout.groups) else 1, layout.grain)
+    bits and where layers keep a state, and that block where rows are computed in such."""
+    paged = layout.states or any(group.sealed for group in layout.groups)
+    unit = max(layout.page_size if paged else 1, layout.grain)
     return {at, at // unit * unit} - {0}

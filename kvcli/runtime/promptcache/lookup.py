@@ -24,7 +24,7 @@ from kvcli.runtime.promptcache.keeper import EngineView, Keeper, Tell
 from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.promptcache.prefix import PrefixTrees
-from kvcli.runtime.promptcache.prefixpages import longest
+from kvcli.runtime.promptcache.prefixpages import common_length, longest
 
 
 class PromptCaches:
@@ -83,6 +83,8 @@ class PromptCaches:
                 reuse = self.files.larger(seq, prompt, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
         ledger.mark(marks, self.tree.common(wanted))
+        if seq.states:
+            seq.states.wanted = frozenset(m.at // self._page_size * self._page_size for m in ledger.marks)
         return ledger
 
     def _begin(self, seq: Sequence, prompt_tokens: int) -> PromptLedger:
@@ -121,13 +123,15 @@ class PromptCaches:
             return missed.kept_otherwise(store, found, tokens)
 
     def _from_memory(self, seq: Sequence, wanted: list[int]) -> Reuse:
-        live = live_rows(seq, wanted)
+        live, common = live_rows(seq, wanted), common_length(seq.tokens, wanted)
         length, pages, bases, foreign = self.tree.find(wanted)
         if length > live or (length == live and foreign < seq.foreign):
             seq.adopt(wanted[:length], pages, bases, foreign)
         else:
             seq.rewind(live)
-        return Reuse(max(live, length))
+        have = max(live, length)
+        alike = max(common, self.tree.common(wanted)) if seq.states else have
+        return Reuse(have, reason=missed.behind_state(alike, have))
 
     def park(self, seq: Sequence) -> None:
         if self.options.memory and seq.shares:

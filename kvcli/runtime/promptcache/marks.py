@@ -58,7 +58,7 @@ def window(arena: GroupLayout, at: int, grain: int = 1) -> range:
 
 def pages_of(layout: KVLayout, at: int) -> set[PageKey]:
     """Those of every arena of a layout."""
-    arenas = ((i, arena) for i, arena in enumerate(layout.arenas) if arena.kind in WINDOWED)
+    arenas = ((i, arena) for i, arena in enumerate(layout.row_arenas) if arena.kind in WINDOWED)
     return {(i, number) for i, arena in arenas for number in window(arena, at, layout.grain)}
 
 

@@ -18,6 +18,14 @@ from kvcli.words import human_seconds
 NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
 
 
+def behind_state(alike: int, have: int) -> str:
+    """Rows that are there are computed again: a state goes on only from where a checkpoint of it is. "" = none are."""
+    if alike <= have:
+        return ""
+    where = f"the last checkpoint, behind {have:,}" if have else "the start: there is no checkpoint"
+    return f"{alike:,} tokens are those of before, and {alike - have:,} of them computed again from {where}"
+
+
 def slower(tokens: int, choice: Choice) -> str:
     """Stored rows are not read, since computing them is no slower."""
     read, compute = human_seconds(choice.read_s), human_seconds(choice.compute_s)

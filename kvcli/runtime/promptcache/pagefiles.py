@@ -11,7 +11,7 @@ import torch
 
 from kvcli.errors import CacheFileError
 from kvcli.kernels import Basis
-from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
+from kvcli.runtime.cache.layout import Arena, GroupLayout, KVLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
@@ -77,23 +77,25 @@ def _load(pieces: list[Piece], pool: PagePool, key: PageKey, taken: int) -> None
         page.copy_(staging)
 
 
-def read_page(pieces: list[Piece], arena: GroupLayout) -> memoryview:
+def read_page(pieces: list[Piece], arena: Arena) -> memoryview:
     """A page of an arena in memory of its own. Raises CacheFileError."""
     memory = memoryview(bytearray(arena.page_bytes))
     _read(pieces, arena, memory)
     return memory
 
 
-def _read(pieces: list[Piece], arena: GroupLayout, into: memoryview) -> None:
-    """The rows of one page, from pages of files that may have another size. Raises CacheFileError."""
+def _read(pieces: list[Piece], arena: Arena, into: memoryview) -> None:
+    """The rows of one page, from pages of files that may have another size, or a state. Raises CacheFileError."""
     size = arena.page_size
     for piece in pieces:
-        theirs = arena if piece.size == size else replace(arena, page_size=piece.size)
+        other = piece.size != size and isinstance(arena, GroupLayout)
+        theirs = replace(arena, page_size=piece.size) if other else arena
         if piece.file.contents.page_bytes[piece.key[0]] != theirs.page_bytes:
             raise damaged(piece.file.path, "its pages have another size")
-        if piece.size == size:
+        if not other:
             piece.file.read(piece.key, into)
         else:
+            assert isinstance(theirs, GroupLayout) and isinstance(arena, GroupLayout)
             cut(piece.file.copy(piece.key), theirs, piece.lo, piece.hi, into, arena, piece.at)
 
 

@@ -106,12 +106,23 @@ class PrefixTree:
         return at, pages, bases
 
     def evict(self, arena: int) -> bool:
-        """Let go of what was used longest ago until a page of the arena is free; whether one is."""
+        """Let go of what was used longest ago until a page of the arena is free; whether one is. A checkpoint goes
+        alone: rows behind it are of use as long as there is another one."""
+        if self.pool.layout.state_arenas and arena == self.pool.layout.state_arenas[1]:
+            return self._evict_checkpoint(arena)
         for node in sorted(self._nodes(), key=lambda n: (n.used, -n.depth)):
             held = node.pages.get(arena)
             if held is not None and self.pool.refcount(arena, held) == 1:
                 for below in self._below(node):
                     self._remove(below)
+                return True
+        return False
+
+    def _evict_checkpoint(self, arena: int) -> bool:
+        for node in sorted(self._nodes(), key=lambda n: (n.used, n.depth)):
+            held = node.pages.get(arena)
+            if held is not None and self.pool.refcount(arena, held) == 1:
+                self.pool.release(arena, node.pages.pop(arena))
                 return True
         return False
 

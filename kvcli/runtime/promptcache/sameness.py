@@ -3,7 +3,8 @@
 A row is a function of the tokens up to it, of its position, and of the fields that `row_fields` takes from an identity
 (fingerprint.py). Which rows an eviction policy keeps decides a row only once something was evicted for it; so the first
 rows are the same under every policy, window and context. How a cache of 16 bits or more is cut into pages decides
-nothing where sums do not follow pages; below 16 bits it says which rows were read in 16 bits.
+nothing where sums do not follow pages; below 16 bits it says which rows were read in 16 bits,
+and where layers keep a state, where there are checkpoints.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _ALWAYS = (
     SCOPE,
 )
 _SEALED = ("page_size", "sinks", "tail")
+_STATES = "states"  # of layers that keep one: checkpoints stand at ends of pages
 Identity = Mapping[str, str]
 
 
@@ -49,7 +51,8 @@ def is_exact(computed_on: str) -> bool:
 
 def row_fields(identity: Identity) -> dict[str, str]:
     """What its rows depend on, but for what was evicted."""
-    names = (*_ALWAYS, *(_SEALED if is_sealed(identity) else ()))
+    paged = _SEALED if is_sealed(identity) else ("page_size",) if _STATES in identity else ()
+    names = (*_ALWAYS, *paged)
     return {name: identity[name] for name in names if name in identity}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcli.errors import UsageError
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.cache.layout import GroupLayout, KVLayout
+from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.config import LayerConfig
 from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.settings import cache_options
@@ -39,15 +39,33 @@ def starts(contents: Contents) -> list[tuple[int, int]]:
     """Stretches of tokens behind which a prompt can go on, (first, last): at the ends of pages, and behind the last
     token. What other files have of the tokens before this one is taken to be there. Raises ValueError."""
     layout, size = layout_of(contents.identity), int(contents.identity["page_size"])
-    held = [_numbers(layout, group, contents) for group in range(len(layout.groups))]
+    held, kept = [_numbers(layout, group, contents) for group in range(len(layout.groups))], set(contents.pages)
     found: list[tuple[int, int]] = []
     for length in _ends(contents, size):
+        if not _has_state(layout, kept, length):
+            continue
         if all(_there(g, held[i], length, contents.start // size) for i, g in enumerate(layout.groups)):
             if found and length - found[-1][1] <= size:
                 found[-1] = found[-1][0], length
             else:
                 found.append((length, length))
     return found
+
+
+def checkpoints(contents: Contents) -> tuple[int, int]:
+    """How many states a file has that prompts can go on from, and the bytes of each; (0, 0) where no layer has a state.
+    Raises ValueError."""
+    layout = layout_of(contents.identity)
+    if layout.state_arenas is None:
+        return 0, 0
+    return sum(arena == layout.state_arenas[1] for arena, _ in contents.pages), layout.state_bytes
+
+
+def _has_state(layout: KVLayout, kept: set[PageKey], length: int) -> bool:
+    """Whether the states behind so many tokens are there; True where no layer has any."""
+    if layout.state_arenas is None:
+        return True
+    return length % layout.page_size == 0 and (layout.state_arenas[1], length // layout.page_size - 1) in kept
 
 
 def _ends(contents: Contents, size: int) -> Iterator[int]:

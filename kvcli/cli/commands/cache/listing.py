@@ -113,6 +113,8 @@ def _lines(file: Described, label: str) -> list[str]:
     rows |= {"path": file.path, "begins": about.get("begins", "-")}
     rows |= {"from": file.source} if file.source else {}
     rows |= {"tokens": file.tokens, "starts": file.starting, "size": human_bytes(file.size), "cache": file.settings}
+    count, each = file.checkpoints or (0, 0)
+    rows |= {"states": f"{counted(count, 'checkpoint')} of {human_bytes(each)}"} if each else {}
     rows |= _worth(file)
     rows |= {name: value for name, value in about.items() if name not in ("begins", "source", "chat", "owner")}
     rows |= {name: identity.get(name, "-") for name in _HASHES}

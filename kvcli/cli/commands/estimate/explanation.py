@@ -30,13 +30,18 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
         yield f"  evicts: {keeps} stay; pages are added up to {o.plan.tokens:,} + a step of {o.step:,} = {tokens:,}"
     counts = o.layout.arena_pages(tokens, o.step, query.sequences, min(query.shared, tokens))
     sealed = (g for g in o.layout.groups if g.sealed)  # whose 16-bit classes stand behind all groups
-    for i, (arena, count) in enumerate(zip(o.layout.arenas, counts, strict=True)):
+    for i, (arena, count) in enumerate(zip(o.layout.row_arenas, counts, strict=False)):
         if i < len(o.layout.groups):
             yield from _arena(report, arena, f"{arena.kind} layers", count, _pages(query, arena, tokens, o.step))
         else:
             title = "16-bit tail and sinks" if query.tail else "16-bit sinks and rows of a step"
             yield from _arena(report, arena, title, count, _opened(query, next(sealed), tokens, o.step))
-    yield f"  KV pool  {o.plan.kv_bytes:,} B"
+    for title, states, count in zip(
+        ("states", "checkpoints"), o.layout.states, counts[len(o.layout.row_arenas) :], strict=False
+    ):
+        total = f"{count:,} × {states.page_bytes:,} = {states.committed_bytes(count):,} B"
+        yield f"  {title}: {len(states.layers)} layers, {total}"
+    yield f"  KV pool  {o.plan.row('KV pool').bytes:,} B"
     for row in o.plan.rows:
         if row.name != "KV pool":
             detail = f": {row.detail}" if row.detail else ""

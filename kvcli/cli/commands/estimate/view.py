@@ -109,9 +109,11 @@ def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
     for group in KVLayout.build(report.config, "f16", "f16").groups:
         yield name, formula(group) + each
         name = ""
-    constant = sum(layer.state_bytes for layer in report.config.layers)
-    if constant:
-        yield "state", f"{constant:,} B per sequence in recurrent layers, whatever the context"
+    layout = KVLayout.build(report.config, "f16", "f16")
+    if layout.states:
+        live, kept = layout.states
+        yield "state", f"{live.page_bytes:,} B per sequence in {len(live.layers)} layers (f32), whatever the context"
+        yield "", f"at most {kept.limit} checkpoints of as many bytes, which later prompts go on from"
 
 
 def _how_it_runs(model: PlannedModel) -> str:

@@ -1,0 +1,140 @@
+"""Sequences of models in which layers keep a state: cut, gone back in, forked and found again, with the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import tiny
+import torch
+from archcases import IDS, Loaded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernelcases import one_thread
+
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.cache.statelayout import CHECKPOINT_BYTES, MOST_CHECKPOINTS, StateLayout, checkpoints_of
+
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", params=["lfm2"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    return Loaded(tiny.make(request.param).path, "")
+
+
+@pytest.fixture(scope="module")
+def whole(loaded: Loaded) -> torch.Tensor:
+    with one_thread():
+        return loaded.run(Sequence(loaded.pool), IDS)
+
+
+@torch.inference_mode()
+def _fail(loaded: Loaded, seq: Sequence, ids: list[int]) -> None:
+    """A step that is computed, and not committed."""
+    loaded.model.hidden(Step((seq.reserve(ids),)))
+
+
+actions = st.one_of(
+    st.tuples(st.just("go on"), st.integers(1, 40)),
+    st.tuples(st.just("go back"), st.integers(0, 90)),
+    st.tuples(st.just("fork"), st.integers(1, 20)),
+    st.tuples(st.just("fail"), st.integers(1, 20)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(actions, max_size=12), st.sampled_from((2, 3, 64)))
+def test_rows_are_the_same_whatever_happened(
+    loaded: Loaded, whole: torch.Tensor, todo: list[tuple[str, int]], checkpoints: int
+) -> None:
+    """With room for many checkpoints and for few, and with steps that did not come to their end."""
+    layout = loaded.pool.layout
+    live, kept = layout.states
+    states = live, StateLayout(kept.layers, kept.page_bytes, kept.page_size, checkpoints)
+    pool = PagePool(KVLayout(layout.groups, layout.page_size, states, layout.slots))
+    seqs = [Sequence(pool)]
+    for what, n in todo:
+        seq = seqs[0]
+        ids = IDS[seq.length : seq.length + n]
+        if what == "go back":
+            length = seq.rewind_to(n)
+            assert length <= n and length == seq.length
+        elif what == "fork":
+            seqs.insert(0, seq.fork())
+            for old in seqs[3:]:
+                old.close()
+            del seqs[3:]
+        elif ids and what == "fail":
+            _fail(loaded, seq, ids)
+            seq.rewind_to(seq.length)
+        elif ids:
+            found = loaded.run(seq, ids)
+            assert torch.equal(found, whole[seq.length - len(ids) : seq.length])
+        pool.check(held for each in seqs for held in each.holds())
+    for seq in seqs:
+        if ids := IDS[seq.length : seq.length + 5]:
+            assert torch.equal(loaded.run(seq, ids), whole[seq.length - len(ids) : seq.length])
+
+
+def test_the_ends_of_prompts_and_answers_can_be_gone_back_to(loaded: Loaded, whole: torch.Tensor) -> None:
+    """To the end of a page before them; a regular checkpoint is not needed."""
+    seq = Sequence(loaded.pool)
+    for start in range(0, 40, 8):
+        loaded.run(seq, IDS[start : start + 8])
+    for i in range(40, 70):
+        loaded.run(seq, IDS[i : i + 1])
+    loaded.run(seq, IDS[70:90])
+    assert [seq.rewindable(n) for n in (90, 89, 79, 69, 63, 47, 15)] == [90, 80, 64, 64, 48, 32, 0]
+    assert seq.rewind_to(69) == 64 and torch.equal(loaded.run(seq, IDS[64:80]), whole[64:80])
+    seq.close()
+
+
+def test_a_state_that_a_failed_step_changed_is_lost(loaded: Loaded) -> None:
+    seq = Sequence(loaded.pool)
+    loaded.run(seq, IDS[:40])
+    _fail(loaded, seq, IDS[40:43])
+    with pytest.raises(ValueError, match="is lost"):
+        seq.reserve(IDS[40:43])
+    with pytest.raises(ValueError, match="is lost"):
+        seq.fork()
+    assert seq.rewindable(40) == 32
+    seq.close()
+    part = seq.reserve(IDS[:3])  # and one that was not begun is not
+    assert part.start == 0 and seq.reserve(IDS[:5]).start == 0
+    seq.close()
+
+
+def test_a_batch_is_its_single_runs(loaded: Loaded, whole: torch.Tensor) -> None:
+    one, two = Sequence(loaded.pool), Sequence(loaded.pool)
+    loaded.run(two, IDS[:33])
+    with torch.inference_mode():
+        parts = one.reserve(IDS[:20]), two.reserve(IDS[33:60])
+        found = loaded.model.logits(loaded.model.hidden(Step(parts)))
+    one.commit(IDS[:20])
+    two.commit(IDS[33:60])
+    assert torch.equal(found, torch.cat([whole[:20], whole[33:60]]))
+    assert torch.equal(loaded.run(one, IDS[20:21]), whole[20:21]) and torch.equal(loaded.run(two, IDS[60:]), whole[60:])
+    one.close()
+    two.close()
+
+
+def test_state_bytes_are_those_of_the_plan(loaded: Loaded) -> None:
+    layout = loaded.pool.layout
+    live, kept = layout.state_arenas or (0, 0)
+    assert layout.state_bytes == 2 * 2 * 48 * 4  # layers, rows, columns, bytes
+    pool = PagePool(layout)
+    seqs = [Sequence(pool) for _ in range(3)]
+    for seq in seqs:
+        loaded.run(seq, IDS)
+    assert pool.committed([live]) == 3 * layout.state_bytes == layout.pool_bytes(0, 1, 3)
+    assert pool.used(kept) <= layout.arena_pages(len(IDS), 512, 3)[kept] <= MOST_CHECKPOINTS
+    assert checkpoints_of(CHECKPOINT_BYTES) == 2 and checkpoints_of(150 << 20) == 3

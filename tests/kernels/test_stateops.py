@@ -1,0 +1,57 @@
+"""Operations of layers that keep a state: in C against plain torch, and cut anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernelcases import backend
+
+from kvcli.kernels import Carried
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def poisoned(n: int) -> torch.Tensor:
+    return torch.full((n,), float("nan"))
+
+
+@pytest.mark.parametrize("name", ("reference", ""))
+@pytest.mark.parametrize(("d", "kernel", "biased"), [(48, 3, False), (70, 4, True), (1, 2, True), (130, 8, False)])
+def test_short_convolutions_are_those_of_torch(name: str, d: int, kernel: int, biased: bool):
+    """Of two sequences, the second one in the middle of its text and with a checkpoint."""
+    x, weight, bias = random(23, 3 * d), random(d, kernel, seed=1), random(d, seed=2) if biased else None
+    past, kept, left = random(kernel - 1, d, seed=3), *(poisoned((kernel - 1) * d) for _ in range(2))
+    first = poisoned((kernel - 1) * d)
+    carried = [Carried(0, 7, None, first), Carried(7, 9, past.flatten(), kept), Carried(9, 23, kept, left)]
+    found = backend(name).short_conv(x, weight, bias, carried)
+    b, c, z = x.chunk(3, 1)
+    for rows, before in ((slice(0, 7), torch.zeros(kernel - 1, d)), (slice(7, 23), past)):
+        inputs = torch.cat([before, (b * z)[rows]]).double()
+        conv = torch.nn.functional.conv1d(
+            inputs.T[None], weight.double()[:, None], None if bias is None else bias.double(), groups=d
+        )
+        expected = conv[0].T * c[rows].double()
+        assert (found[rows] - expected).abs().max() < 1e-5 * expected.abs().max()
+        if kernel > 1:
+            state = left if rows.start else first
+            assert torch.equal(state.view(kernel - 1, d), inputs[-(kernel - 1) :].float())
+    assert torch.equal(kept.view(kernel - 1, d), torch.cat([past, (b * z)[7:9]])[-(kernel - 1) :])
+
+
+@pytest.mark.parametrize("name", ("reference", ""))
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.sets(st.integers(1, 29)))
+def test_a_short_convolution_can_be_cut_anywhere(name: str, cuts: set[int]):
+    """To the bit, with the state in one place."""
+    x, weight, ops = random(30, 3 * 50), random(50, 3, seed=1), backend(name)
+    whole, state = ops.short_conv(x, weight, None, [Carried(0, 30, None, at_end := poisoned(100))]), poisoned(100)
+    found, start = [], 0
+    for cut in [*sorted(cuts), 30]:
+        rows = x[start:cut].clone()
+        found.append(ops.short_conv(rows, weight, None, [Carried(0, cut - start, state if start else None, state)]))
+        start = cut
+    assert torch.equal(torch.cat(found), whole) and torch.equal(state, at_end)
