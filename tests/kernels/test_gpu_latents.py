@@ -40,11 +40,12 @@ class Latents:
         dims: tuple[int, int],
         heads: int,
         kept: Retention | None = None,
+        size: int = 16,
         **how: object,
     ) -> None:
         layer = LayerConfig(LATENT, 1, *dims, rope=RopeConfig(10000.0, dims[0]))
         config = ModelConfig("x", "", 10, 2, 2, heads, 4096, EPS, (layer, layer), 1.0)
-        layout = KVLayout.build(config, codec, codec, 16).evicting(kept)
+        layout = KVLayout.build(config, codec, codec, size).evicting(kept)
         self.ops, on = ops, ops.device
         self.seq = Sequence(PagePool(layout.by_layer(on.type == "cuda"), device=on))
         rope = RopeTable(RopeConfig(10000.0, dims[0]))
@@ -62,10 +63,10 @@ class Latents:
 
 
 CASES = [
-    *((codec, (64, 512), 16, {}) for codec in ("f16", "int8")),
-    *((codec, (16, 64), 5, {}) for codec in CODECS),
-    ("f16", (8, 32), 20, {"amplitude": 1.3, "temperature": (0.3, 16, 0)}),
-    ("bf16", (32, 96), 40, {"softcap": 2.0}),
+    ("f16", (16, 64), 16, {"size": 64}),
+    *((codec, (64, 512), 16, {"size": 64}) for codec in ("f16", "int8") if DEVICE == "cuda"),
+    *((codec, (16, 64), 5, {}) for codec in ("f32", "fp8", "int8", "int4")),
+    ("bf16", (8, 32), 20, {"amplitude": 1.3, "temperature": (0.3, 16, 0), "softcap": 2.0}),
 ]
 
 
@@ -75,19 +76,19 @@ def test_steps_are_those_of_the_reference(codec: str, dims: tuple[int, int], hea
     """Of one row and of several, across the ends of pages, over one page that fixes scales."""
     both = [Latents(ops, codec, dims, heads, **how) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
     generator = torch.manual_seed(heads)
-    for t in (18, 1, 30, 1):
+    for t in (18, 1, 14, 1) if DEVICE == "cpu" else (80, 1, 300, 1, 1):
         qkv = torch.randn(t, (heads + 1) * sum(dims), generator=generator)
         expected, found = (each.run(qkv) for each in both)
         assert error(found, expected) < (6e-3 if CODECS[codec].bits < 16 else 2e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ("f16", "int8"))
+@pytest.mark.parametrize("codec", ("int8",))
 def test_evicted_rows_are_not_seen_and_kept_ones_are_turned(codec: str):
     retention = Rolling(5, 32, 16)
     both = [Latents(ops, codec, (16, 64), 5, retention) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
     generator = torch.manual_seed(1)
-    for t in (40, 1, 30, 17, 1):
+    for t in (40, 1, 9, 1):
         qkv = torch.randn(t, 6 * 80, generator=generator)
         expected, found = (each.run(qkv) for each in both)
         assert error(found, expected) < 6e-3
