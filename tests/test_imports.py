@@ -57,7 +57,8 @@ runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engi
 runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
-runtime.evaluate.answers runtime.evaluate.quality runtime.evaluate.recompute runtime.evaluate.uncached
+runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute
+runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.filerows runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup
 runtime.promptcache.pagefiles runtime.promptcache.prefix runtime.promptcache.saved

@@ -370,7 +370,7 @@ static void NAME(attn_block_task)(const NAME(attn_args) *a, int64_t task, int th
     NAME(prepare_all)(a, head, t0, rows, queries, room);
     NAME(attend)(a, head, t0, t1, 0, a->kv->n_entries, queries, state, 0, notes ? noted : NULL, noted + notes);
     NAME(write_out)(a, state, head, t0, t1);
-    if (notes) NAME(add_mass)(a, state, head, t0, t1, noted);
+    if (notes) NAME(add_mass)(a, state, head, t0, t1, noted, 0);
 }
 
 static void NAME(attn_share_task)(const NAME(attn_args) *a, int64_t task, int thread) {
@@ -392,7 +392,7 @@ static void NAME(merge_spans)(const NAME(attn_args) *a) {
                 NAME(merge)(t + a->dvp, t + a->dvp + 1, t, p[a->dvp], p[a->dvp + 1], p, a->dvp);
             }
         NAME(write_out)(a, state, head, 0, 1);
-        if (a->noted) NAME(add_mass)(a, state, head, 0, 1, a->noted + head * a->group * a->kv->n_entries * a->padded);
+        if (a->noted) NAME(add_mass)(a, state, head, 0, 1, a->noted + head * a->group * a->kv->n_entries * a->padded, 1);
     }
 }
 

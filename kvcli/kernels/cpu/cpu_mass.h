@@ -17,7 +17,7 @@ INLINE float NAME(per_exp)(const NAME(attn_args) *a, const float *end, int64_t h
 
 /* Add what the slots of an entry got of tokens [from, to), so few that sums of 32 bits have room for them; see add_mass. */
 INLINE void NAME(add_some)(const NAME(attn_args) *a, const kv_entry *e, const float *state, int64_t head, int64_t t0, int64_t from,
-                           int64_t to, const float *noted) {
+                           int64_t to, const float *noted, int alone) {
     const kv_paged *kv = a->kv;
     int64_t least = kv->page_size, most = 0, lo, hi, *mass = a->mass + head * a->ld_mass + e->first;
     int32_t sums[MOST_SLOTS] = {0};
@@ -37,13 +37,16 @@ INLINE void NAME(add_some)(const NAME(attn_args) *a, const kv_entry *e, const fl
         }
     }
     for (int64_t j = least; j < most; j++)
-        if (sums[j]) __atomic_fetch_add(mass + j, (int64_t)sums[j], __ATOMIC_RELAXED);
+        if (alone) mass[j] += sums[j];
+        else if (sums[j]) __atomic_fetch_add(mass + j, (int64_t)sums[j], __ATOMIC_RELAXED);
 }
 
-/* Add what all entries got of tokens [t0, t1) and the group of one KV head: `noted` [rows, entries, padded]. */
-static void NAME(add_mass)(const NAME(attn_args) *a, const float *state, int64_t head, int64_t t0, int64_t t1, const float *noted) {
+/* Add what all entries got of tokens [t0, t1) and the group of one KV head: `noted` [rows, entries, padded]. `alone`: no other
+ * task adds to the mass of that head meanwhile. */
+static void NAME(add_mass)(const NAME(attn_args) *a, const float *state, int64_t head, int64_t t0, int64_t t1, const float *noted,
+                           int alone) {
     int64_t from = a->since - a->start > t0 ? a->since - a->start : t0, some = a->group < 64 ? 64 / a->group : 1;
     for (int64_t t = from; t < t1; t += some)
         for (const kv_entry *e = a->kv->entries; e < a->kv->entries + a->kv->n_entries; e++)
-            NAME(add_some)(a, e, state, head, t0, t, t + some < t1 ? t + some : t1, noted);
+            NAME(add_some)(a, e, state, head, t0, t, t + some < t1 ? t + some : t1, noted, alone);
 }

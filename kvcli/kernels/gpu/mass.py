@@ -68,8 +68,8 @@ def _mass(
         qb_row = tl.load(qb + asks, mask=ok, other=0.0)
         if ROPE > 0:
             j = tl.arange(0, ROPE_PAD)
-            there = ok[:, None] & (j < ROPE)[None, :]
-            qc_tile = tl.load(qc + asks[:, None] * ROPE + j[None, :], mask=there, other=0.0)
+            turns = ok[:, None] & (j < ROPE)[None, :]
+            qc_tile = tl.load(qc + asks[:, None] * ROPE + j[None, :], mask=turns, other=0.0)
     norm = tl.load(norms + row, mask=ok, other=0.0)
     counts = ok & (position >= since)
     lo = tl.program_id(1) * each
@@ -99,8 +99,8 @@ def _mass(
             visible = visible & (place[None, :] > position[:, None] - window)
         p = tl.where(visible, tl.exp2(s - norm[:, None]), 0.0)
         got = tl.sum((p * UNIT + 0.5).to(tl.int32), 0)
-        there = mass + head.to(tl.int64) * pitch + place
-        tl.atomic_add(there, got.to(tl.int64), mask=seen & (got > 0), sem="relaxed")
+        sums = mass + head.to(tl.int64) * pitch + place
+        tl.atomic_add(sums, got.to(tl.int64), mask=seen & (got > 0), sem="relaxed")
 
 
 def add_mass(

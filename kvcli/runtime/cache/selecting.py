@@ -99,6 +99,12 @@ class Selector:
             self._made = key, tuple(made)
         return self._made[1]
 
+    def mass(self, length: int) -> torch.Tensor:
+        """What rows of a sequence of `length` got of the queries that were noted, where none were selected yet: float64
+        [layers, length], the sum over KV heads."""
+        noted = torch.cat([mass[..., :length].sum(1) for mass in self._mass.values()])
+        return noted.double() / MASS_UNIT
+
     def _room(self, number: int, held: PageList, capacity: int) -> torch.Tensor:
         there, layout = self._mass.get(number), held.layout
         if there is None or there.shape[-1] < capacity:

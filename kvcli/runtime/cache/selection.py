@@ -73,7 +73,9 @@ class Selection:
         return max(1, min(max(2, kept // 8 // self.page_size) * self.page_size, self.room - kept))
 
     def notice(self) -> str:
-        """What is forgotten, for people."""
+        """What is forgotten, for people; "" = nothing."""
+        if self.budget.share == 1:
+            return ""
         return f"rows are forgotten when the prompt is read: {self} stay, those that {self.policy} scores highest"
 
     def __str__(self) -> str:

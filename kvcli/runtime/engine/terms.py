@@ -108,4 +108,4 @@ class Terms:
     def notices(self) -> list[str]:
         """What the user should know, doubts included."""
         forgets = (None if self.keeps_prompt else self.layout.retention), self.layout.selection
-        return [*self.doubts, *(each.notice() for each in forgets if each)]
+        return [*self.doubts, *filter(None, (each.notice() for each in forgets if each))]

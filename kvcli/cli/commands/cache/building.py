@@ -46,8 +46,9 @@ def build(
     """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
+        evicting = evict.options(cache.page_size, scored=KEEPS_ALL)
         question = prompt.question(instruction, system, invocation)
-        cache_options, file = cache.options(evict.options(cache.page_size, scored=KEEPS_ALL)), writable(out)
+        cache_options, file = cache.options(evicting), writable(out)
         load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         question = question.of(loaded.text, invocation)

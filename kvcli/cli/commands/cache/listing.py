@@ -10,6 +10,7 @@ import typer
 
 from kvcli.cli import cachefiles, cachetree, render
 from kvcli.cli.cachefiles import Described
+from kvcli.cli.commands.cache import looking
 from kvcli.cli.commands.cache.arguments import Name, described
 from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_folder, time_option
 from kvcli.cli.invocation import Invocation, JsonFlag
@@ -83,11 +84,15 @@ def show(
     text: Annotated[
         str | None, typer.Option("--text", metavar="MODEL", help="Print only its text, decoded by this model.")
     ] = None,
+    mass: Annotated[
+        str | None,
+        typer.Option("--mass", metavar="MODEL", help="Draw what its last tokens look at, computed by this model."),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show what a prompt cache holds, with the first words of its text."""
-    if tokens + (text is not None) + json > 1:
-        raise UsageError("--tokens, --text and --json cannot be used together", "give one of them")
+    if tokens + (text is not None) + (mass is not None) + json > 1:
+        raise UsageError("--tokens, --text, --mass and --json cannot be used together", "give one of them")
     root = store_folder(cache_dir)
     file = cachefiles.locate(name, root)
     with PromptCacheFile(file) as opened:
@@ -97,6 +102,8 @@ def show(
         render.write_out(" ".join(map(str, ids)) + "\n")
     elif text is not None:
         render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
+    elif mass is not None:
+        render.write_out(looking.drawn(mass, ids, identity, ctx.obj))
     elif json:
         of_model, ttl_s = found.model_json(), parse_time(CACHE_TTL, "--cache-ttl")
         above = cachetree.parents([cachefiles.describe(each) for each in cachefiles.stored(root)])

@@ -1,0 +1,72 @@
+"""`--evict NAME --budget N|P%` and `kv cache show --mass`, on tiny models: what is said, refused and drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+from conftest import KvHere
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+RUN = ("--raw", "--no-stdin", "--temp", "0", "--ignore-eos", "--page-size", "16", "-t", "1", "--no-cache")
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[str, ...]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return ("-m", str(tiny.make("gemma3").path))
+
+
+def test_what_went_is_told(kv_here: KvHere, model: tuple[str, ...]) -> None:
+    evict = ("--evict", "random", "--budget", "60", "-n", "6")
+    code, out, err = kv_here("run", *RUN, *model, *evict, "--json", TEXT * 2)
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["evict"] == {"policy": "random", "keep": None, "window": None, "budget": "60"}
+    kv = value["kv"]
+    assert kv["evicted_tokens"] > 50 and kv["tokens"] == 65 and not kv["lossless"]
+    assert re.search(r"evicted: \d+ tokens, kept 65 of \d+ rows by random", kv["losses"][0])
+    code, _, err = kv_here("run", *RUN, *model, *evict, "--stats", TEXT * 2)
+    assert code == 0 and re.search(r"\(\d+ evicted by random, budget 60\)", err)
+    assert re.search(r"random: 65 of \d+ rows stay, with a budget of 60", err)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("run", "x", "--evict", "snapkv"), "--evict snapkv needs --budget"),
+        (("run", "x", "--budget", "25%"), "--budget needs --evict expected or --evict h2o"),
+        (("run", "x", "--evict", "tova", "--budget", "many"), "--budget must be a number of tokens"),
+        (("run", "x", "--evict", "tova", "--budget", "20"), "--budget is 20, less than the 66 rows"),
+        (("perplexity", "--evict", "tova", "--budget", "25%", "-f", __file__), "--evict tova cannot be used here"),
+        (("cache", "build", "-o", "x.kv", "--evict", "h2o", "--budget", "1k"), "--evict h2o cannot be used here"),
+    ],
+)
+def test_what_cannot_be_is_one_line(kv_here: KvHere, model: tuple[str, ...], args: tuple[str, ...], message: str):
+    code, out, err = kv_here(*args, *model)
+    assert (code, out) == (2, "") and message in err, err
+
+
+def test_an_estimate_counts_what_selection_takes_and_saves(kv_here: KvHere, model: tuple[str, ...]) -> None:
+    asked = ("estimate", model[1], "-c", "2k", "-ct", "f16", "--device", "cpu", "--json")
+    plain, selecting = (
+        {row["name"]: row["bytes"] for row in json.loads(kv_here(*asked, *more)[1])["fixed"]}
+        for more in ((), ("--evict", "h2o", "--budget", "256"))
+    )
+    assert selecting.pop("selection of rows") > 0 and selecting == plain
+
+
+def test_what_the_last_tokens_look_at(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    file = str(tmp_path / "a.kv")
+    built = kv_here("cache", "build", *model, "--page-size", "16", "--raw", "--no-stdin", "-o", file, TEXT * 3)
+    assert built[0] == 0, built[2]
+    code, out, err = kv_here("cache", "show", file, "--mass", model[1])
+    assert code == 0, err
+    head, *lines = out.splitlines()
+    assert re.fullmatch(r"what the last 64 of \d+ tokens look at, in \d+ layers", head)
+    shares = [float(re.search(r"([\d.]+) %", line)[1]) for line in lines]
+    assert 3 < len(lines) <= 24 and abs(sum(shares) - 100) < 0.06 * len(lines) and lines[0].split()[0] == "0"
+    assert kv_here("cache", "show", file, "--mass", model[1], "--json")[0] == 2
