@@ -19,7 +19,7 @@ from kvcli.runtime.engine.scheduler import Scheduler
 
 def decode(engine: Engine, count: int, depth: int, tokens: int, clock: Callable[[], float]) -> float:
     """Tokens a second of `count` answers behind different prompts of `depth` tokens, all prompts read before."""
-    options = SampleOptions(max_tokens=tokens, ignore_eos=True, seed=1, loop_stop=False)
+    options = SampleOptions(max_tokens=tokens, ignore_eos=True, seed=1, loop_stop=False, spec="off")
     scheduler, requests = Scheduler(engine, count), []
     for number in range(count):
         ids = random.Random(number).choices(range(engine.config.vocab_size), k=depth)

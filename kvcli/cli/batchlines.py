@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant")
 SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty"),
     *("frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "seed", "stop"),
-    *("logit_bias", "ignore_eos", "loop_stop"),
+    *("logit_bias", "ignore_eos", "loop_stop", "spec"),
 )
 THINKING = ("reasoning", "reasoning_budget")
 KEYS = ("prompt", "messages", "id", *THINKING, *SAMPLING)

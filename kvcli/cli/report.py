@@ -182,12 +182,20 @@ def _thought(usage: Usage) -> str:
     return f" ({usage.reasoning_tokens:,} thinking)" if usage.reasoning_tokens else ""
 
 
+def _drafted(usage: Usage) -> str:
+    """What became of guessed tokens, where there were any."""
+    if not usage.drafted_tokens:
+        return ""
+    right = f"{usage.accepted_tokens:,} of {usage.drafted_tokens:,} drafted tokens right"
+    return f" · {right}, {usage.tokens_per_step:.2f} tok a step"
+
+
 def full_stats(result: Result, loaded: bool = True, verbose: bool = False) -> str:
     """Everything there is to tell."""
     usage, timings = result.end.usage, result.end.timings
     parts = [
         f"{prompt_stats(result.end)} · {timings.prefill_s:.2f} s · {timings.prompt_tps:,.0f} tok/s",
-        f"gen {usage.completion_tokens:,} tok{_thought(usage)} · {timings.decode_tps:.1f} tok/s",
+        f"gen {usage.completion_tokens:,} tok{_thought(usage)} · {timings.decode_tps:.1f} tok/s{_drafted(usage)}",
         f"TTFT {timings.ttft_s:.2f} s",
         *([f"load {timings.load_s:.2f} s"] if loaded else []),
         str(result.cache) + (f", {result.cache.use}" if verbose else ""),
@@ -310,6 +318,9 @@ def end_objects(end: End) -> dict[str, Any]:
             "breakpoints": [breakpoint_object(each) for each in usage.breakpoints],
             "completion_tokens": usage.completion_tokens,
             "reasoning_tokens": usage.reasoning_tokens,
+            "drafted_tokens": usage.drafted_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "tokens_per_step": round(usage.tokens_per_step, 3),
         },
         "timings": {
             "load_s": round(timings.load_s, 6),

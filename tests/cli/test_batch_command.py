@@ -170,7 +170,7 @@ def test_every_key_is_obeyed() -> None:
         "max_tokens": 3, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "repeat_penalty": 1.2,
         "repeat_last_n": 9, "presence_penalty": 0.3, "frequency_penalty": 0.4, "dry_multiplier": 0.8, "dry_base": 2.0,
         "dry_allowed_length": 3, "dry_penalty_last_n": 5, "seed": 4, "stop": ["a"], "logit_bias": {"5": -1.0},
-        "ignore_eos": True, "loop_stop": False,
+        "ignore_eos": True, "loop_stop": False, "spec": "ngram",
     }  # fmt: skip
     assert {"prompt", "messages", "id", "reasoning", "reasoning_budget", *values} == set(KEYS)
     for key, value in values.items():

@@ -83,11 +83,12 @@ def test_a_name_with_quotes_in_it_is_that_name(kv, tmp_path):
 
 def test_settings_are_shown_and_changed(kv):
     script = "/set temperature 0.2\n/set n 2k\n/set n\n/set n -1\n/set n 2\n"
-    script += "/set seed=5\n/set stop XY\n/set\nfirst\n/set temp default\n/set temp\n"
+    script += "/set seed=5\n/set stop XY\n/set spec ngram\n/set\nfirst\n/set temp default\n/set temp\n"
     outcome = chat(kv, script, "--top-k", "7")
     assert outcome.code == 0 and outcome.out == "on\n" and "n: 2048\n" in outcome.err
     options = kv.engine.calls[0][1]
     assert (options.temperature, options.max_tokens, options.seed, options.stop) == (0.2, 2, 5, ("XY",))
+    assert options.spec == "ngram" and "  spec" in outcome.err
     shown = dict(line.split(maxsplit=1) for line in outcome.err.splitlines() if line.startswith("  "))
     assert shown["temperature"] == "0.2" and shown["top_k"] == "7" and shown["top_p"] == "0.95 (default)"
     assert shown["n"] == "2" and shown["seed"] == "5" and shown["stop"] == "'XY'" and shown["ignore_eos"] == "off"
@@ -105,6 +106,7 @@ def test_settings_are_shown_and_changed(kv):
         ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
         ("/set n -3", "n must be a number of tokens, not '-3'"),
         ("/set ignore_eos maybe", "on or off"),
+        ("/set spec tree", "spec must be suffix, ngram or off, not tree"),
         ("/set logit_bias 3", "there is no setting"),
         ("/set parameter temperature 0.3", "without that word: /set temperature 0.3"),
         ("/set system Be brief", "/system TEXT"),

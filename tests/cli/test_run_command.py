@@ -60,6 +60,9 @@ def test_json_is_one_object(kv):
         "predicted_compute_s": None,
         "completion_tokens": 2,
         "reasoning_tokens": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "tokens_per_step": 0.0,
     }
     assert value["kv"]["type_k"] == "f32" and value["kv"]["page_size"] == 64
     assert value["kv"]["tokens"] == prompt + 2

@@ -15,6 +15,7 @@ from kvcli.cli.helptext import GENERATION
 from kvcli.errors import UsageError
 from kvcli.options import UNATTENDED_TOKENS, SampleOptions
 from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine.spec.texts import METHODS
 
 _option = functools.partial(typer.Option, rich_help_panel=GENERATION)
 
@@ -22,7 +23,7 @@ _option = functools.partial(typer.Option, rich_help_panel=GENERATION)
 def _field(name: str, *flags: str, help: str, metavar: str = "F", model: str = "") -> typer.models.OptionInfo:
     """The option of a field of `SampleOptions`. `model`: what it is where the model says nothing either."""
 
-    def check(value: float) -> None:
+    def check(value: float | str) -> None:
         sampling.check(SampleOptions(**{name: value}))  # type: ignore[arg-type]
 
     shown = f"the model's, else {model}" if model else True
@@ -195,6 +196,14 @@ class SampleFlags:
             show_default="on, but off with --ignore-eos",
         ),
     ] = None
+    spec: Annotated[
+        str,
+        _field(
+            *("spec", "--spec"),
+            metavar="|".join(METHODS),
+            help="How tokens are guessed ahead where that saves time; the answer is the same.",
+        ),
+    ] = SampleOptions.spec
     logit_bias: Annotated[
         list[str],
         _option(

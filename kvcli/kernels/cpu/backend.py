@@ -33,6 +33,7 @@ from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
 
 ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "clamped": 3}
+FEW_ROWS = 16  # of a step whose calls are noted
 READ_AT_ONCE = 16 << 20  # bytes of a file that are interleaved before their memory is given back
 
 Matrix = QuantTensor | Interleaved
@@ -277,13 +278,15 @@ class NativeBackend:
     def _norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None, centred: bool = False
     ) -> torch.Tensor:
-        rows = x if x.dim() == 2 else x[0] if x.dim() == 3 and len(x) == 1 else x.reshape(-1, x.shape[-1])
-        n, d = rows.shape
-        out = self._new(n, d)
-        self._lib.kv_norm(
-            rows.data_ptr(), rows.stride(0), weight.data_ptr(), _address(bias), centred, eps, n, d, out.data_ptr(), d
-        )
-        return out if rows is x else out.view(x.shape)
+        d, out, pieces = x.shape[-1], self._new(*x.shape), (x,)
+        if x.dim() == 3:  # heads of a wider matrix; of few tokens they are not copied, which no list of calls could do
+            pieces = tuple(x) if len(x) <= FEW_ROWS else (x.reshape(-1, d),)
+        at = out.data_ptr()
+        for rows in pieces:
+            n, ldx = len(rows), rows.stride(0)
+            self._lib.kv_norm(rows.data_ptr(), ldx, weight.data_ptr(), _address(bias), centred, eps, n, d, at, d)
+            at += n * d * 4
+        return out
 
     rms_norm = normed = _norm
 

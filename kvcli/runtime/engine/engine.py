@@ -27,6 +27,8 @@ from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.spec.guesses import Session
+from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
 from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
@@ -66,6 +68,7 @@ class Engine:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
         else:
             self.pool = pool.under(self.layout, terms.pool_bytes)
+        self.session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS)
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
@@ -238,7 +241,7 @@ class Engine:
                     continue
                 blocks = not request.answering and self.loaded.grain > 1
                 if self.graph and len(ids) == 1 and not blocks and not _notes(request.seq):
-                    request.feed(self._one_row(self.graph, request.seq, ids[0]))
+                    request.feed(self._one_row(self.graph, request.seq, ids[0])[None])
                 else:
                     self._compute([(request, ids)])
         return [request.take_events() for request in requests]
@@ -249,11 +252,12 @@ class Engine:
             return
         hidden = self.forward_all([(request.seq, ids) for request, ids in work])
         ends = itertools.accumulate(len(ids) for _, ids in work)
-        newest = [end - 1 for (request, _), end in zip(work, ends, strict=True) if request.newest]
-        rows = hidden[newest] if len(newest) > 1 else hidden[newest[0] :][:1] if newest else hidden[:0]
-        logits = iter(self.logits(rows)) if newest else iter(())
-        for request, _ in work:
-            request.feed(next(logits) if request.newest else None)
+        scored = [range(end - request.scored, end) for (request, _), end in zip(work, ends, strict=True)]
+        rows = list(itertools.chain(*scored))
+        wanted = hidden[rows] if len(work) > 1 else hidden[len(hidden) - len(rows) :]
+        logits = self.logits(wanted) if rows else wanted
+        for (request, _), own in zip(work, logits.split([len(each) for each in scored]), strict=True):
+            request.feed(own if len(own) else None)
 
     def _one_row(self, graph: NextToken, seq: Sequence, token: int) -> torch.Tensor:
         """Run one token as the next row, as those of an answer are -> its logits [vocab]."""

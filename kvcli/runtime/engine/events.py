@@ -62,6 +62,14 @@ class Usage:
     choice: Choice | None = None  # what reading stored rows and computing them was predicted to take
     cache_how: str = ""  # what was done to rows that were stored otherwise; "" = nothing
     breakpoints: tuple[Breakpoint, ...] = ()  # the marks of the prompt
+    drafted_tokens: int = 0  # guessed, and computed before they were known
+    accepted_tokens: int = 0  # of those the ones that were right
+    decode_steps: int = 0  # that computed the tokens behind the first
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens behind the first that a step gave, on average; 0 without any."""
+        return (self.decode_steps + self.accepted_tokens) / self.decode_steps if self.decode_steps else 0.0
 
 
 @dataclass(frozen=True)

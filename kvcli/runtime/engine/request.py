@@ -17,6 +17,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.events import End, Event, Logprob, Logprobs, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.spec.guesses import Session
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
@@ -32,6 +33,7 @@ class Host(Protocol):
     tokenizer: Tokenizer
     ctx_size: int
     load_s: float
+    session: Session
 
     def chunk_end(self, start: int, end: int) -> int: ...
 
@@ -79,6 +81,8 @@ class Request:
         self._ledger: Ledger | None = None  # None = not begun
         self._parked = self._abandoned = False
         self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
+        self._guesses = host.session.guesses(options.spec)
+        self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
         self._thinking = thinking
         self._splitter = thinking.splitter() if thinking else None
@@ -101,7 +105,12 @@ class Request:
     @property
     def newest(self) -> bool:
         """Whether the row of the newest token is in the cache: its logits choose the next one."""
-        return self.seq.length == len(self.history)
+        return self.seq.length >= len(self.history)
+
+    @property
+    def scored(self) -> int:
+        """Of how many rows, the last ones, it takes the logits: that of the newest token and those of guesses."""
+        return max(0, self.seq.length - len(self.history) + 1)
 
     @property
     def _thinks(self) -> bool:
@@ -129,26 +138,41 @@ class Request:
             if self._ledger is None:
                 self._begin()
                 return []
-            if reason := self._full():
-                self._finish(reason)
+            if self._ends():
                 return []
             if self.answering and self._selects():
                 self.close()
                 self.host.select(self.seq)
-            if self._tokens is not None:
-                return self.history[-1:]
             if self._parked:
                 self._parked = False
                 self.caches.resume(self.seq, self.history)
         except KVError as error:
             self.fail(error)
             return []
+        if self.answering and (self._tokens is not None or self.seq.length == len(self.history) - 1):
+            return [*self.history[-1:], *self._guessed(budget - 1)]
         start, grain = self.seq.length, self.seq.pool.layout.grain
         budget = max(grain, budget // grain * grain)
         return self.history[start : min(start + budget, self.host.chunk_end(start, len(self.history)))]
 
+    def _guessed(self, most: int) -> list[int]:
+        """Guesses behind the newest token, at most so many. They stay in its page, and do not fill it: what is wrong
+        is taken back, and a page that was sealed could not be. There are none where what is taken back leaves traces,
+        in a state or among queries that were noted, or where rows are computed in blocks, lest others be."""
+        length, layout = len(self.history), self.seq.pool.layout
+        if self.seq.selector is not None or self.seq.states is not None or layout.grain > 1:
+            most = 0
+        size = layout.page_size
+        wanted, room = self.options.max_tokens, self.host.ctx_size - length if self.seq.retention is None else most
+        rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
+        found = self._guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
+        if found:
+            self.close()
+            self.seq.rewind(length - 1)  # a device may have computed the newest row, whose logits are gone
+        return found
+
     def feed(self, logits: torch.Tensor | None) -> None:
-        """The rows are there. `logits` [vocab]: of the last one, where it is the `newest`."""
+        """The rows are there. `logits` [scored, vocab], where any are `scored`."""
         try:
             if not self.answering:
                 self._prefilled_to(self.seq.length)
@@ -158,6 +182,7 @@ class Request:
                 self._choose(logits)
         except KVError as error:
             self.fail(error)
+        self._guesses.stepped(len(self.history))
 
     def pull(self) -> bool:
         """Where a device chooses tokens by itself: take the next one, which computes the row that was wanted. False
@@ -172,6 +197,7 @@ class Request:
             raise
         except KVError as error:
             self.fail(error)
+        self._guesses.stepped(len(self.history))
         return True
 
     def _begin(self) -> None:
@@ -203,7 +229,7 @@ class Request:
         self._events.append(Prefill(max(0, length - reused), self.n_prompt - reused, reused))
 
     def _answer(self, logits: torch.Tensor | None) -> None:
-        """The prompt is there, and `logits` of its last row."""
+        """The prompt is there, and `logits` [1, vocab] of its last row."""
         assert self._ledger is not None
         self._ledger.prefilled(self.seq, self._prefill_s)
         self.host.select(self.seq)
@@ -233,30 +259,46 @@ class Request:
     def _go_on(self, logits: torch.Tensor | None) -> None:
         """Answer, if a token may come at all."""
         self.answering = True
+        self._guesses.more(self.history)
         if self._thinking and self._thinking.lead:
             self._events.append(Token(None, *self._told_apart(self._thinking.lead)))
-        if reason := self._full():
-            self._finish(reason)
-        elif not self._end_thinking():
+        if not self._ends() and not self._end_thinking():
             self._choose(logits)
 
     # --- tokens
 
     def _choose(self, logits: torch.Tensor | None) -> None:
+        """The next tokens, by the logits [scored, vocab]: one, and one more for each guess that it is."""
         assert logits is not None
         self.caches.pump()
-        self._tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits)
-        if self._tokens is not None:
-            self._accept(next(self._tokens))
-        else:
-            self._accept(self.sampler.sample(logits, self.history, len(self.history)))
+        if len(logits) == 1:
+            self._tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits[0])
+            if self._tokens is not None:
+                self._accept(next(self._tokens))
+                return
+        guesses = self.seq.tokens[len(self.history) :]
+        self._guesses.drafted += len(guesses)
+        for row, guess in zip(logits.cpu(), [*guesses, -1], strict=True):
+            self._plain = len(self.history)
+            token = self.sampler.sample(row, self.history, self._plain)
+            if token != guess:
+                self._take_back()
+            self._guesses.accepted += token == guess
+            if not self._accept(token) or token != guess or self._ends():
+                break
+        self._plain = None
 
-    def _accept(self, token: int) -> None:
-        """This is the next token."""
+    def _take_back(self) -> None:
+        """Give up rows that would not be there without guesses."""
+        if self._plain is not None and self.seq.length > self._plain:
+            self.seq.rewind(self._plain)
+
+    def _accept(self, token: int) -> bool:
+        """This is the next token. Whether one may follow that goes by it alone."""
         self._tell_time()
         if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
             self._finish("stop")
-            return
+            return False
         followed = self.sampler.constraint if self.sampler.follows else None
         if followed is not None:
             followed.accept(token)
@@ -266,8 +308,9 @@ class Request:
         elif self._loops and (loop := self._loops.push(token)):
             self._loop = loop
             self._finish("repetition")
-        else:
-            self._end_thinking()
+        elif not self._end_thinking():
+            return True
+        return False
 
     def _tell_time(self) -> None:
         self._last = time.perf_counter()
@@ -277,6 +320,7 @@ class Request:
     def _put(self, token: int, logprobs: Logprobs | None = None) -> None:
         """Append a token to the answer. A grammar is for what comes behind the thinking."""
         self.history.append(token)
+        self._guesses.more((token,))
         self._thought += self._thinks
         self._events.append(Token(token, *self._told_apart(self._decoder.push(token)), logprobs))
         self.sampler.follows = not self._thinks
@@ -322,6 +366,12 @@ class Request:
 
     # --- the end
 
+    def _ends(self) -> bool:
+        """End if nothing further may come; whether that is so."""
+        if reason := self._full():
+            self._finish(reason)
+        return bool(reason)
+
     def park(self) -> None:
         """Give the pages back for a while. The rows are looked for in memory again, or computed again."""
         self.close()
@@ -334,6 +384,7 @@ class Request:
         if self._tokens is not None:
             self._tokens.close()
             self._tokens = None
+        self._take_back()
 
     def abandon(self) -> None:
         """It will not be gone on with. What was computed of its prompt is kept, where there is a cache for it."""
@@ -356,6 +407,7 @@ class Request:
             if self.seq.pool.layout.grain > 1:  # tokens are computed otherwise than prompts
                 self.seq.rewind_to(self.n_prompt)
             self._written = self._ledger.answered(self.seq)
+            self._guesses.over(self.history[self.n_prompt :])
         elif self._ledger is not None:
             self.abandon()
         self.end = self._told(reason)
@@ -372,8 +424,7 @@ class Request:
             more, rest = self._splitter.flush()
             text, reasoning = text + self._matcher.push(more), reasoning + rest
         text += self._matcher.flush()
-        ids = self.history[self.n_prompt :]
-        reuse = self.reuse
+        ids, reuse = self.history[self.n_prompt :], self.reuse
         timings = Timings(
             load_s=self.host.load_s,
             prefill_s=self._prefill_s,
@@ -382,10 +433,10 @@ class Request:
             prefill_tokens=self.n_prompt - reuse.tokens,
             decode_tokens=max(0, len(ids) - 1),
         )
+        marks, guesses = () if self._ledger is None else self._ledger.breakpoints(), self._guesses
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
-            reuse.choice,
-            reuse.how, () if self._ledger is None else self._ledger.breakpoints(),
+            reuse.choice, reuse.how, marks, guesses.drafted, guesses.accepted, guesses.steps,
         )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
         raw = self._splitter.raw if self._splitter else ""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import SampleOptions
+from kvcli.runtime.engine.spec.texts import METHODS
 
 
 class _Rule(NamedTuple):
@@ -59,6 +60,8 @@ def check(options: SampleOptions) -> None:
         value = getattr(options, name)
         if value is not None and not rule.holds(value):
             raise UsageError(f"`{name}` must be {rule.text}, not {value}")
+    if options.spec not in METHODS:
+        raise UsageError(f"`spec` must be {', '.join(METHODS[:-1])} or {METHODS[-1]}, not {options.spec}")
     for token, bias in options.logit_bias.items():
         if not _is_int(token):
             raise UsageError(f"`logit_bias` is by token ids, not {token!r}")

@@ -1,8 +1,9 @@
-"""Single tokens on a CPU as lists of kernel calls: what a CUDA graph is on a GPU.
+"""Few rows on a CPU as lists of kernel calls: what a CUDA graph is on a GPU.
 
 A token needs the calls of the token before it, but for its id, its position and the angles of that, as long as the
-sequence has the same pages. So the second token in a page is computed by the decoder as ever, with its calls noted, and
-those after it by one call of C that makes them again over the same buffers: the results are the same to the bit.
+sequence has the same pages; so do some tokens, guessed ones with a known one, those of as many before them. The second
+step in a page of so many rows is computed by the decoder as ever, with its calls noted, and those after it by one call
+of C that makes them again over the same buffers: the results are the same to the bit.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels.cpu.backend import NativeBackend
+from kvcli.kernels.cpu.backend import FEW_ROWS, NativeBackend
 from kvcli.kernels.cpu.calls import Calls
 from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
-KEPT = 8  # lists, each of one sequence
+KEPT = 8  # lists, each of one sequence and number of rows
 _HARMLESS = {
     "alias", "aminmax", "as_strided", "detach", "empty", "expand", "item", "lift_fresh", "permute", "select", "slice",
-    "split", "squeeze", "t", "transpose", "unsqueeze", "view", "_local_scalar_dense", "_reshape_alias", "_unsafe_view",
+    "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    "_local_scalar_dense", "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
 
 
@@ -50,12 +52,12 @@ class _Computed(TorchDispatchMode):
 
 
 class _Noted:
-    """The calls of a token that writes into some page of a sequence, with the buffers that they read."""
+    """The calls of a step of so many rows that writes into some page of a sequence, with the buffers that they read."""
 
     def __init__(self, part: Part) -> None:
         self.groups, self.watches, self.usable = part.groups, part.watches, True
         self.states = part.states.key if part.states else ()
-        self.ids = torch.zeros(1, dtype=torch.int64)
+        self.ids = torch.zeros(len(part.ids), dtype=torch.int64)
         self.calls: Calls | None = None
         self.hidden: torch.Tensor
         self.angles: list[tuple[RopeTable, np.ndarray, np.ndarray]] = []
@@ -69,37 +71,45 @@ class _Noted:
             and all(map(lambda a, b: a is b, self.groups, part.groups))
         )
 
-    def run(self, token: int, position: int) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         assert self.calls is not None
-        self.ids[0] = token
+        self.ids.copy_(ids)
         for part in self.calls.parts:
             part[3] = position
+        positions = np.arange(position, position + len(ids), dtype=np.float64)[:, None]
         for rope, cos, sin in self.angles:
-            angles = position * rope.frequencies
+            angles = positions * rope.frequencies
             cos[:], sin[:] = np.cos(angles), np.sin(angles)
         self.calls.run()
         return self.hidden.clone()
 
 
 class StepList:
-    """The model's pass over one row of one sequence at a time. `computed`: what torch itself computes in it, for which
-    there are no lists; None = not known yet."""
+    """The model's pass over up to FEW_ROWS rows of one sequence at a time. `computed`: what torch itself computes in
+    it, for which there are no lists, of one row and of several, as far as that is known."""
 
     def __init__(self, model: Decoder, ops: NativeBackend) -> None:
         self._model, self._ops = model, ops
         self._vocabulary: int = model.weights.embedding[0].rows
-        self._lists: OrderedDict[int, _Noted] = OrderedDict()
-        self.computed: set[str] | None = None
+        self._lists: OrderedDict[tuple[int, int], _Noted] = OrderedDict()
+        self.computed: dict[bool, set[str]] = {}  # by whether there are several
 
     def run(self, part: Part) -> torch.Tensor | None:
-        """The row's hidden state, float32 [1, d_model]; None where it is for the decoder to compute."""
-        if self.computed or len(part.ids) != 1 or not part.groups or any(shift is not None for shift in part.shifts):
+        """The rows' hidden states, float32 [T, d_model]; None where they are for the decoder to compute."""
+        rows = len(part.ids)
+        if (
+            self.computed.get(rows > 1)
+            or rows > FEW_ROWS
+            or not part.groups
+            or any(shift is not None for shift in part.shifts)
+        ):
             return None
-        if any(watches[0].queries is not None for watches in part.watches if watches):
+        if (part.states and rows > 1) or any(watches[0].queries is not None for watches in part.watches if watches):
             return None
-        token, key = int(part.ids[0]), id(part.groups[0])
-        if part.end % part.groups[0][0].record.page_size == 0 or not 0 <= token < self._vocabulary:
-            return None  # what a full page brings, pages are sealed and means are fixed; or the token is refused
+        size, (least, most) = part.groups[0][0].record.page_size, part.ids.aminmax()
+        if part.start // size != part.end // size or least < 0 or most >= self._vocabulary:
+            return None  # what a full page brings, pages are sealed and means are fixed; or a token is refused
+        key = id(part.groups[0]), rows
         noted = self._lists.get(key)
         if noted is None or not noted.of(part):
             self._lists[key] = _Noted(part)
@@ -110,24 +120,25 @@ class StepList:
         if noted.calls is not None:
             if part.states:
                 part.states.begun = True
-            return noted.run(token, part.start)
-        return self._note(noted, replace(part, ids=noted.ids), token) if noted.usable else None
+            return noted.run(part.ids, part.start)
+        return self._note(noted, part) if noted.usable else None
 
-    def _note(self, noted: _Noted, part: Part, token: int) -> torch.Tensor:
-        """Compute a row and note the calls."""
-        noted.ids[0] = token
-        if self.computed is None:
+    def _note(self, noted: _Noted, part: Part) -> torch.Tensor:
+        """Compute rows and note the calls."""
+        noted.ids.copy_(part.ids)
+        part = replace(part, ids=noted.ids)
+        if (several := len(part.ids) > 1) not in self.computed:
             with _Computed() as computed:
                 calls, noted.hidden = self._hidden(part)
-            self.computed = computed.found
+            self.computed[several] = computed.found
         else:
             calls, noted.hidden = self._hidden(part)
-        span = ((part.start, 1),)
+        span = ((part.start, len(part.ids)),)
         for rope in self._model.ropes:
             given, (cos, sin) = rope.handed_over()
             if given == span:
                 calls.keep += cos, sin
-                noted.angles.append((rope, cos[0].numpy(), sin[0].numpy()))
+                noted.angles.append((rope, cos.numpy(), sin.numpy()))
         noted.usable = not calls.others
         noted.calls = calls if noted.usable else None
         return noted.hidden.clone()

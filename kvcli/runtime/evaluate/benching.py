@@ -141,7 +141,7 @@ def _once(engine: Engine, seq: Sequence, ids: list[int], case: Case, number: int
     else:
         fresh = chance.choices(range(engine.config.vocab_size), k=1)
         most = 1 + (case.tokens if number >= 0 else min(case.tokens, _WARMUP_TOKENS))
-    options = SampleOptions(temperature=0.0, max_tokens=most, ignore_eos=True)
+    options = SampleOptions(temperature=0.0, max_tokens=most, ignore_eos=True, spec="off")
     times, end = [], None
     for event in engine.generate(seq, ids[: case.depth] + fresh, options):
         if isinstance(event, Token):

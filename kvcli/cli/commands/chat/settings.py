@@ -96,6 +96,8 @@ def described(name: str, asked: SampleOptions, settled: SampleOptions) -> str:
         return "random" if asked.seed < 0 else str(value)
     if name == "max_tokens":
         return "no limit" if value < 0 else str(value)
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return " ".join(map(repr, value)) or "none"
     said = ("on" if value else "off") if isinstance(value, bool) else f"{value:g}"

@@ -1,0 +1,71 @@
+"""`Guesses`: what is guessed of one answer, and what became of it. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvcli.runtime.engine.spec.pace import ROWS, Judgement, Pace
+from kvcli.runtime.engine.spec.texts import OFF, Guess, Pool, Texts
+
+
+class Session:
+    """What the answers of an engine learn from each other: earlier ones, and how long steps take."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        """`costs`: see `Pace`."""
+        self.pool, self.pace = Pool(), Pace(costs)
+
+    def guesses(self, method: str) -> Guesses:
+        """For a new answer."""
+        return Guesses(self, method)
+
+
+class Guesses:
+    """`next` guesses before each step of an answer, `stepped` is told how that ended, and `more` of every token.
+
+    `steps`: how many there were; `drafted`: tokens that were computed before they were known; `accepted`: those of them
+    that were right.
+    """
+
+    def __init__(self, session: Session, method: str) -> None:
+        self.session = session
+        self.steps = self.drafted = self.accepted = 0
+        self._texts = None if method == OFF else Texts(method, session.pool.text)
+        self._judgement = Judgement(session.pace)
+        self._guess = Guess([], 0)
+        self._asked: tuple[float, int, int] | None = None  # when, behind how many tokens, for how many rows
+
+    def more(self, ids: Sequence[int]) -> None:
+        """These tokens have come."""
+        for token in ids if self._guess.ids else ():
+            (first, *rest), matched = self._guess
+            self._judgement.saw(matched, first == token)
+            self._guess = Guess(rest if first == token else [], matched + 1)
+            if not self._guess.ids:
+                break
+        if self._texts is not None:
+            self._texts.extend(ids)
+
+    def next(self, length: int, most: int) -> list[int]:
+        """Tokens to compute with the newest one of `length`, at most so many, as many as are worth it."""
+        now, found = time.perf_counter(), self._guessed(most) if most > 0 and self._texts is not None else []
+        self._asked = now, length, 1 + len(found)
+        return found
+
+    def _guessed(self, most: int) -> list[int]:
+        assert self._texts is not None
+        self._guess = self._texts.guess(ROWS[-1] - 1)
+        return self._guess.ids[: self._judgement.worth(self._guess.matched, min(most, len(self._guess.ids)))]
+
+    def stepped(self, length: int) -> None:
+        """The step is over, if there was one, and the text has `length` tokens."""
+        if self._asked is not None:
+            began, before, rows = self._asked
+            self._asked, self.steps = None, self.steps + 1
+            self.session.pace.took(rows, length - before, time.perf_counter() - began)
+
+    def over(self, answer: Sequence[int]) -> None:
+        """The answer is whole."""
+        if self._texts is not None:
+            self.session.pool.add(answer)
