@@ -278,14 +278,11 @@ class NativeBackend:
     def _norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None, centred: bool = False
     ) -> torch.Tensor:
-        d, out, pieces = x.shape[-1], self._new(*x.shape), (x,)
-        if x.dim() == 3:  # heads of a wider matrix; of few tokens they are not copied, which no list of calls could do
-            pieces = tuple(x) if len(x) <= FEW_ROWS else (x.reshape(-1, d),)
-        at = out.data_ptr()
-        for rows in pieces:
-            n, ldx = len(rows), rows.stride(0)
-            self._lib.kv_norm(rows.data_ptr(), ldx, weight.data_ptr(), _address(bias), centred, eps, n, d, at, d)
-            at += n * d * 4
+        d, out = x.shape[-1], self._new(*x.shape)  # heads of few tokens are not copied: no list of calls could do that
+        pieces = (x,) if x.dim() == 2 else tuple(x) if len(x) <= FEW_ROWS else (x.reshape(-1, d),)
+        how, n = (weight.data_ptr(), _address(bias), centred, eps, len(pieces[0]), d), 4 * len(pieces[0]) * d
+        for i, rows in enumerate(pieces):
+            self._lib.kv_norm(rows.data_ptr(), rows.stride(0), *how, out.data_ptr() + i * n, d)
         return out
 
     rms_norm = normed = _norm

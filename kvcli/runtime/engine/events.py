@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcli.runtime.promptcache.lookups import Choice
@@ -32,6 +33,12 @@ class Logprobs:
 
     chosen: Logprob
     top: tuple[Logprob, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[tuple[int, float]], piece: Callable[[int], str]) -> Logprobs:
+        """Of ids with their values, the chosen one first; `piece` has the text of an id."""
+        chosen, *top = (Logprob(i, piece(i), value) for i, value in values)
+        return cls(chosen, tuple(top))
 
 
 @dataclass(frozen=True)

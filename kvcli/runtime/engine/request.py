@@ -7,43 +7,22 @@ import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Some
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.engine.events import End, Event, Logprob, Logprobs, Loop, Prefill, Timings, Token, Usage
+from kvcli.runtime.engine.answertext import AnswerText
+from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Timings, Token, Usage
+from kvcli.runtime.engine.host import Host
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
-from kvcli.runtime.engine.spec.guesses import Session
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
-from kvcli.runtime.text.stops import StopMatcher
-from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 INTERRUPTED = "interrupted"
-
-
-class Host(Protocol):
-    """What a request needs of an engine; see `Engine`."""
-
-    tokenizer: Tokenizer
-    ctx_size: int
-    load_s: float
-    session: Session
-
-    def chunk_end(self, start: int, end: int) -> int: ...
-
-    def select(self, seq: Sequence) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def device_tokens(
-        self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
-    ) -> Generator[int, None, None] | None: ...
 
 
 class Request:
@@ -85,11 +64,9 @@ class Request:
         self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
         self._thinking = thinking
-        self._splitter = thinking.splitter() if thinking else None
+        self._text = AnswerText(host.tokenizer, thinking, options.stop)
         sampler.follows = not self._thinks
         self._thought = 0  # tokens of thinking
-        self._decoder = StreamDecoder(host.tokenizer, True, thinking.marks if thinking else frozenset())
-        self._matcher = StopMatcher(options.stop)
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
         self._start = self._first = self._last = time.perf_counter()
@@ -115,7 +92,7 @@ class Request:
     @property
     def _thinks(self) -> bool:
         """Whether the newest token is thinking."""
-        return self._splitter is not None and self._splitter.style is not None
+        return self._text.style is not None
 
     @property
     def reuse(self) -> Reuse:
@@ -160,9 +137,8 @@ class Request:
         is taken back, and a page that was sealed could not be. There are none where what is taken back leaves traces,
         in a state or among queries that were noted, or where rows are computed in blocks, lest others be."""
         length, layout = len(self.history), self.seq.pool.layout
-        if self.seq.selector is not None or self.seq.states is not None or layout.grain > 1:
-            most = 0
-        size = layout.page_size
+        traces = self.seq.selector is not None or self.seq.states is not None or layout.grain > 1
+        size, most = layout.page_size, 0 if traces else most
         wanted, room = self.options.max_tokens, self.host.ctx_size - length if self.seq.retention is None else most
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
         found = self._guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
@@ -261,7 +237,7 @@ class Request:
         self.answering = True
         self._guesses.more(self.history)
         if self._thinking and self._thinking.lead:
-            self._events.append(Token(None, *self._told_apart(self._thinking.lead)))
+            self._events.append(Token(None, *self._text.given(self._thinking.lead)))
         if not self._ends() and not self._end_thinking():
             self._choose(logits)
 
@@ -302,8 +278,9 @@ class Request:
         followed = self.sampler.constraint if self.sampler.follows else None
         if followed is not None:
             followed.accept(token)
-        self._put(token, self._logprobs())
-        if self._matcher.stop is not None or (followed is not None and followed.stopped):
+        found = self.sampler.logprobs
+        self._put(token, None if found is None else Logprobs.of(found, self.host.tokenizer.piece))
+        if self._text.stop is not None or (followed is not None and followed.stopped):
             self._finish("stop")
         elif self._loops and (loop := self._loops.push(token)):
             self._loop = loop
@@ -322,25 +299,12 @@ class Request:
         self.history.append(token)
         self._guesses.more((token,))
         self._thought += self._thinks
-        self._events.append(Token(token, *self._told_apart(self._decoder.push(token)), logprobs))
+        self._events.append(Token(token, *self._text.push(token), logprobs))
         self.sampler.follows = not self._thinks
-
-    def _logprobs(self) -> Logprobs | None:
-        """Of the token that was sampled just now, where they are asked for."""
-        if self.sampler.logprobs is None:
-            return None
-        piece = self.host.tokenizer.piece
-        chosen, *top = (Logprob(i, piece(i), value) for i, value in self.sampler.logprobs)
-        return Logprobs(chosen, tuple(top))
-
-    def _told_apart(self, text: str) -> tuple[str, str]:
-        """What may be shown of the answer, in which stop strings are looked for, and of the thinking."""
-        answer, reasoning = self._splitter.push(text) if self._splitter else (text, "")
-        return self._matcher.push(answer), reasoning
 
     def _end_thinking(self) -> bool:
         """Where thinking has taken its budget, end it as the model's family does; whether that is so."""
-        thinking, style = self._thinking, self._splitter.style if self._splitter else None
+        thinking, style = self._thinking, self._text.style
         if thinking is None or style is None or not 0 <= thinking.budget <= self._thought:
             return False
         self.close()
@@ -417,13 +381,7 @@ class Request:
                 twin._finish(reason)
 
     def _told(self, reason: str) -> End:
-        # An answer that was cut short may end inside a character, which is no text yet.
-        tail = self._decoder.flush() if reason == "stop" else ""
-        text, reasoning = self._told_apart(tail)
-        if self._splitter:
-            more, rest = self._splitter.flush()
-            text, reasoning = text + self._matcher.push(more), reasoning + rest
-        text += self._matcher.flush()
+        text, reasoning = self._text.rest(reason == "stop")
         ids, reuse = self.history[self.n_prompt :], self.reuse
         timings = Timings(
             load_s=self.host.load_s,
@@ -439,5 +397,4 @@ class Request:
             reuse.choice, reuse.how, marks, guesses.drafted, guesses.accepted, guesses.steps,
         )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
-        raw = self._splitter.raw if self._splitter else ""
-        return End(reason, text, ids, self._matcher.stop, usage, timings, *told, reasoning, raw)
+        return End(reason, text, ids, self._text.stop, usage, timings, *told, reasoning, self._text.raw)

@@ -16,7 +16,8 @@ OTHER_NAMES = {
     "temp": "temperature", "repetition_penalty": "repeat_penalty",
 }  # fmt: skip
 SHOWN_AS = {"max_tokens": "n"}
-NOT_SET = ("sequence", "unattended", "logit_bias", "logprobs")  # two follow from others, a table, of no use here
+# Two follow from others, a table, of no use here, and what a schema or a grammar is made into.
+NOT_SET = ("sequence", "unattended", "logit_bias", "logprobs", "grammar")
 DEFAULT = "default"
 
 
