@@ -17,6 +17,7 @@
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `short_conv(x, weight, bias, carried)` | projections [T, 3D] of all parts of a step -> [T, D]; states are carried on |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
+| `fix_basis(kv, rope)` | the mean of keys and the scales that a sequence's first page fixes, into `kv.basis` |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
 
 `place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, `place_experts(matrices,

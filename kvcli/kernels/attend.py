@@ -33,6 +33,9 @@ class Rope(Protocol):
     def inside(self, spans: Spans, shift: np.ndarray) -> Angles:
         """Angles of these rows where they stand earlier inside the cache by `shift`, int64 [sum of n]."""
 
+    def at_positions(self, positions: np.ndarray) -> Angles:
+        """Angles of any positions, float64 [n]."""
+
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """Angles of position 1: float64 [rope_dim / 2]."""
 

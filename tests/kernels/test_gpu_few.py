@@ -13,6 +13,7 @@ from kvcli.blockformats import EXPONENT, FORMATS, FORMS, PLAIN, D
 from kvcli.kernels import LowRank, QuantTensor
 from kvcli.kernels.gpu import few, formats
 from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.kernels.gpu.wide import HalfRows, weave
 
 TYPES = [name for name, form in FORMS.items() if form.kind != PLAIN]
 
@@ -25,7 +26,7 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     matrix = formats.repack((weights,), torch.device(DEVICE), False)
     x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
     out = torch.full((parts, t, rows + 9), torch.nan, device=DEVICE)
-    few.product(x.to(DEVICE), matrix, out[:, :, 4 : 4 + rows])
+    few.product(weave(HalfRows(x.to(DEVICE)), cols).values, matrix, out[:, :, 4 : 4 + rows])
     exact = FORMS[type_].kind in (D, EXPONENT)  # in float16; else scales are rounded to it
     expected = x.double() @ (weights.decode().half() if exact else weights.decode()).double().T
     found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
@@ -50,7 +51,7 @@ def test_matrices_with_changes(t: int) -> None:
     found = ops.matmul(x.to(DEVICE), ops.place(stacked)).cpu()
     assert error(found, OPS.matmul(x, stacked)) < 1e-3
     assert error(OPS.matmul(x, tuple(w.unchanged for w in stacked)), OPS.matmul(x, stacked)) > 0.1
-    gated = ops.gated(x.to(DEVICE), ops.place(pair, paired=True), "silu")
+    gated = weave(ops.gated(x.to(DEVICE), ops.place(pair, paired=True), "silu"), 64, False)
     values = gated.values.float() if gated.scales is None else gated.values.float() * gated.scales[:, None]
     assert error(values, OPS.gated(x, pair, "silu")) < 2e-3
     ids = torch.tensor([63, 0, 63])

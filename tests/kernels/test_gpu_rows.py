@@ -13,6 +13,7 @@ from gpucases import DEVICE, OPS, GpuCache, Layer, error
 from kernelcases import one_thread, record
 
 from kvcli.kernels import PagedKV
+from kvcli.kernels.gpu import basis
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.launching import collecting
@@ -20,8 +21,8 @@ from kvcli.kernels.gpu.pages import check, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.kernels.reference.basis import fix_basis
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig
-from kvcli.runtime.model.sealing import fix_bases
 from kvcli.runtime.model.sealing import seal_step as reference_seal_step
 from kvcli.runtime.plan import repacked
 
@@ -156,7 +157,7 @@ def test_seal(types, dims, more, in_step):
         k, v = layer.random(n, 2, dims[0]) * layer.random(dims[0]), layer.random(n, 2, dims[1])
         k[5], v[-4, 0] = 0, 0
         OPS.store(k, v, cache.kv, 0)
-        fix_bases(OPS, [cache.kv], cache.rope)
+        fix_basis(OPS, cache.kv, cache.rope)
         cache.angles = cache.rope.centres(cache.kv)
         first = max(group.sinks * group.page_size, n - group.page_size if group.tail else n - 1)
         if not in_step:
@@ -175,6 +176,33 @@ def test_seal(types, dims, more, in_step):
     assert sealed[0]
     for a, b in zip(*sealed, strict=True):
         assert (a != b).float().mean() <= (0 if DEVICE == "cpu" else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("types", "dims", "more"),
+    [
+        (("int4", "int8"), (128, 64), {}),
+        (("int8", "fp8"), (72, 40), {"size": 32}),
+        (("fp8_e5m2", "int6"), (64, 64), {}),
+        (("fp8", "bf16"), (80, 64), {}),
+    ],
+)
+def test_what_the_first_page_fixes(types, dims, more):
+    """As the reference has it, from the same page."""
+    layer = Layer(types, dims, 2, 2, **more)
+    cache = layer.cache
+    size = cache.layout.groups[0].page_size
+    layer.step(size + 3)
+    k, v = 1 + layer.random(size + 3, 2, dims[0]), layer.random(size + 3, 2, dims[1])
+    k[:4] *= 50
+    OPS.store(k, v, cache.kv, 0)
+    fix_basis(OPS, cache.kv, cache.rope)
+    expected, pages = cache.kv.basis, cache.on_device(0, size + 3)
+    found = [None if x is None else torch.full_like(x, torch.nan) for x in (pages.centre, pages.scale_k, pages.scale_v)]
+    pages = replace(pages, **dict(zip(("centre", "scale_k", "scale_v"), found, strict=True)))
+    basis.fix_basis(pages, cache.rope.frequencies_on(torch.device(DEVICE)))
+    for x, y in zip(found, (expected.centre, expected.scale_k, expected.scale_v), strict=True):
+        assert (x is None) == (y is None) and (y is None or torch.allclose(x.cpu(), y, rtol=1e-5, atol=1e-5))
 
 
 def filling_the_last(kv: PagedKV) -> PagedKV:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.gpucases import DEVICE
 
+from kvcli.kernels.gpu import wide
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import GROUP
-from kvcli.kernels.gpu.wide import HalfRows, finish, gate, halve, norm
+from kvcli.kernels.gpu.wide import HalfRows, finish, gate, halve, norm, weave
 from kvcli.kernels.reference import pointwise
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.matmul import QuantTensor
@@ -20,8 +21,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def floats(rows: HalfRows) -> torch.Tensor:
-    values = rows.values.float().cpu()
+def floats(rows: HalfRows, n: int) -> torch.Tensor:
+    assert rows.values.dtype == torch.float16
+    values = weave(rows, n, False).values.float().cpu()
     return values if rows.scales is None else values * rows.scales.cpu()[:, None]
 
 
@@ -31,38 +33,60 @@ def plain(*shape: int, seed: int) -> QuantTensor:
     return QuantTensor("F32", w.view(torch.uint8), shape[1])
 
 
+@pytest.mark.parametrize("n", [32, 100, 128, 300, 1536])
+def test_woven_rows_are_in_the_order_of_the_words_of_four_groups(n):
+    x = random(3, n).half()
+    whole = torch.nn.functional.pad(x, (0, -n % 128)).view(3, -1, 4, 2, 4, 2, 2)  # block, group, half, word, byte
+    woven = weave(HalfRows(x.to(DEVICE)), n)
+    assert torch.equal(woven.values.cpu(), whole.permute(0, 1, 3, 4, 6, 2, 5).reshape(3, -1))
+    assert torch.equal(weave(woven, n, False).values.cpu(), x)
+
+
+@pytest.mark.parametrize("woven", [False, True])
 @pytest.mark.parametrize("width", [32, 100, 1536])
-def test_norm(width):
+def test_norm(width, woven):
     x, weight = 300 * random(5, width), random(width, seed=1)
-    found = norm(x.to(DEVICE), weight.to(DEVICE), 1e-6).cpu()
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found.float(), pointwise.rms_norm(x, weight, 1e-6), rtol=6e-4, atol=1e-6)
+    found = norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, woven)
+    torch.testing.assert_close(floats(found, width), pointwise.rms_norm(x, weight, 1e-6), rtol=6e-4, atol=1e-6)
+    assert not woven or torch.equal(found.values, weave(norm(x.to(DEVICE), weight.to(DEVICE), 1e-6), width).values)
 
 
 def test_norm_of_large_weights_stays_finite():
     x = torch.zeros(2, 64)
     x[:, 3] = 1.0
-    found = norm(x.to(DEVICE), torch.full((64,), 1e6, device=DEVICE), 1e-6).cpu()
+    found = norm(x.to(DEVICE), torch.full((64,), 1e6, device=DEVICE), 1e-6).values.cpu()
     assert found[0, 3] == 65504 and found.isfinite().all()
 
 
+@pytest.mark.parametrize("woven", [False, True])
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e7])
-def test_halves_of_any_size(size):
+def test_halves_of_any_size(size, woven):
     x = size * random(3, 70)
     x[1] = 0
-    torch.testing.assert_close(floats(halve(x.to(DEVICE))), x, rtol=6e-4, atol=6e-8 * float(x.abs().max()))
+    torch.testing.assert_close(floats(halve(x.to(DEVICE), woven), 70), x, rtol=6e-4, atol=6e-8 * float(x.abs().max()))
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "clamped"])
 @pytest.mark.parametrize("paired", [False, True])
-def test_gate(act, paired):
+@pytest.mark.parametrize("woven", [False, True])
+def test_gate(act, paired, woven):
     width = 3 * GROUP
     x = 4 * random(5, 2 * width)
     expected = pointwise.glu(x, act)
     if paired:
         x = x.unflatten(1, (2, -1, GROUP)).transpose(1, 2).flatten(1).contiguous()
-    found = floats(gate(x.to(DEVICE), act, paired))
+    found = floats(gate(x.to(DEVICE), act, paired, woven), width)
     torch.testing.assert_close(found, expected, rtol=6e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_gate_of_a_product_in_parts(paired):
+    x, scales = random(3, 5, 4 * GROUP), random(5, seed=1).abs()
+    whole = wide.finish(x.clone().to(DEVICE), scales.to(DEVICE), None)
+    found, expected = (wide.gate(*each) for each in (
+        (x.to(DEVICE), "silu", paired, True, scales.to(DEVICE)), (whole, "silu", paired, True),
+    ))  # fmt: skip
+    assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -27,6 +27,7 @@ from kvcli.kernels.cpu.library import library
 from kvcli.kernels.cpu.states import short_conv
 from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
+from kvcli.kernels.reference.basis import fix_basis
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, by_head, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
@@ -40,10 +41,7 @@ Matrix = QuantTensor | Interleaved
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = [
-        ("blocks", c_void_p), ("rows", c_int64), ("row_bytes", c_int64), ("format", c_int64),
-        ("interleaved", c_int64),
-    ]  # fmt: skip
+    _fields_ = [("blocks", c_void_p), *((x, c_int64) for x in ("rows", "row_bytes", "format", "interleaved"))]
 
 
 class _Routing(ctypes.Structure):
@@ -293,6 +291,7 @@ class NativeBackend:
     activated = activated
     gated = gated
     softcap = staticmethod(softcap)
+    fix_basis = fix_basis
 
     def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None:
         (n, d), ldy = x.shape, y.stride(0) if y.dim() == 2 else 0

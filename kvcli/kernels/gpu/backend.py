@@ -7,21 +7,23 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Literal
 
 import torch
 
 from kvcli.errors import ModelError
-from kvcli.kernels.attend import AttentionLayer, note_queries
+from kvcli.kernels.attend import AttentionLayer, Rope, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, latentrows, latents, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
+from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import combine, most_parts
-from kvcli.kernels.gpu.formats import GROUP, DeviceMatrix, repack
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
 from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.pages import (
     Asked,
@@ -33,7 +35,7 @@ from kvcli.kernels.gpu.pages import (
     lists_of_step,
     page_lists,
 )
-from kvcli.kernels.gpu.rows import normed_together, prepare, with_values
+from kvcli.kernels.gpu.rows import Queries, normed_together, prepare, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.kernels.gpu.states import short_conv
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
@@ -62,6 +64,7 @@ class GpuBackend:
         self._angles: tuple[Angles, torch.Tensor] | None = None
         self._hadamard: dict[int, torch.Tensor] = {}
         self._most = 0  # numbers that `expand.slices` needs
+        self._packed = False  # whether any weights are
 
     @property
     def arithmetic(self) -> str:
@@ -77,6 +80,7 @@ class GpuBackend:
         paired = paired and weights[0].rows % GROUP == 0
         matrices = tuple(repack(run, self.device, paired) for run in runs)
         self._most = max(self._most, *map(expand.room_for, matrices))
+        self._packed |= any(m.format.kind != PLAIN for m in matrices)
         return matrices
 
     place_rows = place
@@ -92,8 +96,8 @@ class GpuBackend:
         weights: Sequence[DeviceMatrix],
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = _half_rows(x)
-        return wide.finish(self._products(rows.values, weights), rows.scales, add_to)
+        rows = self._half_rows(x)
+        return wide.finish(self._products(rows, weights), rows.scales, add_to)
 
     def gated(
         self,
@@ -103,21 +107,25 @@ class GpuBackend:
         bias: torch.Tensor | None = None,
     ) -> wide.HalfRows:
         """See `kernels.gated`; as the next product reads it."""
-        rows = _half_rows(x)
-        gates = wide.finish(self._products(rows.values, weights), rows.scales, None)
-        if bias is not None:
-            gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if weights[0].paired else bias
-        return wide.gate(gates, act, weights[0].paired)
+        rows = self._half_rows(x)
+        products, paired = self._products(rows, weights), weights[0].paired
+        woven = self._weaves(products.shape[1])
+        if bias is None:
+            return wide.gate(products, act, paired, woven, rows.scales)
+        gates = wide.finish(products, rows.scales, None)
+        gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if paired else bias
+        return wide.gate(gates, act, paired, woven)
 
-    def _products(self, values: torch.Tensor, weights: Sequence[DeviceMatrix]) -> torch.Tensor:
-        """float16 [T, cols] times all weights, as they lie -> float32 [parts, T, sum of rows]; the parts are summed by
-        whoever reads them."""
-        t, width = values.shape[0], sum(w.rows for w in weights)
+    def _products(self, rows: wide.HalfRows, weights: Sequence[DeviceMatrix]) -> torch.Tensor:
+        """Rows [T, cols], without their scales, times all weights, as they lie -> float32 [parts, T, sum of rows]; the
+        parts are summed by whoever reads them."""
+        t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
         block = self.block if t > 1 else 0
+        by_few = not block and all(few.can(w, t) for w in weights)
+        values = wide.weave(rows, cols, by_few).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
-        by_few = not block and all(few.can(w, t) for w in weights)
-        out = torch.empty(few.parts(weights) if by_few else 1, len(values), width, device=self.device)
+        out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
         done = 0
         for w in weights:
             if by_few:
@@ -127,11 +135,26 @@ class GpuBackend:
                     at = done + first
                     _product(values, piece, out[0, :, at : at + piece.shape[0]], block)
             if w.change:
+                natural = wide.weave(rows, cols, False).values if by_few else values
                 inner = torch.empty(len(values), w.change.a.rows, device=self.device)
-                _product(values, w.change.a.codes.half(), inner)
+                _product(natural, w.change.a.codes.half(), inner)
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out[:, :t]
+
+    def _weaves(self, rows: int) -> bool:
+        """Whether so many rows are woven as they are made, for what they are multiplied with."""
+        return self._packed and rows <= few.MOST and not (self.block and rows > 1)
+
+    def _half_rows(self, x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
+        """What `matmul` is given, as products read it."""
+        if isinstance(x, wide.HalfRows):
+            return x
+        return wide.HalfRows(x) if x.dtype == torch.float16 else wide.halve(x.contiguous(), self._weaves(len(x)))
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> wide.HalfRows:
+        """`rms_norm`, as products read it."""
+        return wide.norm(x, weight, eps, self._weaves(len(x)))
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
@@ -157,7 +180,7 @@ class GpuBackend:
         self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `kernels.experts`."""
-        rows = _half_rows(x)
+        rows = self._half_rows(x)
         shape = rows.values.shape[0], layer.routing.used
         ids = torch.empty(shape, dtype=torch.int32, device=self.device)
         weights = torch.empty(shape, device=self.device)
@@ -170,7 +193,7 @@ class GpuBackend:
         if layer.weighs_input:  # the products are linear
             products *= weights.view(-1, 1)
             weights.fill_(1.0)
-        activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired)
+        activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired, layer.down.woven)
         out = experts.mix(experts.grouped_product(activated, layer.down, grouping), weights)
         if layer.shared is not None:
             self._add_shared(out, rows, layer.shared, layer.activation)
@@ -189,7 +212,6 @@ class GpuBackend:
         )
 
     rms_norm = staticmethod(pointwise.rms_norm)
-    normed = staticmethod(wide.norm)
     layer_norm = staticmethod(pointwise.layer_norm)
     rope_ = staticmethod(pointwise.rope_)
     activate = staticmethod(pointwise.activate)
@@ -229,6 +251,19 @@ class GpuBackend:
         if self._angles is None or self._angles[0] is not angles:
             self._angles = angles, half_angles(angles, self.device)
         return self._angles[1]
+
+    def fix_basis(self, kv: PagedKV, rope: Rope | None) -> None:
+        """See `kernels.fix_basis`; of a step whose lists are on the device."""
+        r, k, v = kv.record, kv.record.codec_k, kv.record.codec_v
+        pages = replace(
+            device_pages(kv, lists_of_step(kv), self.device),
+            centre=torch.empty(r.kv_heads, r.dim_k, device=self.device) if k.centred else None,
+            scale_k=torch.empty(r.kv_heads, device=self.device) if k.static_bytes else None,
+            scale_v=torch.empty(r.kv_heads, device=self.device) if v.static_bytes else None,
+        )
+        fix_basis(pages, _frequencies(rope, self.device))
+        kv.basis.centre, kv.basis.scale_k, kv.basis.scale_v = pages.centre, pages.scale_k, pages.scale_v
+        kv.basis.known = True
 
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
         seal(device_pages(kv, lists_of_step(kv), self.device, self._half_angles(angles)), first, end)
@@ -281,11 +316,15 @@ class GpuBackend:
 def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer) -> torch.Tensor:
     """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
     pages, record = bound.pages, bound.pages.record
-    if record.joined:
-        queries = latentrows.prepare(qkv, layer, pages)
-    else:
+    make: Callable[[], Queries] = partial(latentrows.prepare, qkv, layer, pages)
+    if not record.joined:
         qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
-        queries = prepare(qkv, normed_together(qkv, layer, record.dim_k), pages)
+        layer = normed_together(qkv, layer, record.dim_k)
+        make = partial(prepare, qkv, layer, pages)
+    queries = make()
+    if layer.stores and bound.fixes and pages.open is not None:
+        fix_basis(pages, _frequencies(layer.rope, qkv.device))
+        queries = make()  # which carry the mean's share of the scores
     if layer.stores and bound.sealing == Sealing.PAGES:
         seal(pages, 0, len(pages.lists.into) * record.page_size)
     elif layer.stores and bound.sealing == Sealing.ROW:
@@ -298,11 +337,8 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer)
     return out
 
 
-def _half_rows(x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
-    """What `matmul` is given, as products read it."""
-    if isinstance(x, wide.HalfRows):
-        return x
-    return wide.HalfRows(x) if x.dtype == torch.float16 else wide.halve(x.contiguous())
+def _frequencies(rope: Rope | None, device: torch.device) -> torch.Tensor | None:
+    return None if rope is None else rope.frequencies_on(device)
 
 
 def _product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, block: int = 0) -> None:

@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 
 from kvcli.errors import ModelError
-from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants, repack
-from kvcli.kernels.gpu.halves import half_dot
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
-from kvcli.kernels.gpu.wide import COLUMNS, HalfRows
+from kvcli.kernels.gpu.wide import COLUMNS, HalfRows, weave
+from kvcli.kernels.gpu.woven import woven_dot
 from kvcli.kernels.reference.experts import LEAST_SUM, ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.routing import GATINGS, Routing
@@ -45,6 +44,11 @@ class DeviceExperts:
     @property
     def rows(self) -> int:
         return self.matrix.rows // self.experts
+
+    @property
+    def woven(self) -> bool:
+        """Whether they are multiplied with woven rows."""
+        return self.matrix.format.kind != PLAIN
 
 
 def place_experts(weights: ExpertMatrices, device: torch.device, paired: bool) -> DeviceExperts:
@@ -171,7 +175,7 @@ class Grouping(NamedTuple):
 @triton.jit
 def plain_dot(X, W, row, x_row, there, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
               STAGES: tl.constexpr):  # fmt: skip
-    """As `half_dot`, of a matrix of floats [*, K]."""
+    """As `woven_dot`, of a matrix of floats [*, K] and rows that are not woven."""
     k = tl.arange(0, 32 * STEP)
     acc = tl.zeros((N, T), tl.float32)
     for first in tl.range(0, K, 32 * STEP, num_stages=STAGES):
@@ -205,8 +209,8 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
         if KIND == 0:
             y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP, STAGES)
         else:
-            y = half_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K // 32, STEP), K // 32,
-                         CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STEP, STAGES)  # fmt: skip
+            y = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K, 128), K // 32, CODING,
+                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES)  # fmt: skip
         if SCALED:
             y *= tl.load(X_SCALES + x_row, mask=there, other=0.0)[None, :]
         if BIASED:
@@ -220,8 +224,8 @@ def grouped_product(x: HalfRows, weights: DeviceExperts, grouping: Grouping) -> 
     Weights and their scales are rounded to float16, sums are float32.
     """
     m, pairs = weights.matrix, grouping.order.numel()
-    out = torch.empty(pairs, weights.rows, device=x.values.device)
-    arrays = (m.codes, *m.arrays[1:], m.codes) if m.format.kind == PLAIN else expand.arrays(m)
+    arrays = *m.arrays, m.codes if m.format.kind == PLAIN else m.table
+    x, out = weave(x, m.cols, weights.woven), torch.empty(pairs, weights.rows, device=x.values.device)
     launch(grouped_kernel, (triton.cdiv(weights.rows, ROWS), grouping.most))(
         x.values, x.values if x.scales is None else x.scales, *arrays, out if weights.bias is None else weights.bias,
         grouping.order, grouping.starts, grouping.ends, out, weights.rows, EACH=pairs // x.values.shape[0],

@@ -15,32 +15,31 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.expand import arrays
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
-from kvcli.kernels.gpu.halves import half_dot
 from kvcli.kernels.gpu.launching import launch
+from kvcli.kernels.gpu.woven import BLOCK, woven_dot
 
 MOST = 64  # rows
-ROWS = 64  # of the matrix that a program has; this and what follows as measured on an H200
-STEP = 4  # groups of columns at a time
-STAGES = 3
-PROGRAMS = 2  # at least, on each multiprocessor, if need be with parts of the columns: they keep memory busy
+STAGES, WARPS = 3, 4  # these and what follows as measured on an H200
+BLOCKS = 8  # of columns that are summed in one go, at least
+FEWEST = 16  # rows of a tile
 
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
 def _few(
     X, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
     G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
-    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """N rows of the matrix, `each` steps of STEP groups of columns: X [count, 32 G] . W^T, a part of the sum, into OUT
-    [parts, count, pitch]."""
+    """N rows of the matrix, `each` blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT [parts, count,
+    pitch]."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.arange(0, T)
     part = tl.program_id(1)
     row = tl.minimum(n, rows - 1).to(tl.int64)  # what is behind the last one is not stored
-    acc = half_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each,
-                   part * each + each, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STEP, STAGES)  # fmt: skip
+    last = tl.minimum(part * each + each, tl.cdiv(G, 4))
+    acc = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last, G, CODING,
+                    WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES)  # fmt: skip
     out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
 
@@ -50,21 +49,29 @@ def can(matrix: DeviceMatrix, rows: int) -> bool:
     return rows <= MOST and matrix.format.kind != PLAIN
 
 
-def parts(matrices: Sequence[DeviceMatrix]) -> int:
-    """How many parts of the columns are summed apart."""
-    programs = sum(triton.cdiv(m.rows, ROWS) for m in matrices)
-    wanted = PROGRAMS * Chip.of(matrices[0].codes.device).multiprocessors
-    return min(8, triton.cdiv(wanted, programs), max(1, matrices[0].groups // 16))
+def rows_each(matrix: DeviceMatrix) -> int:
+    """Rows of the matrix that a program has: 128, or 64 where that would leave multiprocessors without any."""
+    return 128 if matrix.rows >= 128 * Chip.of(matrix.codes.device).multiprocessors else 64
+
+
+def parts(matrices: Sequence[DeviceMatrix], rows: int) -> int:
+    """How many parts of the columns are summed apart, so that each multiprocessor has three programs, or two where each
+    of them has much to do: they keep memory busy."""
+    chip, blocks = Chip.of(matrices[0].codes.device), triton.cdiv(matrices[0].cols, BLOCK)
+    programs = sum(triton.cdiv(m.rows, rows_each(m)) for m in matrices)
+    wanted = (3 if rows <= FEWEST else 2) * chip.multiprocessors
+    return max(1, min(8, round(wanted / programs), blocks // BLOCKS))
 
 
 def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
-    """float16 x [T, cols] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be summed.
+    """Woven float16 x [T, ...] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be
+    summed.
 
     Weights and their scales are rounded to float16, sums are float32.
     """
     count, t, _ = out.shape
-    each = triton.cdiv(triton.cdiv(matrix.groups, STEP), count)
-    launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
-        x, *arrays(matrix), out, matrix.rows, t, out.stride(1), each, G=matrix.groups, **constants(matrix.format),
-        N=ROWS, T=max(16, triton.next_power_of_2(t)), STEP=STEP, STAGES=STAGES, num_warps=4,
+    n, each = rows_each(matrix), triton.cdiv(triton.cdiv(matrix.cols, BLOCK), count)
+    launch(_few, (triton.cdiv(matrix.rows, n), count))(
+        x, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each, G=matrix.groups,
+        **constants(matrix.format), N=n, T=max(FEWEST, triton.next_power_of_2(t)), STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip

@@ -119,30 +119,3 @@ def decode_groups(CODES, HIGH, SCALES, SUPERS, TABLE, row, g, seen, TO: tl.const
     if KIND >= D_M and KIND <= QUARTERS:
         low, high = low - m0.to(TO)[:, None], high - m1.to(TO)[:, None]
     return low, high
-
-
-@triton.jit
-def half_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
-             CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
-             UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr,
-             STAGES: tl.constexpr):  # fmt: skip
-    """Rows `row` int64 [N] of a packed matrix times rows `x_row` int64 [T] of X float16 [*, 32 G], where `there`, over
-    the columns of the steps [first, last), of STEP groups each -> float32 [N, T].
-
-    Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
-    p_row = tl.reshape(tl.broadcast_to(row[:, None], (N, STEP)), (N * STEP,))
-    p_group = tl.reshape(tl.broadcast_to(tl.arange(0, STEP)[None, :], (N, STEP)), (N * STEP,))
-    i = tl.arange(0, STEP * 16)
-    column = i // 16 * 32 + i % 16
-    x_at = X + x_row[:, None] * (32 * G) + column[None, :]
-    acc = tl.zeros((N, T), tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
-        group = step * STEP + p_group
-        low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, TABLE, p_row, group, group < G, tl.float16, G, CODING,
-                                  WORDS, KIND, OFFSET, SPAN, UNIT, N * STEP)  # fmt: skip
-        here = there[:, None] & (step * (STEP * 32) + column < 32 * G)[None, :]
-        x_low = tl.load(x_at + step * (STEP * 32), mask=here, other=0.0)
-        x_high = tl.load(x_at + step * (STEP * 32) + 16, mask=here, other=0.0)
-        acc = tl.dot(tl.reshape(low, (N, STEP * 16)), tl.trans(x_low), acc)
-        acc = tl.dot(tl.reshape(high, (N, STEP * 16)), tl.trans(x_high), acc)
-    return acc

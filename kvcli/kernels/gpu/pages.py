@@ -109,13 +109,15 @@ class Sealing(Enum):
 
 class BoundStretch(NamedTuple):
     """Rows [lo, hi) of a step over one layer's pages whose lists stand on the device already; the last rows may be
-    none. `parts`: programs that each block of queries has, of each head."""
+    none. `parts`: programs that each block of queries has, of each head. `fixes`: whether they fill the sequence's
+    first page, which fixes what pages are sealed with (basis.py)."""
 
     lo: int
     hi: int
     pages: DevicePages
     parts: int
     sealing: Sealing
+    fixes: bool = False
 
 
 class HostLists(NamedTuple):

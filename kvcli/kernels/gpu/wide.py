@@ -2,7 +2,7 @@
 
 A product of many rows reads float16 and is summed in float32. Rows behind a norm fit into float16 as they are. Others,
 which may be of any size, are divided by their largest element; the product is multiplied by it again, as it is stored
-or added to the residual stream.
+or added to the residual stream. Rows that packed weights are multiplied with as they are decoded are woven (woven.py).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -19,95 +19,147 @@ from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.language import ACTS, glu
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
+from kvcli.kernels.gpu.woven import place, width
 
 COLUMNS = 1024  # of a row that a program scales
 
 
 class HalfRows(NamedTuple):
-    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one."""
+    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one; `woven`: [T, width(n)]."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
+    woven: bool = False
 
 
-def _warps(width: int) -> int:
+def _pad(n: int) -> int:
+    """Elements of a program's row, of which n are there."""
+    return max(128, triton.next_power_of_2(n))
+
+
+def _warps(pad: int) -> int:
     """Of a program that holds a row of so many elements in registers."""
-    return max(1, min(16, width // 512))
+    return max(1, min(16, pad // 512))
 
 
 @triton.jit
-def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr):
+def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
+    """Write a row of N elements, 0 behind them; float16."""
+    i = tl.arange(0, PAD)
+    if WOVEN:
+        WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
+        tl.store(values + row * WIDTH + place(i), v, mask=i < WIDTH)
+    else:
+        tl.store(values + row * N + i, v, mask=i < N)
+
+
+@triton.jit
+def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     v = tl.load(x + row * N + i, mask=i < N, other=0.0)
     v = v * tl.rsqrt(tl.sum(v * v, 0) / N + eps) * tl.load(weight + i, mask=i < N, other=0.0)
-    tl.store(out + row * N + i, tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), mask=i < N)
+    _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`pointwise.rms_norm` of x float32 [T, n] -> float16 [T, n]."""
-    out, pad = torch.empty_like(x, dtype=torch.float16), triton.next_power_of_2(x.shape[1])
-    launch(_norm, (x.shape[0],))(x, weight, out, eps, x.shape[1], pad, num_warps=_warps(pad))
-    return out
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False) -> HalfRows:
+    """`pointwise.rms_norm` of x float32 [T, n]."""
+    (t, n), pad = x.shape, _pad(x.shape[1])
+    out = _empty(t, n, x.device, woven)
+    launch(_norm, (t,))(x, weight, out, eps, n, pad, woven, num_warps=_warps(pad))
+    return HalfRows(out, None, woven)
 
 
 @triton.jit
-def _scale_down(v, row, values, scales, N: tl.constexpr, PAD: tl.constexpr):
+def _scale_down(v, row, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
     """Write a row, divided by its largest element, and that."""
-    i = tl.arange(0, PAD)
     largest = tl.maximum(tl.max(tl.abs(v), 0), 1e-30)
-    tl.store(values + row * N + i, (v / largest).to(tl.float16), mask=i < N)
+    _store((v / largest).to(tl.float16), row, values, N, PAD, WOVEN)
     tl.store(scales + row, largest)
 
 
 @triton.jit
-def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr):
+def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    _scale_down(tl.load(x + row * N + i, mask=i < N, other=0.0), row, values, scales, N, PAD)
+    _scale_down(tl.load(x + row * N + i, mask=i < N, other=0.0), row, values, scales, N, PAD, WOVEN)
 
 
 @triton.jit
-def _gate(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr):
-    """x: rows of 2 N, runs of RUN gates, each with what they gate behind it."""
+def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr):
+    """Rows of N elements, woven, or with BACK woven ones as they were."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    at = x + row * (2 * N) + i // RUN * (2 * RUN) + i % RUN
-    v = glu(tl.load(at, mask=i < N, other=0.0), tl.load(at + RUN, mask=i < N, other=0.0), ACT)
-    _scale_down(v, row, values, scales, N, PAD)
+    if BACK:
+        WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
+        _store(tl.load(x + row * WIDTH + place(i), mask=i < N, other=0.0), row, out, N, PAD, False)
+    else:
+        _store(tl.load(x + row * N + i, mask=i < N, other=0.0), row, out, N, PAD, True)
 
 
-def _empty(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(rows, width, dtype=torch.float16, device=device), torch.empty(rows, device=device)
+@triton.jit
+def _summed(x, i, seen, parts_apart, PARTS: tl.constexpr):
+    """Elements i of x, summed over its parts."""
+    v = tl.load(x + i, mask=seen, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        v += tl.load(x + part * parts_apart + i, mask=seen, other=0.0)
+    return v
 
 
-def halve(x: torch.Tensor) -> HalfRows:
+@triton.jit
+def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr,
+          PARTS: tl.constexpr, SCALED: tl.constexpr, WOVEN: tl.constexpr):  # fmt: skip
+    """x: parts of rows of 2 N, runs of RUN gates, each with what they gate behind it; SCALED: times `by`."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    at, apart = row * (2 * N) + i // RUN * (2 * RUN) + i % RUN, tl.num_programs(0).to(tl.int64) * (2 * N)
+    gates, others = _summed(x, at, i < N, apart, PARTS), _summed(x, at + RUN, i < N, apart, PARTS)
+    if SCALED:
+        scale = tl.load(by + row)
+        gates, others = gates * scale, others * scale
+    _scale_down(glu(gates, others, ACT), row, values, scales, N, PAD, WOVEN)
+
+
+def _empty(rows: int, n: int, device: torch.device, woven: bool) -> torch.Tensor:
+    return torch.empty(rows, width(n) if woven else n, dtype=torch.float16, device=device)
+
+
+def halve(x: torch.Tensor, woven: bool = False) -> HalfRows:
     """Float32 rows [T, n] of any size."""
-    values, scales = _empty(x.shape[0], x.shape[1], x.device)
-    pad = triton.next_power_of_2(x.shape[1])
-    launch(_halve, (x.shape[0],))(x, values, scales, x.shape[1], pad, num_warps=_warps(pad))
-    return HalfRows(values, scales)
+    (t, n), pad = x.shape, _pad(x.shape[1])
+    found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
+    launch(_halve, (t,))(x, found.values, found.scales, n, pad, woven, num_warps=_warps(pad))
+    return found
 
 
-def gate(x: torch.Tensor, act: str, paired: bool) -> HalfRows:
-    """`pointwise.glu` of x float32 [T, 2 n]. `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
-    width = x.shape[1] // 2
-    values, scales = _empty(x.shape[0], width, x.device)
-    pad = triton.next_power_of_2(width)
-    launch(_gate, (x.shape[0],))(
-        x, values, scales, width, pad, ACTS[act], GROUP if paired else width, num_warps=_warps(pad)
-    )
-    return HalfRows(values, scales)
+def weave(rows: HalfRows, n: int, woven: bool = True) -> HalfRows:
+    """Rows of n elements, woven or not, as they are wanted."""
+    if rows.woven == woven:
+        return rows
+    t, pad = rows.values.shape[0], _pad(n)
+    out = _empty(t, n, rows.values.device, woven)
+    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, num_warps=_warps(pad))
+    return HalfRows(out, rows.scales, woven)
+
+
+def gate(x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None) -> HalfRows:
+    """`pointwise.glu` of x float32 [T, 2 n], or [parts, T, 2 n], to be summed, times the scales [T] of its rows.
+    `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
+    parts, (t, n) = x.shape[0] if x.dim() == 3 else 1, (x.shape[-2], x.shape[-1] // 2)
+    found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
+    launch(_gate, (t,))(
+        x, x if scales is None else scales, found.values, found.scales, n, _pad(n), ACTS[act], GROUP if paired else n,
+        parts, scales is not None, woven, num_warps=_warps(_pad(n)),
+    )  # fmt: skip
+    return found
 
 
 @triton.jit
-def _finish(product, scales, to, rows, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+def _finish(product, scales, to, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
             SCALED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    v = tl.load(product + row * n + i, mask=i < n, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        v += tl.load(product + (part * rows + row) * n + i, mask=i < n, other=0.0)
+    v = _summed(product + row * n, i, i < n, tl.num_programs(0).to(tl.int64) * n, PARTS)
     if SCALED:
         v *= tl.load(scales + row)
     if ADD:
@@ -123,7 +175,7 @@ def finish(product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Ten
         return product[0]
     to = product[0] if add_to is None else add_to
     launch(_finish, (t, triton.cdiv(n, COLUMNS)))(
-        product, product if scales is None else scales, to, t, n, COLUMNS, parts, add_to is not None,
+        product, product if scales is None else scales, to, n, COLUMNS, parts, add_to is not None,
         scales is not None, num_warps=4,
     )  # fmt: skip
     return to

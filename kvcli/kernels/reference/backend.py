@@ -11,6 +11,7 @@ import torch
 from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
+from kvcli.kernels.reference.basis import fix_basis
 from kvcli.kernels.reference.experts import by_head, matmul_experts, mix, place_experts, route
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
 from kvcli.kernels.reference.pointwise import (
@@ -53,6 +54,7 @@ class ReferenceBackend:
     softcap = staticmethod(softcap)
     add_ = staticmethod(add_)
     rotate_ = staticmethod(rotate_)
+    fix_basis = fix_basis
     store = staticmethod(store)
     seal = staticmethod(seal)
     attention = staticmethod(attention)

@@ -213,7 +213,8 @@ class Decoder:
         first = ops.matmul(x, inner.first)
         queries, row = first.split([first.shape[1] - layer.dim_k - layer.dim_v, layer.dim_k + layer.dim_v], 1)
         if inner.q_norm is not None:
-            queries = ops.matmul(ops.normed(queries.contiguous(), inner.q_norm, c.norm_eps), inner.second)
+            normed: Operand = ops.normed(queries.contiguous(), inner.q_norm, c.norm_eps)
+            queries = ops.matmul(normed, inner.second)
         turned, others = queries.split([how.heads * layer.dim_k, how.heads * plain], 1)
         of_latents = ops.by_head(others.unflatten(1, (-1, plain)), inner.keys)
         asked = torch.cat((turned.unflatten(1, (-1, layer.dim_k)), of_latents), 2).flatten(1)
@@ -225,9 +226,10 @@ class Decoder:
         """x [T, d_model], the residual stream -> float32 [T, d_model]."""
         ops, act, eps = self.ops, self.config.block.activation, self.config.norm_eps
         before, behind, before_experts, behind_experts = inner.norms
-        activated: Operand = ops.gated(ops.normed(x, before, eps), inner.dense.gate_up, act, inner.dense.bias)
+        normed: tuple[Operand, Operand] = ops.normed(x, before, eps), ops.normed(x, before_experts, eps)
+        activated: Operand = ops.gated(normed[0], inner.dense.gate_up, act, inner.dense.bias)
         dense = ops.rms_norm(ops.matmul(activated, inner.down), behind, eps)
-        mixture = ops.experts(ops.normed(x, before_experts, eps), inner.experts, x)
+        mixture = ops.experts(normed[1], inner.experts, x)
         return dense + ops.rms_norm(mixture, behind_experts, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from kvcli.kernels import PagedKV
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
-from kvcli.runtime.model.sealing import fix_bases, fixes_basis
+from kvcli.runtime.model.sealing import fixes_basis
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
@@ -70,27 +68,14 @@ class NextToken:
             self.position.fill_(part.start)
             self._pages.bind_bases(part)
         logits = self._replay(bucket)
-        self._fix_bases(part)
+        if any(fixes_basis(layers[0], part.end) for layers in part.groups):  # this row sees the page in 16 bits yet
+            self._pages.fix_bases()
+            self._pages.take_bases(part)
         self._seal(part.start + 1)
         seq.commit([-1 if token is None else token])
         self._next = (seq, part.start + 1)
         self.position.add_(1)
         return logits
-
-    def _fix_bases(self, part: Part) -> None:
-        """Means and scales of a sequence whose first page this row fills; the row itself sees that page in 16 bits."""
-        fixed = False
-        for layers, group in zip(part.groups, self.layout.groups, strict=True):
-            if not fixes_basis(layers[0], part.start + 1):  # in a group all or none do
-                continue
-            alike: dict[RopeConfig | None, list[PagedKV]] = {}
-            for kv, layer in zip(layers, group.layers, strict=True):
-                alike.setdefault(self.model.config.layers[layer].rope, []).append(kv)
-            for rope, some in alike.items():
-                fix_bases(self.model.ops, some, self.model.ropes.table(rope))
-            fixed = True
-        if fixed:
-            self._pages.bind_bases(part)
 
     def _replay(self, bucket: int) -> torch.Tensor:
         """Compute a row that sees up to `bucket` rows, by the graph for that many."""

@@ -11,6 +11,7 @@ import torch
 
 from kvcli.kernels.gpu import latents
 from kvcli.kernels.gpu.attention import block_rows, part_count, programs
+from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS, most_parts
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, Sealing, half_angles
@@ -228,6 +229,23 @@ class GraphPages:
         if any(more):
             self.layers = self._made()
         return any(more)
+
+    def fix_bases(self) -> None:
+        """Launch what finds the means and scales of a sequence whose first page was filled; see `take_bases`."""
+        for pages, layer in zip(self.layers, self.model.config.layers, strict=True):
+            if pages.open is not None and layer.shares_kv_with is None:
+                rope = self.model.ropes.table(layer.rope)
+                fix_basis(pages, None if rope is None else rope.frequencies_on(self.model.ops.device))
+
+    def take_bases(self, part: Part) -> None:
+        """Give the part's sequence the means and scales that were found."""
+        for i, pages in enumerate(self.layers):
+            basis = part.kv(i).basis
+            if pages.open is not None and not basis.known:
+                copies = (None if x is None else x.clone() for x in (pages.centre, pages.scale_k, pages.scale_v))
+                basis.centre, basis.scale_k, basis.scale_v = copies
+                basis.known = True
+            self._based[i] = basis if basis.known else None
 
     def bind_bases(self, part: Part) -> None:
         """The means and scales of the part's sequence, where they are known: else no page is sealed yet."""

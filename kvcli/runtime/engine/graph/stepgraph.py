@@ -27,11 +27,13 @@ SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a pow
 
 @dataclass(frozen=True)
 class BoundPart:
-    """Rows whose pages a graph finds on the device; see `Part` and `Step`, which it stands for."""
+    """Rows whose pages a graph finds on the device; see `Part` and `Step`, which it stands for. `fixes`: see
+    `BoundStretch`."""
 
     ids: torch.Tensor
     pages: GraphPages
     bucket: int
+    fixes: bool = False
 
     @property
     def rows(self) -> tuple[tuple[tuple[int, int], BoundPart], ...]:
@@ -41,7 +43,7 @@ class BoundPart:
     def stretch(self, layer: int, lo: int, hi: int) -> BoundStretch:
         """See `Part.stretch`."""
         tables, _ = self.pages.of(layer)
-        return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket), tables.sealing)
+        return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket), tables.sealing, self.fixes)
 
 
 class Rows:
@@ -52,7 +54,7 @@ class Rows:
         self.ids, self.position = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, 1))
         self.pages = GraphPages(model, layout, ctx_size, self.position, rows)
         self.hidden = torch.zeros(rows, model.config.d_model, device=device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def bind(self, part: Part, bucket: int) -> None:
         """Have the rows of a part computed next. Raises NoRoom."""
@@ -62,24 +64,24 @@ class Rows:
         self.position.fill_(part.start)
         self.ids[: len(part.ids)] = part.ids.to(self.ids.device, non_blocking=True)
 
-    def launch(self, bucket: int) -> None:
+    def launch(self, bucket: int, fixes: bool = False) -> None:
         """Every kernel of a step that sees up to `bucket` rows."""
-        step = cast(Step, BoundPart(self.ids, self.pages, bucket))  # all that the decoder asks of one
+        step = cast(Step, BoundPart(self.ids, self.pages, bucket, fixes))  # all that the decoder asks of one
         self.hidden.copy_(self.model.hidden(step))
 
-    def replay(self, bucket: int, memory: Any) -> None:
+    def replay(self, bucket: int, fixes: bool, memory: Any) -> None:
         """Compute a step by its graph, captured at the first time; `memory`: the pool that graphs share."""
         if self.hidden.device.type != "cuda":  # Triton's interpreter
-            self.launch(bucket)
+            self.launch(bucket, fixes)
             return
-        if bucket not in self.graphs:
-            self.launch(bucket)  # compiles what is new, and changes nothing that a replay would not write again
+        if (bucket, fixes) not in self.graphs:
+            self.launch(bucket, fixes)  # compiles what is new, and changes nothing that a replay would not write again
             torch.cuda.synchronize(self.hidden.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
-                self.launch(bucket)
-            self.graphs[bucket] = graph
-        self.graphs[bucket].replay()
+                self.launch(bucket, fixes)
+            self.graphs[bucket, fixes] = graph
+        self.graphs[bucket, fixes].replay()
 
 
 class StepGraph:
@@ -94,17 +96,13 @@ class StepGraph:
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
 
-        None where queries are to be noted; where its rows are too many, seal one by one, or fill the first page of a
-        sealed cache, which fixes means and scales; where its lists are too long; and for mixtures of experts, not tried
-        in a graph of several rows.
+        None where queries are to be noted; where its rows are too many or seal one by one, and where its lists are too
+        long.
         """
-        layers = [groups[0] for groups in part.groups]
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
-        mixture = self.model.config.experts is not None
-        if part.watches or mixture or len(part.ids) > ROWS[-1] or by_row:
+        if part.watches or len(part.ids) > ROWS[-1] or by_row:
             return None
-        if any(fixes_basis(kv, part.end) for kv in layers):
-            return None
+        fixes = any(fixes_basis(layers[0], part.end) for layers in part.groups)
         count = next(n for n in self.sizes if n >= len(part.ids))
         rows, bucket = self._of(count), SMALLEST_BUCKET
         while bucket < max(group.rows_seen(part.end) for group in self.layout.groups):
@@ -114,14 +112,17 @@ class StepGraph:
         except NoRoom:
             del self._rows[count]  # some groups may be bound, for kinds of work that its graphs lack
             return None
-        rows.replay(bucket, self._memory)
+        rows.replay(bucket, fixes, self._memory)
+        if fixes:
+            rows.pages.take_bases(part)
         return rows.hidden[: len(part.ids)].clone()
 
     def dry_run(self) -> None:
         """Launch the kernels of every kind of step, with no rows in any."""
-        for count in self.sizes if self.model.config.experts is None else ():
-            if count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
-                self._of(count).launch(SMALLEST_BUCKET)
+        mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
+        for count in self.sizes:
+            if mixture or count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
+                self._of(count).launch(SMALLEST_BUCKET, fixes=True)
 
     def _of(self, count: int) -> Rows:
         if count not in self._rows:
