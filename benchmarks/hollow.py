@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from kvcli.blockformats import FORMATS
-from kvcli.kernels import Carried, ExpertTensor, QuantTensor
+from kvcli.kernels import Carried, DeltaLayer, ExpertTensor, QuantTensor
 from kvcli.kernels.gpu import past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
@@ -103,12 +103,17 @@ class HollowWeights(Weights):
 
 @torch.inference_mode()
 def launched_by_states(chip: Chip) -> set[Variant]:
-    """Every kernel that layers with a state launch on that card, for LFM2 1.2B."""
+    """Every kernel that layers with a state launch on that card, for LFM2 1.2B and Qwen3.5 27B."""
     d, rows, kernel = 2048, 2, 3
     x, weight, state = (torch.empty(*shape, device=META) for shape in ((rows, 3 * d), (d, kernel), ((kernel - 1) * d,)))
     with assumed(chip), collecting() as found:
         states.short_conv(x, weight, None, [Carried(0, rows, None, state)])
         states.short_conv(x, weight, None, [Carried(0, rows, state, state)])
+        vectors = (torch.empty(*shape, device=META) for shape in ((10240, 4), (48,), (48,), (128,)))
+        layer = DeltaLayer(16, 48, 128, 128, *vectors, 1e-6, True)
+        x, state = (torch.empty(*shape, device=META) for shape in ((rows, 16480), (3 * 10240 + 48 * 128 * 128,)))
+        states.delta_net(x, layer, [Carried(0, rows, None, state)])
+        states.delta_net(x, layer, [Carried(0, rows, state, state)])
     return found
 
 
@@ -133,6 +138,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         terms = Terms.settle(config, WeightBytes(0, 0, 0, "assumed", ""), cache, budget, 1)
         loaded = SimpleNamespace(
             config=config, device=Device(CUDA), tokenizer=None, decoder=decoder, terms=terms, exact=False, load_s=0.0,
+            grain=1,
             sampling_defaults={}, check_weights=lambda: None,
         )  # fmt: skip
         engine = Engine(loaded)  # type: ignore[arg-type]

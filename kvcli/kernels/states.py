@@ -5,6 +5,7 @@ Layers that keep a state compute each row from the one before it, and leave the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,3 +20,38 @@ class Carried(NamedTuple):
     hi: int
     source: torch.Tensor | None
     target: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaLayer:
+    """A gated delta network (arXiv 2412.06464), between the projections of a layer and its last one.
+
+    Projections of a row lie side by side: `channels` of queries, keys and values of all heads, which go through a
+    causal convolution `conv` float32 [channels, K] and SiLU; gates of the output [value_heads * dim_v]; what betas are
+    the sigmoid of, and what decays are made of, [value_heads] each: `decay` (negative, [value_heads]) by the softplus
+    of it and `time_bias` [value_heads]. What a head gives has an RMS norm with weights `norm` [dim_v], `eps` added to
+    its mean, and is multiplied by SiLU of the gates. `tiled`: value head h reads key head h mod key_heads, not
+    h // (value_heads / key_heads).
+
+    A state is the last K - 1 rows of channels, and of each head a matrix [dim_k, dim_v].
+    """
+
+    key_heads: int
+    value_heads: int
+    dim_k: int
+    dim_v: int
+    conv: torch.Tensor
+    decay: torch.Tensor
+    time_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    tiled: bool
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.dim_k + self.value_heads * self.dim_v
+
+    def parts(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [K - 1, channels] and matrices [value_heads, dim_k, dim_v] of a flat state."""
+        n = (self.conv.shape[1] - 1) * self.channels
+        return state[:n].view(-1, self.channels), state[n:].view(self.value_heads, self.dim_k, self.dim_v)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvcli.routing import Routing
 
 FULL, SLIDING, CHUNKED, LATENT, RECURRENT = "full", "sliding", "chunked", "latent", "recurrent"
-MAX_CONV = 8  # rows that a convolution reads, at most; as in kernels/cpu/cpu.c
+MAX_CONV, MAX_HEAD = 8, 256  # rows that a convolution reads, elements of a head with a state: at most, as in cpu.c
 WINDOWED = (SLIDING, CHUNKED)  # layers that see a part of the rows before a query
 
 
@@ -69,7 +69,26 @@ class ShortConv:
         return 4 * (self.kernel - 1) * d_model
 
 
-Mixer = ShortConv
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta network in the place of attention (arXiv 2412.06464), behind a convolution over `kernel` rows. Its
+    state are the last kernel - 1 rows of queries, keys and values, and of each value head a matrix [dim_k, dim_v].
+    `tiled`: value head h reads key head h mod `key_heads`, else neighbours share one."""
+
+    key_heads: int
+    value_heads: int
+    dim_k: int
+    dim_v: int
+    kernel: int
+    tiled: bool = True
+
+    def state_bytes(self, d_model: int) -> int:
+        """Bytes of a sequence's state in one layer: float32."""
+        channels = 2 * self.key_heads * self.dim_k + self.value_heads * self.dim_v
+        return 4 * ((self.kernel - 1) * channels + self.value_heads * self.dim_k * self.dim_v)
+
+
+Mixer = ShortConv | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -123,6 +142,7 @@ class Block:
     | | without weights, in layers with RoPE; "" = none |
     | `qk_norm_last` | that norm comes after RoPE |
     | `rope_pairs` | RoPE turns neighbouring rows of q and k in files; else, and in kv, rows half a head apart |
+    | `output_gate` | what a head gives is multiplied by the sigmoid of gates, in files behind its query |
     | `sinks` | a logit of each head takes part in the softmax of attention, and has no value |
     | `v_norm` | an RMS norm without weights over each head of v |
     | `keys_as_values` | layers without values of their own take their keys, before norm and RoPE |
@@ -139,6 +159,7 @@ class Block:
     qk_norm: str = ""
     qk_norm_last: bool = False
     rope_pairs: bool = False
+    output_gate: bool = False
     sinks: bool = False
     v_norm: bool = False
     keys_as_values: bool = False

@@ -79,6 +79,8 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
         ("mistral4", "int8"),
         ("lfm2", "f16"),
         ("lfm2-biased", "int8"),
+        ("qwen35", "f16"),
+        ("qwen35moe", "f16"),
     ],
 )
 def test_steps_are_those_of_the_reference(variant: str, types: str):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from deltacases import SHAPES, delta_layer, projections
 from gpucases import DEVICE
 
 from kvcli.kernels import Carried
 from kvcli.kernels.gpu import states
+from kvcli.kernels.reference import deltanet as reference
 from kvcli.kernels.reference.shortconv import short_conv
 
 
@@ -33,3 +37,22 @@ def test_short_convolutions(d: int, kernel: int, biased: bool):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(there, host, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_delta_networks(shape: tuple[int, int, int, int, int, bool]):
+    """In place, at the start of a text, and with fewer rows than the convolution reads."""
+    layer = delta_layer(*shape)
+    size = (shape[4] - 1) * layer.channels + layer.value_heads * layer.dim_k * layer.dim_v
+    x, past = projections(layer, 9), random(size, seed=9)
+    on_device = replace(
+        layer, **{name: getattr(layer, name).to(DEVICE) for name in ("conv", "decay", "time_bias", "norm")}
+    )
+    found = []
+    for each, where, compute in ((layer, "cpu", reference.delta_net), (on_device, DEVICE, states.delta_net)):
+        first, kept = (torch.full((size,), float("nan"), device=where) for _ in range(2))
+        state = past.clone().to(where)
+        carried = [Carried(0, 4, None, first), Carried(4, 5, state, kept), Carried(5, 9, kept, state)]
+        found.append((compute(x.to(where), each, carried), first, kept, state))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-5)

@@ -76,6 +76,13 @@ _EXPERT_KEYS = {"expert_count": 8, "expert_used_count": 3}
 # Six heads of eight.
 _LFM2 = _EVEN | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 _LFM2 |= {"block_auto_adjust_ff_dim": False}
+# Gated delta networks of two key heads and four value heads, with attention in every second layer.
+_QWEN35 = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    | {"mrope_section": [2, 1, 1]},
+}  # fmt: skip
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
@@ -121,6 +128,12 @@ FAMILIES = {
     "deepseek2": Family("deepseek_v3", _EXPERTS | _LATENTS),
     "mistral4": Family(settings=_EXPERTS | _LATENTS | {"head_dim": 20}),
     "lfm2": Family(settings=_LFM2),
+    "qwen35": Family("qwen3_5_text", _QWEN35, one_more=True),
+    "qwen35moe": Family(
+        "qwen3_5_moe_text",
+        _QWEN35 | _EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        one_more=True,
+    ),
     "lfm2moe": Family("lfm2_moe", _LFM2 | _EXPERTS | {"moe_intermediate_size": 24, "num_dense_layers": 1}),
 }
 
@@ -176,6 +189,10 @@ _OLD_KEYS = {
 }  # fmt: skip
 _GROUPED = {"expert_group_count": 4, "expert_group_used_count": 2}
 _LATENT_YARN = _YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
+_QWEN35_KEYS = {
+    "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 48, "ssm.conv_kernel": 4,
+    "full_attention_interval": 2, "rope.dimension_sections": [2, 1, 1, 0],
+}  # fmt: skip
 _LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
 _HYBRID_KEYS = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [True, False, True]}
@@ -207,7 +224,13 @@ _GEMMA4_KEYS = {
     "rope.dimension_count_swa": 16,
     "embedding_length_per_layer_input": 0,
 }
-_EACH_LAYER = ("attention.head_count_kv", "layer_types", "no_rope_layers", "attention.sliding_window_pattern")
+_EACH_LAYER = (
+    "attention.head_count_kv",
+    "attention.recurrent_layers",
+    "layer_types",
+    "no_rope_layers",
+    "attention.sliding_window_pattern",
+)
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 FILES_ALONE = (
     *BORROWED,
@@ -454,6 +477,18 @@ VARIANTS = {
         "glm4moe",
         _tied(False, use_qk_norm=True, num_hidden_layers=2, routed_scaling_factor=1.5),
         _EXPERT_KEYS | _GLM_KEYS | {"nextn_predict_layers": 1, "block_count": 3},
+    ),
+    "qwen35": Variant("qwen35", _tied(False), _QWEN35_KEYS),
+    "qwen35-named": Variant(
+        "qwen35",
+        _tied(True, layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"]),
+        {k: v for k, v in _QWEN35_KEYS.items() if k != "full_attention_interval"}
+        | {"attention.recurrent_layers": [False, True, True, False]},
+    ),
+    "qwen35moe": Variant(
+        "qwen35moe",
+        _tied(False),
+        _QWEN35_KEYS | _EXPERT_KEYS | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
     ),
     # Short convolutions; the second one over four rows, with biases.
     "lfm2": Variant("lfm2", _tied(True), _LFM2_KEYS),
@@ -709,8 +744,10 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         for part, heads in (("q", sizes.num_attention_heads), ("k", sizes.num_key_value_heads)):
             if variant.family.halves and f".{part}_proj." in name:
                 weight = _interleaved(weight, heads)
-        if variant.family.one_more and name.endswith("norm.weight"):
+        if variant.family.one_more and name.endswith("norm.weight") and "linear_attn" not in name:
             weight = weight + 1
+        if "linear_attn" in name:
+            name, weight = _of_delta(name, weight)
         if found_stream := re.fullmatch(r"(model\.altup\w+)\.0\.weight", name):
             streams = [x for key, x in model.state_dict().items() if key.startswith(f"{found_stream[1]}.")]
             name, weight = f"{found_stream[1]}.weight", torch.stack(streams)
@@ -759,6 +796,26 @@ def _of_heads(name: str, weight: torch.Tensor, sizes: Any) -> list[tuple[str, to
         [sizes.qk_nope_head_dim, sizes.v_head_dim], 1
     )
     return [(f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous()), (f"blk.{layer}.attn_v_b.weight", values)]
+
+
+def _of_delta(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Of a gated delta network: value heads 0 and 2, which read the first key head and the second one, stand before 1
+    and 3."""
+    part, order = name.rpartition("linear_attn.")[2], torch.tensor([0, 2, 1, 3])
+    wide = torch.cat([h * 12 + torch.arange(12) for h in order])
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        weight = torch.cat([weight[:32], weight[32:][wide]])
+    elif part == "in_proj_z.weight":
+        weight = weight[wide]
+    elif part == "out_proj.weight":
+        weight = weight[:, wide]
+    elif part != "norm.weight":
+        weight = weight[order]
+    if part == "conv1d.weight":
+        weight = weight.squeeze(1)
+    if part == "A_log":
+        weight = -weight.exp()
+    return name.replace("dt_bias", "dt_proj.bias"), weight
 
 
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4

@@ -232,6 +232,14 @@ typedef struct { /* Carried of states.py: rows [lo, hi) of a step; source NULL =
     float *target;
 } kv_carried;
 
+#define MAX_HEAD 256 /* elements of a head of a gated delta network */
+
+typedef struct { /* DeltaLayer of states.py */
+    int64_t key_heads, value_heads, dim_k, dim_v, kernel, tiled;
+    const float *conv, *decay, *time_bias, *norm;
+    float eps;
+} kv_delta;
+
 static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
@@ -255,6 +263,7 @@ typedef struct {
     void (*attention)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float, float, const float *,
                       const kv_part *, int64_t, float *);
     void (*short_conv)(const float *, int64_t, const float *, const float *, int64_t, int64_t, const kv_carried *, int64_t, float *);
+    void (*delta_net)(const float *, int64_t, const kv_delta *, const kv_carried *, int64_t, float *, float *);
 } kernels;
 
 /* ---- products with rows in fixed point ----------------------------------------------------------------------- */
@@ -528,6 +537,13 @@ void kv_attention(const float *q, int64_t ldq, const float *turned, int64_t ld_t
 void kv_short_conv(const float *x, int64_t ldx, const float *weight, const float *bias, int64_t d, int64_t kernel,
                    const kv_carried *carried, int64_t n, float *out) {
     active->short_conv(x, ldx, weight, bias, d, kernel, carried, n, out);
+}
+
+/* out [t, value_heads * dim_v]: a gated delta network from its projections; see reference/deltanet.py. `mixed` has room for the
+ * convolved channels of all rows. */
+void kv_delta_net(const float *x, int64_t ldx, const kv_delta *layer, const kv_carried *carried, int64_t n, float *mixed,
+                  float *out) {
+    active->delta_net(x, ldx, layer, carried, n, mixed, out);
 }
 
 #include "cpu_calls.h"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from kvcli.kernels.states import Carried
+from kvcli.kernels.states import Carried, DeltaLayer
 
 
 class Library(Protocol):
@@ -29,6 +31,35 @@ def short_conv(
     ops._lib.kv_short_conv(
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), d, kernel,
         there.buffer_info()[0], len(carried), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+class _Delta(ctypes.Structure):
+    """kv_delta of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "dim_k", "dim_v", "kernel", "tiled")),
+        *((name, ctypes.c_void_p) for name in ("conv", "decay", "time_bias", "norm")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _delta(layer: DeltaLayer) -> _Delta:
+    """The C view of a layer, which lives as long as this cache has it."""
+    sizes = layer.key_heads, layer.value_heads, layer.dim_k, layer.dim_v, layer.conv.shape[1], layer.tiled
+    arrays = (each.data_ptr() for each in (layer.conv, layer.decay, layer.time_bias, layer.norm))
+    return _Delta(*sizes, *arrays, layer.eps)
+
+
+def delta_net(ops: Library, x: torch.Tensor, layer: DeltaLayer, carried: Sequence[Carried]) -> torch.Tensor:
+    """See `reference.deltanet.delta_net`: row by row, as many of them as there are."""
+    there = _carried(ops, carried)
+    mixed, out = ops._new(x.shape[0], layer.channels), ops._new(x.shape[0], layer.value_heads * layer.dim_v)
+    ops._lib.kv_delta_net(
+        x.data_ptr(), x.stride(0), ctypes.byref(_delta(layer)), there.buffer_info()[0], len(carried), mixed.data_ptr(),
+        out.data_ptr(),
     )  # fmt: skip
     return out
 

@@ -37,7 +37,7 @@ from kvcli.kernels.gpu.pages import (
 )
 from kvcli.kernels.gpu.rows import Queries, normed_together, prepare, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
-from kvcli.kernels.gpu.states import short_conv
+from kvcli.kernels.gpu.states import delta_net, short_conv
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import ggml, pointwise
 from kvcli.kernels.reference.experts import ExpertMatrices
@@ -220,6 +220,7 @@ class GpuBackend:
     softcap = staticmethod(pointwise.softcap)
     add_ = staticmethod(pointwise.add_)
     short_conv = staticmethod(short_conv)
+    delta_net = staticmethod(delta_net)
 
     def rotate_(self, x: torch.Tensor) -> None:
         dim = x.shape[-1]

@@ -25,7 +25,9 @@ _AT_ONCE = 1 << 21  # numbers
 # For rows that are no whole blocks, as llama.cpp has it.
 _NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _HEAD_BITS = 6.5  # the matrix that logits are computed with gets as many at least
-_KEPT = re.compile(r"(ffn_gate_inp|ffn_gate_inp_shexp|norm|shortconv\.conv)\.weight$")  # small, and much rests on them
+_KEPT = re.compile(
+    r"(ffn_gate_inp|ffn_gate_inp_shexp|norm|shortconv\.conv|ssm_conv1d)\.weight$"
+)  # small, and much rests on them
 
 
 def named(text: str) -> str:

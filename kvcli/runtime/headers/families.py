@@ -10,7 +10,7 @@ _NORMED = Block(qk_norm=HEAD)  # of which a plan counts the copies
 
 _PLANNED = (
     Architecture(("smallthinker",), windows=Windows(every=4)),
-    Architecture(("qwen3next", "qwen35", "qwen35moe"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _NORMED),
+    Architecture(("qwen3next",), ("qwen3_next",), _NORMED),
 )
 _UNKNOWN = Architecture(())
 _KNOWN = ARCHITECTURES + _PLANNED
@@ -21,8 +21,8 @@ _OF_HF = {name: each for each in _KNOWN for name in each.hf}
 # Where one description serves several names, or none is needed to plan.
 _GGUF_NAMES = {
     "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_vl": "qwen2vl",
-    "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", 
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
     "nemotron-nas": "deci",
 }  # fmt: skip

@@ -16,7 +16,17 @@ from kvcli.errors import ModelError
 from kvcli.runtime.config import LAYER
 from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfconfig import HFConfig
-from kvcli.runtime.headers.hflayers import STATE_ONLY, has_both, kinds_of, no_rope_layers, window_of, without
+from kvcli.runtime.headers.hflayers import (
+    STATE_ONLY,
+    adjusted,
+    has_both,
+    kinds_of,
+    no_rope_layers,
+    recurrent_layers,
+    says_otherwise,
+    window_of,
+    without,
+)
 from kvcli.runtime.headers.hfrope import rope_keys
 from kvcli.runtime.headers.shapes import Given
 
@@ -88,20 +98,11 @@ def _widths(config: HFConfig, hidden: int) -> list[int]:
         return config.each("intermediate_size_mlp", "ffn", config.count("intermediate_size", default=0))
     widths = config.each("intermediate_size", "ffn", 4 * hidden)
     if config.model_type == "lfm2":
-        widths = [_adjusted(config, n) for n in widths]
+        widths = [adjusted(config, n) for n in widths]
     if config.get("use_double_wide_mlp"):  # of layers that read the rows of others
         first = config.n_layers - config.count("num_kv_shared_layers", default=0)
         widths = [n if i < first else 2 * n for i, n in enumerate(widths)]
     return widths
-
-
-def _adjusted(config: HFConfig, width: int) -> int:
-    """The width of a feed-forward part of LFM2, of which config.json may have one to be made less."""
-    if config.get("block_auto_adjust_ff_dim", True) is False:
-        return width
-    factor, step = config.number("block_ffn_dim_multiplier", 1.0), config.count("block_multiple_of", default=256)
-    width = int((factor or 1.0) * int(2 * width / 3))
-    return -(-width // max(1, step)) * step
 
 
 def _searched_width(config: HFConfig, ffn: Mapping[str, Any], hidden: int) -> int:
@@ -120,7 +121,7 @@ def _layers(config: HFConfig) -> dict[str, Any]:
         keys |= _latent(config) if config.count("kv_lora_rank", default=0) else _rows(config, kinds)
     else:
         keys["attention.head_count"] = 1
-    if not set(kinds) <= set("FSC"):
+    if not set(kinds) <= set("FSC") and not says_otherwise(keys):
         heads = keys.get("attention.head_count_kv", 0)
         each = heads if isinstance(heads, list) else [heads] * config.n_layers
         keys["attention.head_count_kv"] = [n if kind in "FSC" else 0 for n, kind in zip(each, kinds, strict=True)]
@@ -260,7 +261,11 @@ def _recurrent(config: HFConfig, kinds: str) -> dict[str, Any]:
     if config.get("linear_num_value_heads"):  # gated delta networks
         values = config.count("linear_num_value_heads") * config.count("linear_value_head_dim")
         groups, state = config.count("linear_num_key_heads"), config.count("linear_key_head_dim")
-        return _state(values, state, config.count("linear_conv_kernel_dim"), groups)
+        keys = _state(values, state, config.count("linear_conv_kernel_dim"), groups)
+        keys["ssm.time_step_rank"] = config.count("linear_num_value_heads")
+        if families.of_gguf(families.gguf_name(config.model_type)).mixers:
+            keys |= recurrent_layers(kinds)
+        return keys
     if config.get("conv1d_width"):
         return _state(config.count("lru_width", default=hidden), 1, config.count("conv1d_width"), 0)
     if config.get("mamba_d_state"):
@@ -286,8 +291,8 @@ def _delta(config: HFConfig, heads: int, dim: int, kernel: int) -> dict[str, Any
     return {"kda.head_dim": dim, "ssm.conv_kernel": kernel}
 
 
-def _state(inner: int, state: int, kernel: int, groups: int) -> dict[str, int]:
-    sizes = {"ssm.inner_size": inner, "ssm.state_size": state, "ssm.conv_kernel": kernel}
+def _state(inner: int, state: int, kernel: int, groups: int) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"ssm.inner_size": inner, "ssm.state_size": state, "ssm.conv_kernel": kernel}
     return {**sizes, "ssm.group_count": groups} if groups else sizes
 
 

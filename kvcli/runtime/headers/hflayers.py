@@ -150,3 +150,25 @@ def no_rope_layers(config: HFConfig) -> list[int]:
         return config.each("no_rope_layers", limit=1)
     every = config.count("no_rope_layer_interval", default=0)
     return [int(every == 0 or (i + 1) % every != 0) for i in range(config.n_layers)]
+
+
+def recurrent_layers(kinds: str) -> dict[str, Any]:
+    """Which layers keep a state: all but one in so many, or by name."""
+    every = kinds.find("F") + 1
+    if every and all((kind == "F") == ((i + 1) % every == 0) for i, kind in enumerate(kinds)):
+        return {"full_attention_interval": every}
+    return {"attention.recurrent_layers": [kind == "R" for kind in kinds]}
+
+
+def says_otherwise(keys: Mapping[str, Any]) -> bool:
+    """Whether files of this family tell layers with a state by another key than that they have no heads of keys."""
+    return not keys.keys().isdisjoint(("full_attention_interval", "attention.recurrent_layers"))
+
+
+def adjusted(config: HFConfig, width: int) -> int:
+    """The width of a feed-forward part of LFM2, of which config.json may have one to be made less."""
+    if config.get("block_auto_adjust_ff_dim", True) is False:
+        return width
+    factor, step = config.number("block_ffn_dim_multiplier", 1.0), config.count("block_multiple_of", default=256)
+    width = int((factor or 1.0) * int(2 * width / 3))
+    return -(-width // max(1, step)) * step

@@ -12,7 +12,7 @@ from kvcli.runtime.formats.elements import widened
 from kvcli.runtime.formats.packedweights import Source
 
 # Small, and much rests on them.
-_FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv)\.weight$")
+_FLOAT32 = re.compile(r"\.(ffn_gate_inp|ffn_gate_inp_shexp|shortconv\.conv|ssm_conv1d)\.weight$")
 
 
 @dataclass(frozen=True)

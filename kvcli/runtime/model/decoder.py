@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
+from kvcli.kernels.reference.experts import sigmoid
 from kvcli.kernels.reference.pointwise import cut_gates
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
@@ -21,11 +22,13 @@ Operand = Any  # rows as the backend's `matmul` reads them
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of model layer `layer`: the product that gives q, k and v side by side, and what `ops.attend` wants."""
+    """Attention of model layer `layer`: the product that gives q, k and v side by side, and what `ops.attend` wants.
+    `gate`: the product by whose sigmoid what heads give is multiplied, () = it is not."""
 
     layer: int
     qkv: Matrices
     how: AttentionLayer
+    gate: Matrices = ()
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ class Decoder:
         """
         if isinstance(inner, Attention):
             qkv = self.ops.matmul(x, inner.qkv)
-            return self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
+            heads = self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
+            return heads * sigmoid(self.ops.matmul(x, inner.gate)) if inner.gate else heads
         if isinstance(inner, LatentAttention):
             return self._latents(inner, x, step)
         if isinstance(inner, Mixing):

@@ -218,6 +218,9 @@ class _Loader:
         c, shape = self.config, self.config.layers[i]
         rope, heads = self.ropes.table(shape.rope), (c.n_heads, shape.kv_heads)
         parts, stores = self._projections(i), shape.shares_kv_with is None
+        gate: _Projection | None = None
+        if c.block.output_gate:
+            parts[0], gate = self._gated(parts[0], shape.dim_k)
         if c.block.rope_pairs and shape.rope:
             parts = [*(x.halved(n, shape.rope.dim) for x, n in zip(parts, heads, strict=False)), *parts[2:]]
         biases = [x.bias for x in parts if x.bias is not None]
@@ -232,12 +235,18 @@ class _Loader:
             shape.temperature, v_norm, stores and len(parts) == 2, stores, sinks,
             partial(seal_step, self.ops, rope, stores=stores),
         )  # fmt: skip
-        return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how)
+        gates = self.ops.place((gate.matrix,)) if gate else ()
+        return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how, gates)
 
     def _projections(self, i: int) -> list[_Projection]:
         """q, k and v, which files have one by one or as one matrix; what the layer has none of is left out."""
         c, shape, name = self.config, self.config.layers[i], f"blk.{i}.attn_{{}}".format
-        rows = {"q": c.n_heads * shape.dim_k, "k": shape.kv_heads * shape.dim_k, "v": shape.kv_heads * shape.dim_v}
+        each = 2 if c.block.output_gate else 1  # queries, and gates of as many elements
+        rows = {
+            "q": each * c.n_heads * shape.dim_k,
+            "k": shape.kv_heads * shape.dim_k,
+            "v": shape.kv_heads * shape.dim_v,
+        }
         if f"{name('qkv')}.weight" in self.weights:
             return self._projection(name("qkv"), sum(rows.values())).cut(list(rows.values()))
         if shape.shares_kv_with is not None:  # files may have what nothing reads
@@ -249,6 +258,16 @@ class _Loader:
         if len({x.bias is None for x in parts}) > 1:
             raise ModelError(f"layer {i} has a bias for some of q, k and v only", "the file is incomplete")
         return parts
+
+    def _gated(self, both: _Projection, dim: int) -> tuple[_Projection, _Projection]:
+        """Queries and gates, which stand in files head by head, first the query and then its gate."""
+        if both.bias is not None:
+            raise ModelError("queries that have gates have a bias", "kv would compute another model than this one")
+
+        def rows(which: int) -> QuantTensor:
+            return both.matrix.with_rows(lambda x: x.unflatten(0, (-1, 2, dim))[:, which].flatten(0, 1))
+
+        return _Projection(rows(0), None), _Projection(rows(1), None)
 
     def _projection(self, name: str, rows: int) -> _Projection:
         return _Projection(self.weights.matrix(f"{name}.weight", rows, self.config.d_model), self.bias(name, rows))

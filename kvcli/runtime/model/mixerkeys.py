@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcli.runtime.config import MAX_CONV, Mixer, ShortConv
+from kvcli.errors import ModelError
+from kvcli.runtime.config import MAX_CONV, MAX_HEAD, DeltaNet, Mixer, ShortConv
 from kvcli.runtime.formats.ggufkeys import Keys
 
 MixerReader = Callable[[Keys, int], list[Mixer | None]]  # of so many layers; None = it has attention
@@ -15,3 +16,24 @@ def short_convs(keys: Keys, n_layers: int) -> list[Mixer | None]:
     kernel = keys.integer("shortconv.l_cache", limit=MAX_CONV)
     heads = keys.each("attention.head_count_kv", n_layers, limit=4096, zero=True)
     return [None if n else ShortConv(kernel) for n in heads]
+
+
+def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:
+    """Gated delta networks in all layers but one in so many, or but those that are named. llama.cpp's keys are those of
+    Mamba: the state size is that of a key head, groups are key heads, and time steps have the rank of value heads."""
+    dim_k = keys.integer("ssm.state_size", limit=MAX_HEAD)
+    key_heads, value_heads = (keys.integer(f"ssm.{x}", limit=4096) for x in ("group_count", "time_step_rank"))
+    inner, kernel = keys.integer("ssm.inner_size", limit=1 << 20), keys.integer("ssm.conv_kernel", limit=MAX_CONV)
+    if inner % value_heads or value_heads % key_heads or inner // value_heads > MAX_HEAD:
+        raise ModelError(
+            f"{keys.arch}.ssm.inner_size is {inner}, of {value_heads} value heads and {key_heads} key heads",
+            "the file is damaged; convert it again",
+        )
+    mixer = DeltaNet(key_heads, value_heads, dim_k, inner // value_heads, kernel)
+    named = keys.get("attention.recurrent_layers")
+    every = keys.integer("full_attention_interval", 4, limit=4096)
+    if named is not None:
+        if not isinstance(named, (list, tuple)) or len(named) != n_layers:
+            raise ModelError(f"the GGUF key {keys.arch}.attention.recurrent_layers must name {n_layers} layers")
+        return [mixer if each else None for each in named]
+    return [mixer if (i + 1) % every else None for i in range(n_layers)]

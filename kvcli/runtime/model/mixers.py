@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import Backend, Carried
-from kvcli.runtime.config import ModelConfig, ShortConv
+from kvcli.kernels import Backend, Carried, DeltaLayer
+from kvcli.runtime.config import DeltaNet, ModelConfig, ShortConv
 from kvcli.runtime.model.weights import Weights
 
 
@@ -32,14 +32,43 @@ class ShortConvolution:
         return ops.short_conv(projected, self.weight, self.conv_bias, carried)
 
 
-Mixing = ShortConvolution
+@dataclass(frozen=True)
+class DeltaNetwork:
+    """A gated delta network: see `DeltaLayer`."""
+
+    index: int
+    projections: tuple[Any, ...]
+    how: DeltaLayer
+
+    def compute(self, ops: Backend, x: Any, carried: Sequence[Carried]) -> torch.Tensor:
+        """x [T, d_model], normed -> what the last product of the layer reads, [T, value_heads * dim_v]."""
+        return ops.delta_net(ops.matmul(x, self.projections), self.how, carried)
+
+
+Mixing = ShortConvolution | DeltaNetwork
 
 
 def load_mixer(config: ModelConfig, layer: int, weights: Weights, ops: Backend) -> tuple[Mixing, str, int]:
     """That of a layer; the name of its last matrix, and the columns of this. Raises ModelError for missing or misshapen
     tensors."""
     mixer, index = config.layers[layer].mixer, sum(x.state_bytes > 0 for x in config.layers[:layer])
+    if isinstance(mixer, DeltaNet):
+        return _delta_network(config, mixer, layer, index, weights, ops), f"blk.{layer}.ssm_out", _inner(mixer)
     assert isinstance(mixer, ShortConv)
+    return (
+        _short_convolution(config, mixer, layer, index, weights, ops),
+        f"blk.{layer}.shortconv.out_proj",
+        config.d_model,
+    )
+
+
+def _inner(mixer: DeltaNet) -> int:
+    return mixer.value_heads * mixer.dim_v
+
+
+def _short_convolution(
+    config: ModelConfig, mixer: ShortConv, layer: int, index: int, weights: Weights, ops: Backend
+) -> ShortConvolution:
     name, d = f"blk.{layer}.shortconv.{{}}".format, config.d_model
 
     def bias(of: str, size: int) -> torch.Tensor | None:
@@ -48,4 +77,23 @@ def load_mixer(config: ModelConfig, layer: int, weights: Weights, ops: Backend) 
 
     projections = ops.place((weights.matrix(f"{name('in_proj')}.weight", 3 * d, d),))
     conv = weights.vector(f"{name('conv')}.weight", d, mixer.kernel).to(ops.device)
-    return ShortConvolution(index, projections, bias("in_proj", 3 * d), conv, bias("conv", d)), name("out_proj"), d
+    return ShortConvolution(index, projections, bias("in_proj", 3 * d), conv, bias("conv", d))
+
+
+def _delta_network(
+    config: ModelConfig, mixer: DeltaNet, layer: int, index: int, weights: Weights, ops: Backend
+) -> DeltaNetwork:
+    name, d, heads, inner = f"blk.{layer}.{{}}".format, config.d_model, mixer.value_heads, _inner(mixer)
+    channels = 2 * mixer.key_heads * mixer.dim_k + inner
+    rows = {"attn_qkv": channels, "attn_gate": inner, "ssm_beta": heads, "ssm_alpha": heads}
+    projections = tuple(weights.matrix(f"{name(x)}.weight", n, d) for x, n in rows.items())
+
+    def vector(of: str, *shape: int) -> torch.Tensor:
+        return weights.vector(name(of), *shape).to(ops.device)
+
+    how = DeltaLayer(
+        mixer.key_heads, heads, mixer.dim_k, mixer.dim_v, vector("ssm_conv1d.weight", channels, mixer.kernel),
+        vector("ssm_a", heads), vector("ssm_dt.bias", heads), vector("ssm_norm.weight", mixer.dim_v), config.norm_eps,
+        mixer.tiled,
+    )  # fmt: skip
+    return DeltaNetwork(index, ops.place(projections), how)

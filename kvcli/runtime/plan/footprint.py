@@ -101,7 +101,7 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
         size = 0 if looked_up else repacked.interleaved_bytes(tensor.type, tensor.shape, tensor.nbytes)
         alone = not interleaved or not size
         packed += tensor.nbytes if alone else size
-        if len(tensor.shape) == 1 or name.endswith((".bias", ".conv.weight")):
+        if len(tensor.shape) == 1 or name.endswith((".bias", ".conv.weight", ".ssm_conv1d.weight")):
             copies += 4 * prod(tensor.shape)
         elif alone and config.block.rope_pairs and name.endswith(_REORDERED):
             copies += tensor.nbytes
