@@ -53,6 +53,7 @@ runtime.model.mixers
 runtime.model.rope runtime.model.sealing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
 runtime.cache.shown runtime.cache.states
+runtime.engine.chunkcaches runtime.engine.chunks
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph

@@ -19,7 +19,7 @@ from kvcli.options import FORGET_NOTHING, EvictOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
-from kvcli.runtime.promptcache.marks import Breakpoint
+from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
 from kvcli.words import counted, human_bytes, human_seconds
 
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
@@ -316,6 +316,7 @@ def end_objects(end: End) -> dict[str, Any]:
             "predicted_compute_s": round(usage.choice.compute_s, 6) if usage.choice else None,
             "cache_how": usage.cache_how or None,
             "breakpoints": [breakpoint_object(each) for each in usage.breakpoints],
+            **({"chunks": [chunk_object(each) for each in usage.chunks]} if usage.chunks else {}),
             "completion_tokens": usage.completion_tokens,
             "reasoning_tokens": usage.reasoning_tokens,
             "drafted_tokens": usage.drafted_tokens,
@@ -338,6 +339,12 @@ def breakpoint_object(point: Breakpoint) -> dict[str, Any]:
     mark = point.mark
     named = {"end_token": mark.at, "kind": mark.kind, "name": mark.name}
     return {**named, "reused": point.reused, "kept": point.kept}
+
+
+def chunk_object(chunk: MovedChunk) -> dict[str, Any]:
+    """A document of the prompt whose rows were to be moved."""
+    kld = None if chunk.kld is None else round(chunk.kld, 6)
+    return {"name": chunk.name, "tokens": chunk.tokens, "moved_tokens": chunk.copied, "kld": kld}
 
 
 def sampling_object(params: SampleOptions) -> dict[str, Any]:

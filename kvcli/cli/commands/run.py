@@ -20,7 +20,7 @@ from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.grammar import GrammarFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
-from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, FileFlags, StoreFlags
+from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, Chunks, FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
@@ -34,8 +34,11 @@ from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageE
 
 if TYPE_CHECKING:
     from kvcli.cli.report import Result
+    from kvcli.options import PromptCacheOptions
+    from kvcli.runtime.engine.chunkcaches import ChunkCaches
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
+    from kvcli.runtime.promptcache.lookup import PromptCaches
 
 
 _option, _generation, _output = (partial(typer.Option, rich_help_panel=each) for each in (PROMPT, GENERATION, OUTPUT))
@@ -182,6 +185,30 @@ class BatchFlags:
             raise UsageError(f"--batch and {given[0]} cannot be used together", "each line has a prompt and an answer")
 
 
+def _check_chunks(chunks: bool, prompt: PromptFlags, named: FileFlags, many: BatchFlags) -> None:
+    """Raises UsageError for what --chunks cannot be used with."""
+    if not chunks:
+        return
+    if many.batch is not None or named.prompt_cache is not None:
+        other = "--batch" if many.batch is not None else "--prompt-cache"
+        raise UsageError(f"--chunks and {other} cannot be used together", "each file of -f is stored by itself")
+    if not prompt.file:
+        raise UsageError("--chunks needs documents", "give them as files, e.g. -f a.txt -f b.txt")
+
+
+def _caches(
+    engine: Engine, question: Question, kept: PromptCacheOptions, chunks: bool, invocation: Invocation
+) -> PromptCaches | ChunkCaches:
+    """Where rows of the prompt are looked for; `chunks`: of its files one by one."""
+    tell = render.telling(invocation)
+    if not chunks:
+        return engine.prompt_caches(kept, tell)
+    from kvcli.runtime.engine.chunkcaches import ChunkCaches, Document
+
+    documents = [Document(*each) for each in question.documents(engine.loaded.text)]
+    return ChunkCaches(engine, documents, kept, tell)
+
+
 def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result]:
     """So many answers to one prompt."""
     return [answer(engine, engine.new_sequence(), ids, job)] if count == 1 else samples.answers(engine, ids, job, count)
@@ -247,6 +274,7 @@ def run(
     output: OutputFlags,
     many: BatchFlags,
     cache_mark: CacheMarks = None,
+    chunks: Chunks = False,
     instruction: Annotated[
         str | None,
         typer.Argument(
@@ -266,6 +294,7 @@ def run(
             replace(named.add_to(store.options(invocation)), awaited=invocation.json),
         )
         many.refuse(prompt, instruction, output, named, policy)
+        _check_chunks(chunks, prompt, named, many)
         if many.batch is not None:
             form = Form(
                 system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling, tuple(cache_mark or ())
@@ -293,7 +322,7 @@ def run(
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)
         kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
-        opened = closing(engine.prompt_caches(kept, render.telling(invocation)))
+        opened = closing(_caches(engine, question, kept, chunks, invocation))
         with opened as caches, copy or nullcontext():
             how = output.verify_estimate, False, cut, thinking, marks, told
             job = Job(load.model, sampling, sink, interrupts, caches, *how)

@@ -147,6 +147,12 @@ class Question:
         files = zip(self.ends, ends, strict=True)
         return [*found, *(Mark(at, marks.FILE, os.path.basename(name)) for (name, _), at in files if at is not None)]
 
+    def documents(self, model: ModelText) -> list[tuple[str, list[int]]]:
+        """The name of each file, and its text as a prompt of its own."""
+        starts = [0, *(end for _, end in self.ends)]
+        texts = [self.prompt[start:end].lstrip("\n") for start, (_, end) in zip(starts, self.ends, strict=False)]
+        return [(name, model.tokenizer.encode(text)) for (name, _), text in zip(self.ends, texts, strict=True)]
+
     def thinking(self, model: ModelText) -> Thinking | None:
         """How the answer is told apart from what the model thinks; None = it is not. Raises TemplateError."""
         return self._rendered(model, self.prompt)[1]

@@ -167,6 +167,16 @@ CacheMarks = Annotated[
 ]
 
 
+Chunks = Annotated[
+    bool,
+    _option(
+        "--chunks",
+        help="Cache each file of -f by itself, and reuse it behind any other text. Answers are near those of the whole"
+        " prompt, not the same.",
+    ),
+]
+
+
 def writable(name: str, hint: str = "name another file") -> Path:
     """A file that can be made. Raises UsageError or OutputError at once, so that no prompt is computed in vain."""
     if name == "-":

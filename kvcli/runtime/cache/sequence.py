@@ -108,6 +108,7 @@ class Sequence:
         self.pool, self._own = pool, retention
         self.tokens: list[int] = []
         self.foreign = 0  # of its first rows, those that this engine would not compute so: converted, or from elsewhere
+        self.moved: int | None = None  # from that row on some were computed elsewhere; None = none were
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
         self.selector = Selector(selection) if selection and retention is None else None
@@ -140,8 +141,8 @@ class Sequence:
     def shares(self) -> bool:
         """Whether its rows are those of any other sequence of the pool with these tokens: caches may have and give
         them. They are not where a policy of its own, or one that is not reproducible, decides what they saw, nor once
-        rows were selected by score."""
-        if any(held.selected for held in self._lists):
+        rows were selected by score, nor where some were computed without those before them."""
+        if self.moved is not None or any(held.selected for held in self._lists):
             return False
         return self._own is None and (self.retention is None or self.retention.reproducible)
 
@@ -154,6 +155,8 @@ class Sequence:
             if self.selector is not None:
                 kept = f"{self.kept:,} of {self.length:,} rows by {self.selector.selection.policy}"
             found.append(f"evicted: {self.evicted:,} tokens, kept {kept}")
+        if self.moved is not None:
+            found.append(f"moved: chunks from row {self.moved:,} on were computed alone")
         return (*found, *sorted({f"quantized: {_types(g)}" for g in self.pool.layout.groups if g.sealed}))
 
     def reserve(self, ids: list[int]) -> Part:
@@ -240,6 +243,8 @@ class Sequence:
         """Release what stands behind row `length`, and what was taken for a step that was not committed."""
         if self.states:
             self.states.release_step()
+        if self.moved is not None and length <= self.moved:
+            self.moved = None
         for held in self._lists:
             held.trim(length)
             if length < self.pool.layout.page_size and (length < self.length or any(b.known for b in held.bases)):
@@ -256,6 +261,7 @@ class Sequence:
         for mine, theirs in zip(twin._lists, self._lists, strict=True):
             mine.selected = theirs.selected
         twin.selector = self.selector.copy() if self.selector else None
+        twin.moved = self.moved
         return twin
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcli.runtime.promptcache.lookups import Choice
-from kvcli.runtime.promptcache.marks import Breakpoint
+from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Usage:
     choice: Choice | None = None  # what reading stored rows and computing them was predicted to take
     cache_how: str = ""  # what was done to rows that were stored otherwise; "" = nothing
     breakpoints: tuple[Breakpoint, ...] = ()  # the marks of the prompt
+    chunks: tuple[MovedChunk, ...] = ()  # its documents, where their rows are moved
     drafted_tokens: int = 0  # guessed, and computed before they were known
     accepted_tokens: int = 0  # of those the ones that were right
     decode_steps: int = 0  # that computed the tokens behind the first

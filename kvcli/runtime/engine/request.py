@@ -391,10 +391,10 @@ class Request:
             prefill_tokens=self.n_prompt - reuse.tokens,
             decode_tokens=max(0, len(ids) - 1),
         )
-        marks, guesses = () if self._ledger is None else self._ledger.breakpoints(), self._guesses
+        tried, ledger = self._guesses, self._ledger or Ledger(reuse)
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
-            reuse.choice, reuse.how, marks, guesses.drafted, guesses.accepted, guesses.steps,
+            reuse.choice, reuse.how, ledger.breakpoints(), ledger.chunks(), tried.drafted, tried.accepted, tried.steps,
         )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
         return End(reason, text, ids, self._text.stop, usage, timings, *told, reasoning, self._text.raw)

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache.lookups import Choice
-from kvcli.runtime.promptcache.marks import Breakpoint, Mark
+from kvcli.runtime.promptcache.marks import Breakpoint, Mark, MovedChunk
 from kvcli.runtime.promptcache.missed import behind_state
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 
@@ -61,6 +61,10 @@ class Ledger:
 
     def breakpoints(self) -> tuple[Breakpoint, ...]:
         """The marks of the prompt, and what became of them."""
+        return ()
+
+    def chunks(self) -> tuple[MovedChunk, ...]:
+        """The documents whose rows were to be had from elsewhere, and what became of them."""
         return ()
 
 

@@ -40,6 +40,17 @@ class Breakpoint:
     kept: bool
 
 
+@dataclass(frozen=True)
+class MovedChunk:
+    """A document that was looked for alone: how many of its `tokens` the prompt has where it stands, and how many of
+    these were `copied`. `kld`: by how much copies change the predictions behind them, in nats; None = not compared."""
+
+    name: str
+    tokens: int
+    copied: int
+    kld: float | None
+
+
 class Text(Protocol):
     """What is asked of a tokenizer."""
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcli.cli import engines, render, report
 from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.flags.eviction import EvictFlags
-from kvcli.cli.flags.prompt import PromptFlags
-from kvcli.cli.flags.promptcache import CacheMarks, writable
+from kvcli.cli.flags.prompt import PromptFlags, Question
+from kvcli.cli.flags.promptcache import CacheDir, CacheMarks, store_folder, writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
@@ -27,6 +28,9 @@ from kvcli.words import counted
 
 KEEPS_ALL = "rows are selected when an answer begins, and the file has those of the prompt"
 
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.engine import Engine
+
 
 @grouped
 def build(
@@ -37,21 +41,34 @@ def build(
     prompt: PromptFlags,
     system: SystemFlags,
     template: TemplateFlags,
-    out: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")],
+    out: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")] = None,
     mark: CacheMarks = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
+    chunks: Annotated[
+        bool,
+        typer.Option("--chunks", help="Store each file of -f by itself, for kv run --chunks; no -o, no other text."),
+    ] = False,
+    cache_dir: CacheDir = None,
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
+    if chunks:
+        _check_chunks(prompt, instruction, out, mark)
+    elif out is None:
+        raise UsageError("--output is missing", "name the file to create: -o FILE")
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         evicting = evict.options(cache.page_size, scored=KEEPS_ALL)
-        question = prompt.question(instruction, system, invocation)
-        cache_options, file = cache.options(evicting), writable(out)
+        question = (replace(prompt, no_stdin=True) if chunks else prompt).question(instruction, system, invocation)
+        cache_options, file = cache.options(evicting), writable(out) if out else Path()
         load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
         question = question.of(loaded.text, invocation)
+        if chunks:
+            interrupts.stage = UNWIND
+            _build_chunks(engines.engine_of(loaded, invocation), question, cache_dir, invocation, json)
+            raise typer.Exit(interrupts.code)
         ids = question.ids(loaded.text)
         if len(ids) < cache_options.page_size:
             raise UsageError(
@@ -86,6 +103,39 @@ def build(
         render.announce(f"{report.prompt_stats(result.end)} in {result.end.timings.prefill_s:.2f} s", invocation)
         render.write_out(f"{out}\n")
     raise typer.Exit(interrupts.code)
+
+
+def _check_chunks(prompt: PromptFlags, instruction: str | None, out: str | None, mark: list[str] | None) -> None:
+    """Raises UsageError for what --chunks cannot be used with."""
+    others = {"-o": out, "a prompt": instruction if instruction is not None else prompt.prompt, "--mark": mark}
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(f"--chunks and {given[0]} cannot be used together", "each file of -f is stored by itself")
+    if not prompt.file:
+        raise UsageError("--chunks needs documents", "give them as files, e.g. -f a.txt -f b.txt")
+
+
+def _build_chunks(
+    engine: Engine, question: Question, cache_dir: str | None, invocation: Invocation, json: bool
+) -> None:
+    """Have the rows of each file by itself in the store."""
+    from kvcli.runtime.engine.chunkcaches import LEAST, ChunkCaches, Document
+
+    documents = [Document(*each) for each in question.documents(engine.loaded.text)]
+    for each in documents:
+        if len(each.ids) < LEAST:
+            raise UsageError(f"{each.name} has {len(each.ids)} tokens", f"less than {LEAST} are not worth storing")
+    options, told = PromptCacheOptions(store=store_folder(cache_dir)), list[dict[str, Any]]()
+    with closing(ChunkCaches(engine, documents, options, render.telling(invocation))) as caches:
+        for each in documents:
+            seq = caches.alone.new_sequence()
+            told.append({"name": each.name, "tokens": len(each.ids), "cache_disk_tokens": caches.read(seq, each)})
+            seq.close()
+    if json:
+        render.print_json("cache build --chunks", {"chunks": told, "warnings": invocation.told})
+        return
+    for found in told:
+        before = f"{found['cache_disk_tokens']:,} of them stored before"
+        render.write_out(f"{found['name']}: {counted(found['tokens'], 'token')}, {before}\n")
 
 
 def _why(unwritten: Sequence[str], as_json: bool) -> str:
