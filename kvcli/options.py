@@ -67,6 +67,32 @@ class EvictOptions:
 
 
 FORGET_NOTHING = EvictOptions()
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """What of the cache is read, none of which is forgotten. With the defaults it is all that there is."""
+
+    pages: int = 0  # each token of an answer reads so many pages beside the first and the recent ones; 0 = all
+    threshold: float = 0.0  # prefill reads pages whose weight is at least so much of the largest one; 0 = all
+    share: float = 0.0  # in place of it: the share of pages that prefill reads, the best ones
+    sparse_from: int = 32768  # rows of prompts from that position on are computed so
+
+    @property
+    def sparse(self) -> bool:
+        """Whether prefill reads less than all."""
+        return self.threshold > 0 or self.share > 0
+
+    @property
+    def named(self) -> str:
+        """The fields that say so, as errors name them."""
+        of_answer = [f"`attend=pages:{self.pages}`"] if self.pages else []
+        how = f"{self.threshold:g}" if self.threshold else f"{100 * self.share:g}%"
+        moved = [f"`prefill_sparse_from={self.sparse_from}`"] if self.sparse_from != AttendOptions.sparse_from else []
+        return " ".join([*of_answer, *([f"`prefill_sparse={how}`", *moved] if self.sparse else [])])
+
+
+READ_ALL = AttendOptions()
 UNATTENDED_TOKENS = 4096  # most of an answer that no terminal shows, where no number is asked for
 
 
@@ -83,6 +109,7 @@ class CacheOptions:
     sinks: int = 1  # 16-bit pages at its start
     force_types: bool = False  # go on with cache types that the model's weights speak against
     evict: EvictOptions = FORGET_NOTHING
+    attend: AttendOptions = READ_ALL
     sequences: int = 1  # at a time; `ctx_size` is of each, and they share the memory that is there
 
 

@@ -50,7 +50,7 @@ TORCH = """
 kernels
 runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.latents runtime.model.loading
 runtime.model.mixers
-runtime.model.rope runtime.model.sealing runtime.model.weights
+runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
 runtime.cache.shown runtime.cache.states
 runtime.engine.chunkcaches runtime.engine.chunks

@@ -10,8 +10,8 @@ from os import PathLike, fspath
 from kvcli.api import kinds
 from kvcli.codecs import CODECS, canonical
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, EvictOptions, LoadOptions, LoraOption
-from kvcli.runtime.cache import eviction
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions, LoraOption
+from kvcli.runtime.cache import attending, eviction
 from kvcli.runtime.cache.layout import PAGE_SIZES
 from kvcli.runtime.host.device import parse_device
 from kvcli.runtime.host.memory import main_memory, parse_size
@@ -74,6 +74,7 @@ def check_cache(options: CacheOptions) -> None:
     """Raises UsageError for a value out of range or of another kind, or for values that exclude each other."""
     kinds.options(options, CacheOptions, "cache")
     kinds.options(options.evict, EvictOptions, "evict")
+    kinds.options(options.attend, AttendOptions, "attend")
     types = check_cache_type(options.type_k), check_cache_type(options.type_v)
     if not 0 <= options.ctx_size <= MAX_CONTEXT:
         raise UsageError(f"`ctx` must be 0 (automatic) to {MAX_CONTEXT:,}, not {options.ctx_size}")
@@ -89,6 +90,7 @@ def check_cache(options: CacheOptions) -> None:
     if options.ubatch < 0:
         raise UsageError(f"`ubatch` must be 0 or more, not {options.ubatch}", "0 = automatic")
     eviction.check(options.evict, options.page_size)
+    attending.check(options.attend, options.evict)
 
 
 def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:

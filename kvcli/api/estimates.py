@@ -110,6 +110,7 @@ def estimate(
     query = Query(
         (context,), planning.kept_apart(planned, pairs), cache.page_size, cache.ubatch, sequences,
         threads=len(usable_cpus()), tail=cache.tail, sinks=cache.sinks, evict=cache.evict,
+        attend=cache.attend,
     )  # fmt: skip
     [outcomes] = planning.compare(planned, target, query)
     best = planning.recommend(outcomes, bool(named), planned.config.context_length)

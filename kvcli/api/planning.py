@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
-from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import LEAST_LATENT_BITS, KVLayout
 from kvcli.runtime.config import FULL, LATENT, WINDOWED
 from kvcli.runtime.headers.plannedmodel import PlannedModel
@@ -78,6 +78,7 @@ class Query:
     tail: int = CacheOptions.tail
     sinks: int = CacheOptions.sinks
     evict: EvictOptions = FORGET_NOTHING
+    attend: AttendOptions = READ_ALL
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def setting(model: PlannedModel, target: Target, query: Query) -> Setting:
         runtime_bytes=target.runtime_bytes,
         margin=target.margin,
         evict=query.evict,
+        attend=query.attend,
     )
 
 

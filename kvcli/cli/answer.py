@@ -101,4 +101,4 @@ def cache_facts(engine: Engine, sequence: Rows) -> CacheFacts:
     options, whole = engine.terms.options, layout.contiguous_bytes(engine.ctx_size)
     pinned = options.tail, options.sinks, options.evict
     forgotten = sequence.evicted, engine.retention
-    return CacheFacts(type_k, type_v, *counts, *pinned, *forgotten, sequence.page_utilization, whole)
+    return CacheFacts(type_k, type_v, *counts, *pinned, *forgotten, sequence.page_utilization, whole, options.attend)

@@ -15,7 +15,7 @@ from kvcli.cli.verification import Verification, as_json
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns
 from kvcli.errors import KVError
-from kvcli.options import FORGET_NOTHING, EvictOptions, SampleOptions
+from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, EvictOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
@@ -49,6 +49,7 @@ class CacheFacts:
     retention: Retention | None = None
     page_utilization: float | None = None
     contiguous_bytes: int = 0
+    attend: AttendOptions = READ_ALL
 
     @property
     def room(self) -> str:
@@ -71,7 +72,8 @@ class CacheFacts:
         return whole if self.page_utilization is None else f"{100 * self.page_utilization:.1f} % of it in use, {whole}"
 
     def __str__(self) -> str:
-        return f"KV {self.types} {self.tokens:,}/{self.limit:,} tok ({self.room}) {human_bytes(self.nbytes)}"
+        reads = f", {as_flags(self.attend.named)}" if self.attend.named else ""
+        return f"KV {self.types} {self.tokens:,}/{self.limit:,} tok ({self.room}) {human_bytes(self.nbytes)}{reads}"
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,10 @@ def brief_stats(result: Result, width: int) -> str:
     """What most people want to know; what has no room in `width` columns is left out, the cache first."""
     usage, timings, cache = result.end.usage, result.end.timings, result.cache
     reused = f" ({usage.cache_read_tokens:,} reused)" if usage.cache_read_tokens else ""
+    reads = f" ({as_flags(cache.attend.named)})" if cache.attend.named else ""
     parts = [
         f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
-        f"answer {usage.completion_tokens:,}{_thought(usage)}, {timings.decode_tps:,.0f} tok/s",
+        f"answer {usage.completion_tokens:,}{_thought(usage)}, {timings.decode_tps:,.0f} tok/s{reads}",
         f"KV {human_bytes(cache.nbytes)} {cache.types}",
         f"{cache.evicted:,} evicted" if cache.evict != FORGET_NOTHING else f"{cache.limit - cache.tokens:,} left",
         *filter(None, [_ENDINGS.get(result.end.finish_reason, "")]),
@@ -276,6 +279,7 @@ def result_object(result: Result) -> dict[str, Any]:
             "losses": list(result.end.losses),
         },
         "evict": evict_object(cache.evict, cache.retention),
+        **attend_object(cache.attend),
         "prompt_evicted_tokens": result.end.prompt_evicted,
         "prompt_cut": _cut_object(result.cut) if result.cut else None,
         "memory": {
@@ -362,6 +366,16 @@ def evict_object(asked: EvictOptions, kept: Retention | None) -> dict[str, Any]:
     """What is forgotten of a context that is full, or of a prompt that is read."""
     keep, window = (kept.keep, kept.window) if kept else (None, None)
     return {"policy": asked.policy, "keep": keep, "window": window, "budget": asked.budget or None}
+
+
+def attend_object(attend: AttendOptions) -> dict[str, Any]:
+    """What is read in part, as a field of an object; nothing where all is read."""
+    if not attend.named:
+        return {}
+    share, first = attend.share or None, attend.sparse_from
+    sparse = {"threshold": attend.threshold or None, "page_share": share, "first_sparse_token": first}
+    some = {"attended_pages": attend.pages or None, "prefill_sparse": sparse if attend.sparse else None}
+    return {"attend": some}
 
 
 def _cut_object(cut: Cut) -> dict[str, Any]:

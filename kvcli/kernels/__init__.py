@@ -20,6 +20,7 @@
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `fix_basis(kv, rope)` | the mean of keys and the scales that a sequence's first page fixes, into `kv.basis` |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
+| `summarize(kv, which, angles)` | means of the keys of entries `which`, by which queries choose what they read |
 
 `place(matrices, paired)`, `place_rows(matrices)` of those that only `rows` is asked of, `place_experts(matrices,
 paired)`, and `place_heads(matrices)` for `by_head` take matrices to where the backend computes, and `device` is where
@@ -60,11 +61,13 @@ from kvcli.kernels.paged import (
     NEVER,
     Angles,
     Basis,
+    Choice,
     Entries,
     Into,
     Moments,
     PagedKV,
     Stretch,
+    Summaries,
     Watch,
 )
 from kvcli.kernels.reference.backend import ReferenceBackend
@@ -80,9 +83,9 @@ Backend = Union[HostBackend, "GpuBackend"]
 BACKENDS = ("auto", "native", "reference")
 __all__ = [
     "BACKENDS", "CENTRE_ROWS", "MASS_UNIT", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Carried",
-    "DeltaLayer", "Entries", "ExpertLayer", "ExpertMatrices", "ExpertTensor", "HostBackend", "Into", "LowRank",
-    "Moments", "NativeBackend", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch", "Watch", "backend",
-    "on_host",
+    "Choice", "DeltaLayer", "Entries", "ExpertLayer", "ExpertMatrices", "ExpertTensor", "HostBackend", "Into",
+    "LowRank", "Moments", "NativeBackend", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch",
+    "Summaries", "Watch", "backend", "on_host",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
 MASS_UNIT = 1 << 24  # of `Watch.mass`: a probability of 1; whole numbers add up to the same in any order
+CHOICE_BLOCK = 128  # queries that choose together what they read; blocks begin at multiples
 NEVER = np.iinfo(np.int64).max  # `Entries.until` of what no query stops seeing
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]
 Memory = Sequence[torch.Tensor | None]  # pages as uint8 [layers, layer_bytes]; None where there is none
@@ -36,6 +37,25 @@ class Basis:
     known: bool = False
 
 
+class Choice(NamedTuple):
+    """Which entries queries read of those that have a summary: for each block of queries and key-value head the `pages`
+    whose scores are the largest, or those whose exponential is at least `threshold` of the largest one's."""
+
+    pages: int = 0
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Summaries:
+    """What tells of the keys of an entry's page without reading them: the mean of each run of rows, as many means a
+    page. `addresses`: where those of the group's first layer are, int64 [n]; 0 = there are none, and the entry is read
+    in any case. `memory`: the same ones as tensors, float16 [layers, kv_heads, means, dim_k]."""
+
+    addresses: np.ndarray
+    memory: Memory
+    means: int
+
+
 @dataclass(frozen=True, eq=False)
 class Entries:
     """Which rows of one class of pages the queries of a step see, and how: int64 [n] each, in the order of `first`.
@@ -47,7 +67,8 @@ class Entries:
 
     `addresses`: where the records of the group's first layer begin in the page. `turned`: 0 = the rows are scored by
     the ordinary query; 1 = by one that stands as much nearer to them as `PagedKV.shift` says.
-    `memory`: the same pages as tensors. `made`: what others derive from the list, for as long as it lives.
+    `memory`: the same pages as tensors. `summaries`: where queries choose what they read (`PagedKV.choice`). `made`:
+    what others derive from the list, for as long as it lives.
     """
 
     addresses: np.ndarray
@@ -58,6 +79,7 @@ class Entries:
     until: np.ndarray
     turned: np.ndarray
     memory: Memory
+    summaries: Summaries | None = None
     made: dict[object, object] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -164,7 +186,7 @@ class PagedKV:
     The list is one for all layers of a group: this is layer `layer`, whose records stand `offset` bytes behind the
     addresses in `entries` and `into`. Where the cache type is below 16 bits these are the *sealed* pages, and `open` is
     the same layer's class in 16 bits, with entries of its own. Entries say which query reads which class; rows of a
-    step are written into the open one.
+    step are written into the open one. `choice`: what queries read of the entries with a summary; None = all of them.
     """
 
     record: RecordLayout
@@ -174,6 +196,7 @@ class PagedKV:
     offset: int = 0
     open: PagedKV | None = None
     basis: Basis = field(default_factory=Basis, compare=False)
+    choice: Choice | None = None
     descriptors: dict[object, object] = field(default_factory=dict, compare=False)  # a backend's own, made once
 
     @property
@@ -198,6 +221,12 @@ class PagedKV:
         """The class and the entry in which a query at position `query` sees the row at position `row`."""
         found = ((kv, kv.entries.find(row, query)) for kv in self.classes)
         return next(((kv, at) for kv, at in found if at is not None), None)
+
+    def summary(self, at: int) -> torch.Tensor | None:
+        """The means of the keys of entry `at`, float16 [kv_heads, means, dim_k], writable; None = it has none."""
+        found = self.entries.summaries
+        page = None if found is None or not found.addresses[at] else found.memory[at]
+        return None if page is None else page[self.layer]
 
     @cached_property
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:

@@ -158,8 +158,8 @@ def test_a_depth_is_prefilled_once_where_the_cache_allows(
     engine = open_tiny(variant, "auto", CacheOptions(type_k=types, type_v=types, page_size=16))
     rows, forward = [], Engine.forward_all
 
-    def counted(self: Engine, parts: list[tuple[Any, list[int]]]) -> Any:
-        rows.extend(len(ids) for _, ids in parts)
+    def counted(self: Engine, parts: list[tuple[Any, list[int], bool]]) -> Any:
+        rows.extend(len(ids) for _, ids, _ in parts)
         return forward(self, parts)
 
     monkeypatch.setattr(Engine, "forward_all", counted)

@@ -237,6 +237,8 @@ def test_a_text_is_gone_on_with(ask: Eval, tmp_path: Path):
         (("--with", "int8"), "--with 'int8': unexpected argument: int8"),
         (("--with", "-ct 'int8"), "cannot be read"),
         (("--with", "--evict sink --keep -1"), "here is none"),
+        (("--with", "--attend some"), "--attend must be all or pages:K"),
+        (("--with", "--attend pages:4 --evict h2o --budget 50%"), "both choose rows by their scores"),
         (("recall", "--evict", "sink", "--keep", "-1"), "here is none"),
         (("--plot", "a.pdf"), "--plot must end in .svg or .png"),
         (("--plot", "/no/such/a.svg"), "there is no folder"),
@@ -284,6 +286,16 @@ def test_what_is_evicted_is_not_there(ask: Eval):
     assert window["compared"][0]["evict"] == {"policy": "none", "keep": None, "window": None, "budget": None}
     assert window["compared"][1]["evict"] == {"policy": "window", "keep": 0, "window": 40, "budget": None}
     assert sink["compared"][1]["evict"] == {"policy": "sink", "keep": 4, "window": 40, "budget": None}
+
+
+def test_what_is_not_read_makes_a_difference(ask: Eval):
+    some, every = (f"-ct f16 --page-size 16 --attend pages:{k}" for k in (1, 100))
+    value = _asked(ask, "needles", "--tokens", "300", "--with", some, "--with", every)
+    full, few, all_of_them = value["results"]
+    assert few["nll"] != full["nll"] == all_of_them["nll"] and few["kld"] > 0 == all_of_them["kld"]
+    assert [each.get("attend") for each in value["compared"]] == [
+        None, {"attended_pages": 1, "prefill_sparse": None}, {"attended_pages": 100, "prefill_sparse": None}
+    ]  # fmt: skip
 
 
 def test_a_picture(ask: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

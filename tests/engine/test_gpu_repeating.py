@@ -14,7 +14,7 @@ from support.kernelcases import one_thread
 from kvcli.errors import UsageError
 from kvcli.kernels.gpu import past
 from kvcli.kernels.gpu.backend import GpuBackend
-from kvcli.options import CacheOptions, LoadOptions, LoraOption
+from kvcli.options import AttendOptions, CacheOptions, LoadOptions, LoraOption
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
@@ -114,6 +114,7 @@ def test_a_prompt_goes_on_behind_whole_blocks() -> None:
         (LoadOptions("m", lora=(LoraOption("a"),)), CacheOptions(), "`lora`"),
         (LoadOptions("m"), CacheOptions(tail=0), "`tail=0`"),
         (LoadOptions("m"), CacheOptions(ubatch=64), "`ubatch=64`"),
+        (LoadOptions("m"), CacheOptions(attend=AttendOptions(share=0.25)), "`prefill_sparse`"),
     ],
 )
 def test_what_is_not_known_to_repeat_is_refused(load: LoadOptions, cache: CacheOptions, named: str) -> None:

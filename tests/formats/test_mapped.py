@@ -154,8 +154,8 @@ def test_a_run_ends_with_what_it_has(tmp_path: Path, kv_here: KvHere, monkeypatc
     need_library()
     model, answer, forward, rows = tmp_path / "model.gguf", tmp_path / "answer", Engine.forward_all, []
 
-    def truncating(engine: Engine, parts: list[tuple[Any, list[int]]]) -> object:
-        rows.extend(len(ids) for _, ids in parts)
+    def truncating(engine: Engine, parts: list[tuple[Any, list[int], bool]]) -> object:
+        rows.extend(len(ids) for _, ids, _ in parts)
         if len(rows) == 6:
             os.truncate(model, 0)
         return forward(engine, parts)

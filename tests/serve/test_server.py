@@ -16,7 +16,7 @@ import pytest
 from serving import Server, alone, open_engine, running
 
 from kvcli.errors import UsageError
-from kvcli.options import SampleOptions
+from kvcli.options import AttendOptions, SampleOptions
 from kvcli.serve import server as serverfile
 from kvcli.serve.app import Guard
 
@@ -36,6 +36,14 @@ def test_answers_under_load_are_those_of_single_runs(server: Server) -> None:
     with ThreadPoolExecutor(len(TEXTS)) as pool:
         found = list(pool.map(lambda text: server.chat(text, temperature=0.8, seed=3)["message"]["content"], TEXTS))
     assert found == wanted
+
+
+def test_rows_of_tokens_that_chose_pages_are_nobody_elses() -> None:
+    """What a call finds of an earlier one changes no answer."""
+    with running(open_engine(page_size=16, attend=AttendOptions(1))) as server:
+        wanted = [alone(server.engine, text, SampleOptions(temperature=0.0, max_tokens=12))[0] for text in TEXTS[3:8]]
+        for _ in range(2):
+            assert [server.chat(text)["message"]["content"] for text in TEXTS[3:8]] == wanted
 
 
 def test_a_client_that_goes_away_ends_its_answer() -> None:

@@ -16,6 +16,7 @@ from kvcli.cli import batch, engines, render, report, samples, verification
 from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.grammar import GrammarFlags
@@ -262,6 +263,7 @@ def run(
     model: ModelFlags,
     cache: CacheFlags,
     evict: EvictFlags,
+    attend: AttendFlags,
     overflow: OverflowFlags,
     store: StoreFlags,
     named: FileFlags,
@@ -289,8 +291,9 @@ def run(
         load = replace(load, chat=template.options(prompt.raw, thought.reasoning_budget))
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
         sampling = replace(sampling, logprobs=output.asked_logprobs(), grammar=shape.source())
+        evicting = evict.options(cache.page_size)
         cache_options, kept = (
-            replace(cache.options(evict.options(cache.page_size)), sequences=output.n_samples),
+            replace(cache.options(evicting, attend.options(evicting)), sequences=output.n_samples),
             replace(named.add_to(store.options(invocation)), awaited=invocation.json),
         )
         many.refuse(prompt, instruction, output, named, policy)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import engines, render
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.checks import checked, in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
@@ -187,6 +188,7 @@ def serve(
     model: ModelFlags,
     cache: CacheFlags,
     evict: EvictFlags,
+    attend: AttendFlags,
     store: StoreFlags,
     template: TemplateFlags,
     thought: ThinkingFlags,
@@ -198,9 +200,10 @@ def serve(
     """
     invocation: Invocation = ctx.obj
     kept = replace(store.options(invocation), memory=True)
-    cache_options = replace(cache.options(evict.options(cache.page_size)), sequences=flags.parallel)
-    if cache_options.evict.keep == -1:
+    evicting = evict.options(cache.page_size)
+    if evicting.keep == -1:
         raise UsageError("--keep -1 cannot be used with kv serve: prompts have different lengths", "give a number")
+    cache_options = replace(cache.options(evicting, attend.options(evicting)), sequences=flags.parallel)
     sampling = replace(sample.options(attended=True), unattended=False)
     load = replace(model.options(invocation.offline), chat=template.options(None, thought.reasoning_budget))
     from kvcli.serve import server

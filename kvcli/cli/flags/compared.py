@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvcli.cli import commandline, plainvalues
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.checks import checked
 from kvcli.cli.flags.comparing import TypeFlags, type_name
@@ -50,7 +51,7 @@ def parse(text: str) -> Compared:
     try:
         cache = _read(words)
     except UsageError as error:
-        hint = "give options of the cache and of eviction" if "kv run --help" in error.hint else error.hint
+        hint = "give options of the KV cache" if "kv run --help" in error.hint else error.hint
         raise UsageError(f"--with '{text}': {error.message}", hint) from None
     return Compared(text.strip(), words, cache)
 
@@ -68,10 +69,10 @@ def _read(words: list[str]) -> CacheOptions:
     return found
 
 
-def _options(cache: CacheFlags, evict: EvictFlags) -> CacheOptions:
+def _options(cache: CacheFlags, evict: EvictFlags, attend: AttendFlags) -> CacheOptions:
     """Those options of `kv run` that make a setting."""
     asked = evict.options(cache.page_size, prompt=False)
-    return replace(cache.options(asked), force_types=True)  # what is bad is to be measured
+    return replace(cache.options(asked, attend.options(asked)), force_types=True)  # what is bad is to be measured
 
 
 @functools.cache
@@ -92,7 +93,7 @@ class WithFlags:
         typer.Option(
             "--with",
             metavar="OPTIONS",
-            help="Compare this setting, too: cache and eviction options of kv run in quotes, e.g."
+            help="Compare this setting, too: options of kv run for the KV cache in quotes, e.g."
             ' "-ct int4 --evict sink --window 512" (repeatable).',
             rich_help_panel=KV_CACHE,
             callback=checked(parse),

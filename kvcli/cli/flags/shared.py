@@ -22,7 +22,7 @@ from kvcli.cli.inputs import argument, read_file
 from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
-from kvcli.options import CacheOptions, EvictOptions, LoadOptions
+from kvcli.options import READ_ALL, AttendOptions, CacheOptions, EvictOptions, LoadOptions
 from kvcli.runtime.formats.packing import named
 from kvcli.runtime.host.memory import main_memory, parse_size
 
@@ -282,12 +282,12 @@ class CacheFlags:
         ),
     ] = CacheOptions.ubatch
 
-    def options(self, evict: EvictOptions) -> CacheOptions:
+    def options(self, evict: EvictOptions, attend: AttendOptions = READ_ALL) -> CacheOptions:
         """Raises UsageError for values that do not go together."""
         type_k, type_v = one_pair(self.cache_type, self.cache_type_k, self.cache_type_v)
         check_pages(self.kv_tail, self.kv_sink, [(type_k, type_v)])
         pages = self.page_size, self.ubatch_size, self.kv_tail, self.kv_sink
-        return CacheOptions(_ctx_size(self.ctx_size), type_k, type_v, *pages, self.force_cache_type, evict)
+        return CacheOptions(_ctx_size(self.ctx_size), type_k, type_v, *pages, self.force_cache_type, evict, attend)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
@@ -22,12 +21,14 @@ from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend
 from kvcli.kernels.cpu.calls import Calls
+from kvcli.kernels.cpu.entries import choice, entries
 from kvcli.kernels.cpu.interleaved import Interleaved, Room
 from kvcli.kernels.cpu.library import library
 from kvcli.kernels.cpu.states import delta_net, short_conv
 from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 from kvcli.kernels.reference.basis import fix_basis
+from kvcli.kernels.reference.choosing import summarize
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, by_head, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
@@ -80,7 +81,8 @@ class _Paged(ctypes.Structure):
         *((name, _Class) for name in ("closed", "open")),
         *((name, c_int64) for name in ("into_first", "into_place", "page_size", "kv_heads", "dim_k", "dim_v")),
         *((name, c_void_p) for name in ("static_k", "static_v", "centre", "cos", "sin")),
-        *((name, c_int64) for name in ("rope_half", "exact", "joined")),
+        *((name, c_int64) for name in ("rope_half", "exact", "joined", "pages", "means", "summary_offset")),
+        ("threshold", c_double),
     ]
 
 
@@ -128,21 +130,6 @@ def _noted(watch: Watch | None) -> tuple[int, int, int]:
     """Where mass goes: `mass`, `ld_mass` and `since` of kv_part."""
     mass = None if watch is None else watch.mass
     return (0, 0, 0) if watch is None or mass is None else (mass.data_ptr(), mass.stride(0), watch.since)
-
-
-def _entries(kv: PagedKV) -> np.ndarray:
-    """The entries of all classes in the order of their positions (kv_entry), made once for the layers that share them:
-    int64 [n, 9]."""
-    made = kv.entries.made
-    if "native" not in made:
-        columns = [
-            np.stack((e.addresses, e.first, e.lo, e.hi, e.since, e.until, e.turned, np.full(n, of), np.arange(n)), 1)
-            for of, n, e in ((of, len(x.entries), x.entries) for of, x in enumerate(kv.classes))
-        ]
-        rows = np.concatenate(columns)
-        made["native"] = np.ascontiguousarray(rows[np.argsort(rows[:, 1], kind="stable")])
-    found: np.ndarray = made["native"]  # type: ignore[assignment]
-    return found
 
 
 class NativeBackend:
@@ -292,6 +279,7 @@ class NativeBackend:
     gated = gated
     softcap = staticmethod(softcap)
     fix_basis = fix_basis
+    summarize = staticmethod(summarize)
 
     def add_(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> None:
         (n, d), ldy = x.shape, y.stride(0) if y.dim() == 2 else 0
@@ -321,12 +309,13 @@ class NativeBackend:
             r, basis = kv.record, kv.basis
             half = angles[0].shape[1] if angles else 0
             cos, sin = (x.data_ptr() for x in angles) if angles else (None, None)
-            entries = _entries(kv)
+            listed = entries(kv)
             view = _Paged(
-                entries.ctypes.data, len(entries), kv.open is not None, _class(kv), _class(kv.open or kv),
+                listed.ctypes.data, len(listed), kv.open is not None, _class(kv), _class(kv.open or kv),
                 kv.into.first, len(kv.entries), r.page_size, r.kv_heads, r.dim_k, r.dim_v,
                 _address(basis.scale_k), _address(basis.scale_v), _address(basis.centre), cos, sin, half, self.exact,
                 r.joined,
+                *choice(kv),
             )  # fmt: skip
             found = kv.descriptors[key] = ctypes.addressof(view), view
         return int(found[0])

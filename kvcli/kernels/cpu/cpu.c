@@ -38,6 +38,7 @@ typedef struct { /* K rows, V rows, then scales where a codec has them; sizes an
 typedef struct { /* rows first + lo .. first + hi - 1 of a page, shown to queries in [since, until); `Entries` of paged.py */
     int64_t address, first, lo, hi, since, until, turned;
     int64_t open, place; /* whether it is of the open class; where its class's list has it */
+    int64_t summary;     /* the first layer's means of its keys; 0 = it is read in any case */
 } kv_entry;
 
 typedef struct { /* one layer in one class of pages; a record is one (page, kv head) */
@@ -57,6 +58,8 @@ typedef struct { /* one layer's K/V; all classes' entries in the order of `first
     const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the closed pages by place, [n, rope_half] */
     int64_t rope_half, exact; /* exact: products with keys are in floats */
     int64_t joined; /* whether queries go on behind dim_k with dim_v elements that are multiplied with values */
+    int64_t pages, means, summary_offset; /* `Choice` of paged.py; means of a page, halves [kv_heads, means, dim_k] */
+    double threshold; /* with pages = 0 too: everything is read */
 } kv_paged;
 
 enum { SOFTMAX, SIGMOID, CHOSEN };
@@ -90,6 +93,7 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define MOST_SLOTS 256 /* of a page, with room for whole vectors */
 #define MASS_UNIT 16777216.0f /* a probability of 1 in `kv_part.mass`; see paged.py */
+#define CHOICE_BLOCK 128 /* queries that choose together what they read; blocks begin at multiples */
 #define SPAN_PAGES 4 /* attention is accumulated in spans of this many pages, combined in order */
 
 #include "cpu_pool.h"

@@ -33,6 +33,7 @@ typedef struct {
     float *prepared; /* of all heads: see `prepare` */
     float *noted;    /* one query: its scores, [kv_heads, group, entries, padded] */
     int64_t first_task; /* of the part, among those of all parts */
+    uint8_t *read;      /* whether an entry is read, [choice blocks, kv_heads, n_entries]; NULL = all are (cpu_choosing.h) */
 } NAME(attn_args);
 
 typedef struct { /* the slots of an entry that are read, for one head */
@@ -288,6 +289,8 @@ INLINE void NAME(open_page)(const NAME(attn_args) *a, const kv_entry *e, int64_t
     }
 }
 
+#include "cpu_choosing.h"
+
 /* ---- all entries --------------------------------------------------------------------------------------------------- */
 
 /* Floats of scratch that `attend` needs. */
@@ -306,6 +309,7 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
     float *keys = work, *values = keys + a->padded * a->dkp, *scores = values + a->padded * a->dvp;
     NAME(page_view) t = {.k_scale = scores + 2 * QUERY_ROWS * a->padded, .v_scale = scores + (2 * QUERY_ROWS + 1) * a->padded};
     float *part = each ? state : t.v_scale + a->padded;
+    const uint8_t *read = a->read ? a->read + ((a->start % CHOICE_BLOCK + t0) / CHOICE_BLOCK * kv->kv_heads + head) * kv->n_entries : NULL;
     if (many || a->dkp != kv->dim_k || a->dvp != kv->dim_v) /* what is behind the dims */
         memset(work, 0, (size_t)(a->padded * (a->dkp + a->dvp)) * sizeof(float));
     memset(t.k_scale, 0, (size_t)(2 * a->padded) * sizeof(float));
@@ -319,6 +323,7 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
             NAME(seen)(e, a->window, last, &from, &hi); /* and the newest */
             if (lo >= hi) continue;
             if (!looked++) NAME(nothing)(part, rows, a->stride);
+            if (read && !read[e - kv->entries]) continue;
             const float *these = queries + (e->turned && a->turned ? rows * a->ld_query : 0);
             NAME(open_page)(a, e, head, lo, hi, many, keys, values, &t);
             for (int64_t r = 0, n; r < rows; r += n) {
@@ -447,6 +452,7 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
         NAME(lay_out_query)(&a);
         a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
         a.first_task = tasks;
+        if (kv->pages || kv->threshold > 0) NAME(choose)(&a);
         if (p->rows == 1) NAME(share_spans)(&a);
         tasks += kv->kv_heads * (a.partial ? a.n_shares : a.n_blocks);
         all[i] = a;
@@ -455,7 +461,7 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
     parallel(tasks, NAME(attn_task), &work);
     for (int64_t i = 0; i < n_parts; i++) {
         if (all[i].partial) NAME(merge_spans)(all + i);
-        free(all[i].partial), free(all[i].spans);
+        free(all[i].partial), free(all[i].spans), free(all[i].read);
     }
     if (all != &one) free(all);
 }

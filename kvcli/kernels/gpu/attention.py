@@ -19,6 +19,7 @@ import triton.language as tl
 from kvcli.codecs import Codec, RecordLayout
 from kvcli.kernels.gpu import shares
 from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.choosing import choose
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
@@ -40,10 +41,10 @@ def tile_end(edges, hi, newest, TILES: tl.constexpr, BN: tl.constexpr):
     return (hi - 1) * TILES + tl.maximum(tl.minimum(tl.cdiv(rows, BN), TILES), 1)
 
 
-@triton.jit(do_not_specialize=["rows_end", "offset", "open_offset", "window"])
+@triton.jit(do_not_specialize=["rows_end", "offset", "open_offset", "window", "room"])
 def _attend(
-    q, qc, qb, position, work, table, edges, angles, scale_k, scale_v, out, tops, totals,
-    rows_end, offset, open_offset, window, softcap,
+    q, qc, qb, position, work, table, chosen, edges, angles, scale_k, scale_v, out, tops, totals,
+    rows_end, offset, open_offset, window, softcap, room,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
     CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
@@ -53,7 +54,7 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, EDGED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     parts = tl.num_programs(1)
@@ -81,6 +82,10 @@ def _attend(
     TILES: tl.constexpr = SIZE // BN
     OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
     if kind == WHOLE:
+        if CHOSEN:
+            wait_for_previous(PDL)  # the kernel before has written what is chosen, a row of `room` words of each head
+            if turned == 0:
+                table = chosen + head.to(tl.int64) * room
         span(
             lo * TILES, hi * TILES, q, qc, qb, ok, asks, at, oldest, newest, window, head, table, offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V,
@@ -200,10 +205,12 @@ def attend(
     out: Partials | None = None,
     pdl: int = SERIAL,
     tiles: Tiling | None = None,
+    entries: int = 0,
 ) -> Partials:
     """Causal attention of the T queries of a step over pages: partial results.
 
-    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window.
+    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. `entries`: of the
+    table, at most, where a token chooses among them; 0 = as many as it has room for.
     """
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]
     rows = len(lists.shift)
@@ -217,11 +224,13 @@ def attend(
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), rows == 1)
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some = queries.q  # stands for what is not there
+    chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1
+    chosen = choose(queries, pages, entries or len(lists.table), pdl) if chooses else lists.table[None]
     launch(_attend, (r.kv_heads, out.tops.shape[2], len(lists.work)))(
-        queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, lists.edges,
+        queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, chosen, lists.edges,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
         some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
-        rows, pages.offset, opened.offset, window, softcap * LOG2_E,
+        rows, pages.offset, opened.offset, window, softcap * LOG2_E, chosen.shape[1],
         heads, group, block, m, r.page_size, r.dim_k, pad_k, r.dim_v, pad_v,
         r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_k), tile_parts(r.codec_v), r.record_bytes,
         r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, left_centre(r.codec_k),
@@ -229,6 +238,7 @@ def attend(
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
         lists.edged, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, pdl, **launch_options(pdl, tiles.warps, tiles.registers),
+        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, pdl,
+        **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
 
 from kvcli.errors import ModelError
@@ -22,6 +23,7 @@ from kvcli.kernels.gpu import expand, experts, few, latentrows, latents, past, w
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
 from kvcli.kernels.gpu.mass import add_mass
@@ -29,12 +31,14 @@ from kvcli.kernels.gpu.pages import (
     Asked,
     BoundStretch,
     DevicePages,
+    PageLists,
     Sealing,
     device_pages,
     half_angles,
     lists_of_step,
     page_lists,
 )
+from kvcli.kernels.gpu.places import words
 from kvcli.kernels.gpu.rows import Queries, normed_together, prepare, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.kernels.gpu.states import delta_net, short_conv
@@ -239,9 +243,10 @@ class GpuBackend:
             return device_pages(kv, page_lists(kv, part.shift, asked, self.device), self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
-        apart = 0 if self.block else past.least_pages(kv.record, rows, layer, self.device)
-        parts = min(alone, most_parts(kv.record.dim_v))
-        asked = Asked(part.start, rows, block, layer.window, parts, apart, edged=self.block > 0)
+        free = not self.block or (kv.choice is not None and rows > 1)
+        apart = past.least_pages(kv.record, rows, layer, self.device, kv.choice) if free else 0
+        parts, chosen = min(alone, most_parts(kv.record.dim_v)), kv.choice.pages if kv.choice and rows == 1 else 0
+        asked = Asked(part.start, rows, block, layer.window, parts, apart, self.block > 0, chosen)
         lists = page_lists(kv, part.shift, asked, self.device)
         return device_pages(kv, lists, self.device, self._half_angles(angles))
 
@@ -268,6 +273,23 @@ class GpuBackend:
 
     def seal(self, kv: PagedKV, first: int, end: int, angles: Angles | None = None) -> None:
         seal(device_pages(kv, lists_of_step(kv), self.device, self._half_angles(angles)), first, end)
+
+    def summarize(self, kv: PagedKV, which: np.ndarray, angles: Angles | None = None) -> None:
+        """See `kernels.summarize`."""
+        e, summaries = kv.entries, kv.entries.summaries
+        assert summaries is not None
+        slots = which if kv.open is not None and kv.record.codec_k.centred else None
+        numbers = torch.from_numpy(np.stack((words(e.addresses[which], slots), summaries.addresses[which])))
+        table, means = numbers.to(self.device)
+        lists = PageLists(*(table,) * 7)
+        pages, each = (
+            device_pages(kv, lists, self.device, self._half_angles(angles)),
+            past.STAGED_ROWS // kv.record.page_size,
+        )
+        for first in range(0, len(which), each):
+            end = min(first + each, len(which))
+            keys, _ = past.stage(pages, first, end)
+            summarize(keys, means[first:end], pages.summary_offset, pages.means)
 
     def attend(
         self, qkv: torch.Tensor, parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer
@@ -299,7 +321,7 @@ class GpuBackend:
             queries = prepare(qkv, layer, pages)
         found = attend(queries, pages, layer.window, layer.softcap)
         if any(pages.lists.past):
-            past.attend_past(queries, pages, found)
+            past.attend_past(queries, pages, found, kv.choice, part.start, layer.softcap)
         watch = part.watch
         if watch is not None and watch.mass is not None and part.start + len(qkv) > watch.since:
             add_mass(queries, kv, pages, found, watch, part.start, layer.window, layer.softcap, layer.sinks)

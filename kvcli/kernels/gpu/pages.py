@@ -24,7 +24,8 @@ class Asked(NamedTuple):
     """What lists depend on beside the pages: a step of `rows` from position `start` on, of which `block` are computed
     together (see `attention.block_rows`), in layers with this sliding window, 0 = none. `parts`: programs of one query
     alone; 0 = as many as it takes. `past`: how many pages that all queries see are worth reading apart (past.py), 0 =
-    none are. `edged`: kernels are those for sealed pages in `edges`, whether there are any or not."""
+    none are. `edged`: kernels are those for sealed pages in `edges`, whether there are any or not. `choose`: how many
+    pages one query alone chooses; 0 = it reads all."""
 
     start: int
     rows: int = 1
@@ -33,6 +34,7 @@ class Asked(NamedTuple):
     parts: int = 0
     past: int = 0
     edged: bool = False
+    choose: int = 0
 
     @property
     def blocks(self) -> Blocks:
@@ -40,6 +42,22 @@ class Asked(NamedTuple):
         does not depend on where that ends."""
         firsts = np.arange(self.start // self.block * self.block, self.start + self.rows, self.block)
         return np.maximum(firsts, self.start), firsts + self.block - 1
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What queries choose among, and where the choice of one goes (choosing.py).
+
+    `summaries`: int64 [n], beside the table: where the means of a page's keys are, 0 = it is read in any case. A token
+    reads `pages` of the entries from limits[0] to limits[1], int64 [2]: `scores` float32 and `chosen` int64 words, of
+    each head [room].
+    """
+
+    summaries: torch.Tensor
+    limits: torch.Tensor
+    scores: torch.Tensor
+    chosen: torch.Tensor
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ class PageLists:
     [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
     position of slot 0 of the first of these. `past`: the entries of the table that are read apart. `turns`: whether
     there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
-    the last rows of the step may be none, for which there are no pages.
+    the last rows of the step may be none, for which there are no pages. `selection`: where not all is read.
     """
 
     position: torch.Tensor
@@ -66,6 +84,7 @@ class PageLists:
     turns: bool = False
     edged: bool = False
     spare: bool = False
+    selection: Selected | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,8 @@ class DevicePages:
 
     `offset`: bytes from a page's address to this layer's records. `centre`: float32 [kv_heads, dim_k], as in `Basis`.
     `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a head. `angles`: float16 [n, rope_dim], cosines
-    then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE.
+    then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE. Where queries
+    choose pages, each has so many `means` of keys, which stand `summary_offset` bytes behind those of the first layer.
     """
 
     record: RecordLayout
@@ -85,6 +105,8 @@ class DevicePages:
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     angles: torch.Tensor | None = None
+    summary_offset: int = 0
+    means: int = 0
 
     @property
     def rotated(self) -> tuple[bool, bool]:
@@ -131,6 +153,8 @@ class HostLists(NamedTuple):
     turns: bool
     edged: bool
     past: tuple[int, int]
+    summaries: np.ndarray
+    limits: tuple[int, int]
 
     @classmethod
     def of(cls, kv: PagedKV, shift: np.ndarray | None, asked: Asked, blocks: Blocks, slots: Slots | None) -> HostLists:
@@ -145,6 +169,7 @@ class HostLists(NamedTuple):
         opened = Class.of(kv.open.entries, size, None) if kv.open else None
         found, into = shares(table, opened, *blocks, asked.window, size), words(kv.into.addresses, of_into)
         found, past = found.without_past(asked.past) if asked.past else (found, (0, 0))
+        found, limits = found.choosing(table.summaries, asked.choose) if asked.choose else (found, (0, 0))
         return cls(
             shift=np.zeros(asked.rows, np.int64) if shift is None else shift,
             table=table.words,
@@ -154,6 +179,8 @@ class HostLists(NamedTuple):
             turns=any(each.entries.turned.any() for each in kv.classes),
             edged=opened is not None and (asked.edged or table.edged(size, asked.window)),
             past=past,
+            summaries=table.summaries,
+            limits=limits,
         )
 
 
@@ -163,7 +190,7 @@ def page_lists(kv: PagedKV, shift: np.ndarray | None, asked: Asked, device: torc
         n, m = len(kv.entries), len(kv.into.addresses)
         slots = (np.arange(n), np.arange(n, n + m)) if kv.open and kv.record.codec_k.centred else None
         lists = HostLists.of(kv, shift, asked, asked.blocks, slots)
-        kv.entries.made.update({Asked: asked, PageLists: _on_device(lists, asked, kv.into.first, device)})
+        kv.entries.made.update({Asked: asked, PageLists: _on_device(lists, asked, kv, device)})
     return lists_of_step(kv)
 
 
@@ -174,18 +201,29 @@ def lists_of_step(kv: PagedKV) -> PageLists:
     return found
 
 
-def _on_device(lists: HostLists, asked: Asked, first: int, device: torch.device | str) -> PageLists:
+def _on_device(lists: HostLists, asked: Asked, kv: PagedKV, device: torch.device | str) -> PageLists:
     """By one copy. Each array begins at a multiple of 16 bytes: kernels are compiled for that."""
     work, edges = lists.shares
     arrays = {
         "position": np.array([asked.start]), "shift": lists.shift, "table": lists.table, "work": work.view(np.int64),
-        "edges": edges, "into": lists.into, "open_into": lists.open_into,
+        "edges": edges, "into": lists.into, "open_into": lists.open_into, "summaries": lists.summaries,
+        "limits": np.array(lists.limits, np.int64),
     }  # fmt: skip
     flat = np.concatenate([np.pad(x.reshape(-1), (0, x.size % 2)) for x in arrays.values()])
     parts = torch.from_numpy(flat).to(device).split([x.size + x.size % 2 for x in arrays.values()])
     found = {name: part[: x.size].view(x.shape) for (name, x), part in zip(arrays.items(), parts, strict=True)}
     found["work"] = found["work"].view(torch.int32)
-    return PageLists(**found, first=first, past=lists.past, turns=lists.turns, edged=lists.edged)
+    summaries, limits = found.pop("summaries"), found.pop("limits")
+    some = selected(summaries, limits, kv.record.kv_heads, kv.choice.pages) if kv.choice else None
+    kinds = lists.turns, lists.edged
+    return PageLists(**found, first=kv.into.first, past=lists.past, turns=kinds[0], edged=kinds[1], selection=some)
+
+
+def selected(summaries: torch.Tensor, limits: torch.Tensor, kv_heads: int, pages: int) -> Selected:
+    """With room for what tokens choose."""
+    n, device = len(summaries), summaries.device
+    scores = torch.zeros(1, kv_heads, n, device=device)
+    return Selected(summaries, limits, scores, torch.zeros(kv_heads, n, dtype=torch.int64, device=device), pages)
 
 
 def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
@@ -205,7 +243,15 @@ def device_pages(
     centre, scale_k, scale_v = _basis(kv, device)
     opened = DevicePages(kv.open.record, lists, kv.open.offset) if kv.open else None
     angles = None if centre is None else angles
-    return DevicePages(kv.record, lists, kv.offset, opened, centre, scale_k, scale_v, angles)
+    summaries, r = kv.entries.summaries, kv.record
+    means = 0 if summaries is None else summaries.means
+    offset = summary_bytes(r, means) * kv.layer
+    return DevicePages(r, lists, kv.offset, opened, centre, scale_k, scale_v, angles, offset, means)
+
+
+def summary_bytes(record: RecordLayout, means: int) -> int:
+    """Of a layer's means of a page, float16."""
+    return 2 * record.kv_heads * means * record.dim_k
 
 
 def _basis(kv: PagedKV, device: torch.device | str) -> tuple[torch.Tensor | None, ...]:

@@ -19,12 +19,14 @@ import triton.language as tl
 from kvcli.codecs import RecordLayout
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu.attention import Partials
+from kvcli.kernels.gpu.choosing import mask
 from kvcli.kernels.gpu.language import INTERPRETED
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import address, slot
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.seal import turned_centre
+from kvcli.kernels.gpu.sparse import attend_blocks
 from kvcli.kernels.gpu.tiles import (
     LARGEST_HALF,
     elements,
@@ -35,7 +37,7 @@ from kvcli.kernels.gpu.tiles import (
     quarter_tile,
     tile_parts,
 )
-from kvcli.kernels.paged import CENTRE_ROWS
+from kvcli.kernels.paged import CENTRE_ROWS, Choice
 from kvcli.kernels.reference.rotation import block
 
 STAGED_ROWS = 16384  # of the past at a time
@@ -114,9 +116,9 @@ def _stage(
         factor = 1.0
         if FACTOR_V != 0:
             factor = tl.load(scale_v + head) * FACTOR_V
-        mean = tl.zeros((PAD_V,), tl.float32)
+        none = tl.zeros((PAD_V,), tl.float32)
         _put_tile(
-            at + V_OFFSET, at + V_SCALES, slots, rows, mean, factor, values, DIM_V, PAD_V, CODEC_V, NV, V_ROW,
+            at + V_OFFSET, at + V_SCALES, slots, rows, none, factor, values, DIM_V, PAD_V, CODEC_V, NV, V_ROW,
             V_SCALES > 0, OFF_V, DIM_V, False,
         )  # fmt: skip
 
@@ -176,14 +178,28 @@ def fold(found: torch.Tensor, weights: torch.Tensor, to: Partials, first: bool) 
     )  # fmt: skip
 
 
-def attend_past(queries: Queries, pages: DevicePages, to: Partials) -> None:
-    """All queries of the step over the entries that `PageLists.past` names, into their last partial results."""
+def attend_past(
+    queries: Queries,
+    pages: DevicePages,
+    to: Partials,
+    choice: Choice | None = None,
+    start: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """All queries of the step, from position `start` on, over the entries that `PageLists.past` names, into their last
+    partial results; by `choice` over some of them. A `softcap` is for these alone."""
     lo, hi = pages.lists.past
     size, t = pages.record.page_size, to.out.shape[0]
     q, each = queries.q[:t], STAGED_ROWS // size
+    read = mask(queries, pages, choice, start) if choice else None
     for first in range(lo, hi, each):
-        keys, values = stage(pages, first, min(first + each, hi))
-        fold(*_library(q, keys, values), to, first == lo)
+        end = min(first + each, hi)
+        keys, values = stage(pages, first, end)
+        if read is None:
+            found = _library(q, keys, values)
+        else:
+            found = attend_blocks(q, keys, values, read[..., first - lo : end - lo], start, size, softcap)
+        fold(*found, to, first == lo)
 
 
 def _library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,8 +234,12 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
     return torch.einsum("htn,nhd->thd", scores.softmax(-1), v).half(), scores.logsumexp(-1)
 
 
-def least_pages(record: RecordLayout, rows: int, layer: AttentionLayer, device: torch.device) -> int:
+def least_pages(
+    record: RecordLayout, rows: int, layer: AttentionLayer, device: torch.device, choice: Choice | None = None
+) -> int:
     """`Asked.past` of a step of so many rows in that layer."""
+    if choice is not None and rows > 1:
+        return 1
     plain = not layer.window and not layer.softcap and rows >= LEAST_QUERIES
     return LEAST_ROWS // record.page_size if plain and library_takes(device, record.dim_k, record.dim_v) else 0
 

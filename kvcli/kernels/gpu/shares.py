@@ -63,6 +63,17 @@ class Shares(NamedTuple):
         room = np.zeros_like(self.work[:, :1])
         return self._replace(work=np.concatenate((_packed(np.concatenate((cut, behind), 1)), room), 1)), (lo, hi)
 
+    def choosing(self, summaries: np.ndarray, pages: int) -> tuple[Shares, tuple[int, int]]:
+        """What is left of one query's work where it reads the `pages` best of the entries with a summary, and all
+        others: its run of the table is then as long as what it reads. The run itself, too: entries [lo, hi)."""
+        work, runs = self.work.copy(), (self.work[0, :, 0] == WHOLE) & (self.work[0, :, 1] == 0)
+        if not runs.any():
+            return self, (0, 0)
+        at = int(runs.argmax())
+        lo, hi = work[0, at, 2:].tolist()
+        work[0, at, 2:] = 0, min(hi - lo, pages + int((summaries[lo:hi] == 0).sum()))
+        return self._replace(work=work), (lo, hi)
+
 
 def _spread(work: np.ndarray, parts: int) -> np.ndarray:
     """`Shares.spread` of one block: int32 [parts, 4]."""
@@ -82,21 +93,24 @@ def _spread(work: np.ndarray, parts: int) -> np.ndarray:
 
 class Class(NamedTuple):
     """A class of pages: its entries as edges, int64 [n, EDGE_NUMBERS], and which are scored by the turned queries,
-    [n]. Turned ones come first, and parts of pages last, so that what can be seen wholly stands in one piece."""
+    [n]. Turned ones come first, and parts of pages last, so that what can be seen wholly stands in one piece.
+    `summaries`: see `kernels.paged`; int64 [n], 0 = there is none."""
 
     edges: np.ndarray
     turned: np.ndarray
+    summaries: np.ndarray
 
     @classmethod
     def of(cls, entries: Entries, size: int, slots: np.ndarray | None) -> Class:
         """Pages have `size` rows. `slots`: see `places.words`."""
         e = entries
         numbers = words(e.addresses, slots), e.first, e.lo, e.hi, e.since, np.minimum(e.until, FAR)
-        found, cut = cls(np.stack(numbers, 1), e.turned), e.hi - e.lo < size
+        summaries = e.summaries.addresses if e.summaries else np.zeros(len(e), np.int64)
+        found, cut = cls(np.stack(numbers, 1), e.turned, summaries), e.hi - e.lo < size
         if not cut.any() and not e.turned.any():
             return found
         order = np.lexsort((-e.turned, cut))
-        return cls(found.edges[order], found.turned[order])
+        return cls(found.edges[order], found.turned[order], summaries[order])
 
     @property
     def words(self) -> np.ndarray:

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvcli.kernels.paged import CENTRE_ROWS, MASS_UNIT, Angles, PagedKV, Watch
+from kvcli.kernels.paged import CENTRE_ROWS, CHOICE_BLOCK, MASS_UNIT, Angles, PagedKV, Watch
+from kvcli.kernels.reference.choosing import choose
 from kvcli.kernels.reference.sums import dot, exp, mix, split, tanh, total
 
 
@@ -35,7 +36,8 @@ def attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, dim_q] at positions start.. over the entries -> float32 [T, heads * dim_v].
 
-    A query at position p sees what its entries show of rows (p - window, p], of [0, p] when window is 0. `turned_q`:
+    A query at position p sees what its entries show of rows (p - window, p], of [0, p] when window is 0, where it is
+    not left out by `PagedKV.choice` (choosing.py). `turned_q`:
     like q, for turned entries; needed where `PagedKV.shift` is not 0. `softcap` c > 0 replaces a score s by
     c * tanh(s / c). `angles`: of `PagedKV.centres`. `sinks`: a logit of each head, float32 [heads], that takes part in
     the softmax and has no value (as in gpt-oss). `watch`: where probabilities are added up.
@@ -44,6 +46,8 @@ def attention(
     group = heads // r.kv_heads
     queries = [split(_by_head(x, r.kv_heads)) for x in (q, q if turned_q is None else turned_q)]
     position = start + torch.arange(n).repeat(group)  # [rows]
+    read = None if kv.choice is None else choose(q, kv, start, scale)
+    block = position // CHOICE_BLOCK - start // CHOICE_BLOCK
     top = q.new_full((r.kv_heads, group * n, 1), -torch.inf)
     weight = torch.zeros_like(top)
     acc = q.new_zeros(r.kv_heads, group * n, r.dim_v)
@@ -53,7 +57,9 @@ def attention(
         first, turned = int(of.first[at]), int(of.turned[at])
         lo = max(int(of.lo[at]), start - window + 1 - first if window else 0)
         hi = min(int(of.hi[at]), start + n - first)
-        seen = _seen(position, source, at, window)
+        seen = _seen(position, source, at, window)[None]
+        if read is not None and source is kv:
+            seen = seen & read[:, block, at, None]
         if lo >= hi or not seen.any():
             continue
         keys = q.new_zeros(r.kv_heads, r.page_size, r.dim_k)
@@ -69,7 +75,7 @@ def attention(
         scores = scores * scale
         if softcap:
             scores = softcap * tanh(scores / softcap)
-        scores = scores.masked_fill(~seen[None], -torch.inf)
+        scores = scores.masked_fill(~seen, -torch.inf)
         if watch is not None and watch.mass is not None and start + n > watch.since:
             noted.append((first, scores))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))

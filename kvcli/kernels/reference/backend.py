@@ -12,6 +12,7 @@ from kvcli.kernels.attend import attend, attention_each, store_each
 from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.basis import fix_basis
+from kvcli.kernels.reference.choosing import summarize
 from kvcli.kernels.reference.deltanet import delta_net
 from kvcli.kernels.reference.experts import by_head, matmul_experts, mix, place_experts, route
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
@@ -58,6 +59,7 @@ class ReferenceBackend:
     fix_basis = fix_basis
     store = staticmethod(store)
     seal = staticmethod(seal)
+    summarize = staticmethod(summarize)
     attention = staticmethod(attention)
     short_conv = staticmethod(short_conv)
     delta_net = staticmethod(delta_net)

@@ -12,6 +12,8 @@ from kvcli.runtime.config import CHUNKED, LATENT, SLIDING, WINDOWED
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
 RUN_BYTES = 1 << 20  # where chunks are by layer: in steps of at least this of each layer
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
+SUMMARY_BYTES = 2  # an element of a page's summary is a float16
+MEAN_ROWS = 16  # whose keys share a mean in it
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class GroupLayout:
     retention: Retention | None = None  # what stays where old rows are evicted; None = they are not
     limit = None  # there may be any number of pages
     by_layer: bool = False  # a chunk of the pool has its pages' records of one layer, then those of the next
+    summarized: bool = False  # each page has a summary beside it, by which queries choose what they read
 
     @cached_property
     def record(self) -> RecordLayout:
@@ -49,6 +52,21 @@ class GroupLayout:
     @property
     def page_bytes(self) -> int:
         return len(self.layers) * self.layer_bytes
+
+    @property
+    def summary_bytes(self) -> int:
+        """Bytes of the summary of a page, in all layers: means of its keys; 0 where there is none."""
+        return len(self.layers) * self.kv_heads * self.means * self.dim_k * SUMMARY_BYTES if self.summarized else 0
+
+    @property
+    def means(self) -> int:
+        """Of a page in its summary."""
+        return self.page_size // MEAN_ROWS
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that a page takes, with its summary."""
+        return self.page_bytes + self.summary_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -79,7 +97,7 @@ class GroupLayout:
 
     def committed_bytes(self, pages: int) -> int:
         """Bytes that the pool has committed once `pages` pages were in use at a time."""
-        return -(-pages // self.pages_per_chunk) * self.pages_per_chunk * self.page_bytes
+        return -(-pages // self.pages_per_chunk) * self.pages_per_chunk * self.held_bytes
 
     @property
     def sealed(self) -> bool:
@@ -116,7 +134,8 @@ class GroupLayout:
         """These layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
         if not self.sealed:
             return None
-        return replace(self, codec_k=at_least_16(self.codec_k), codec_v=at_least_16(self.codec_v))
+        types = at_least_16(self.codec_k), at_least_16(self.codec_v)
+        return replace(self, codec_k=types[0], codec_v=types[1], summarized=False)
 
     def pages(self, tokens: int, chunk: int) -> int:
         """Most pages that a sequence of `tokens` holds at once when it is fed in chunks of at most `chunk` tokens.

@@ -18,7 +18,8 @@ from functools import cached_property
 
 from kvcli.codecs import Codec, at_least_16, canonical, codec
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions
+from kvcli.options import READ_ALL, AttendOptions, CacheOptions
+from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.grouplayout import CENTRE_BYTES, GroupLayout
 from kvcli.runtime.cache.selection import Selection
@@ -50,6 +51,7 @@ class KVLayout:
     slots: tuple[tuple[int, int] | None, ...]  # model layer -> (group, index in the group); None = no rows
     grain: int = 1  # rows are gone on from behind a multiple of so many: see `GpuBackend.block`
     selection: Selection | None = None  # how rows of a sequence are selected by score; None = they are not
+    attend: AttendOptions = READ_ALL  # what queries read of the groups that keep everything
 
     @classmethod
     def build(
@@ -123,6 +125,22 @@ class KVLayout:
         if selection and any(g.kind == LATENT for g in self.groups):
             raise UsageError(f"{selection.policy} does not select latents, which all heads share", "`evict=sink` does")
         return replace(self, selection=selection)
+
+    def attending(self, attend: AttendOptions) -> KVLayout:
+        """This layout where queries read only some pages, but in groups with windows or chunks of their own. UsageError
+        if all have."""
+        if attend == READ_ALL or not (attend.pages or attend.sparse):
+            return self
+        if self.state_bytes:
+            hint = "leave it out"
+            raise UsageError(f"{attend.named} cannot be used with layers that keep a state of all tokens", hint)
+        if not any(g.kind == FULL for g in self.groups):
+            raise UsageError(
+                f"{attend.named} changes nothing: no layer of this model reads keys of all tokens",
+                "windows, latents and states are read as they are: leave it out",
+            )
+        groups = (replace(g, summarized=True) if g.kind == FULL else g for g in self.groups)
+        return replace(self, groups=tuple(groups), attend=attend)
 
     def by_layer(self, by_layer: bool) -> KVLayout:
         """This layout with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
@@ -198,7 +216,7 @@ class KVLayout:
     def bytes(self, tokens: int, chunk: int) -> int:
         """Bytes of the pages of one sequence of `tokens`, and of its constants."""
         counts = self.arena_pages(tokens, chunk)
-        return self.constant_bytes + sum(n * a.page_bytes for n, a in zip(counts, self.arenas, strict=True))
+        return self.constant_bytes + sum(n * a.held_bytes for n, a in zip(counts, self.arenas, strict=True))
 
     def pool_bytes(self, tokens: int, chunk: int, sequences: int = 1, shared: int = 0) -> int:
         """Bytes that a `PagePool` commits for them: whole steps of pages, constants not included."""
@@ -220,9 +238,16 @@ class KVLayout:
         return sum(g.token_bytes for g in self.groups if not 0 < g.window <= length)
 
     def read_bytes(self, tokens: int) -> int:
-        """Bytes of rows and scales that attention reads for one query at the end of `tokens`."""
-        most = self.selection.most(tokens) if self.selection else tokens
-        return sum(g.token_bytes * min(g.rows_seen(tokens), most) for g in self.groups)
+        """Bytes of rows and scales, and of summaries, that attention reads for one query at the end of `tokens`."""
+        return sum(self._read_of(g, tokens) for g in self.groups)
+
+    def _read_of(self, g: GroupLayout, tokens: int) -> int:
+        """Of a group."""
+        seen = min(g.rows_seen(tokens), self.selection.most(tokens) if self.selection else tokens)
+        if not (g.summarized and self.attend.pages):
+            return g.token_bytes * seen
+        rows = min(seen, attending.most_pages(self.attend) * self.page_size)
+        return g.token_bytes * rows + g.summary_bytes * (seen // self.page_size)
 
     def selection_bytes(self, tokens: int) -> int:
         """Bytes that selecting rows of a sequence of `tokens` takes: notes, positions; of a layer, rows and scores."""

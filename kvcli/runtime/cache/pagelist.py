@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
-from kvcli.kernels import NEVER, Basis, Entries, Into, PagedKV
+from kvcli.kernels import NEVER, Basis, Entries, Into, PagedKV, Summaries
+from kvcli.runtime.cache.attending import PageChoice
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout
 from kvcli.runtime.cache.pool import NO_PAGE, PagePool
@@ -33,9 +34,42 @@ class PoolMemory(Sequence[torch.Tensor | None]):
         page = self._pages[at]
         return None if page == NO_PAGE else self._pool.page(self._arena, page)
 
+    @property
+    def pages(self) -> list[int]:
+        """Their numbers in the pool."""
+        return self._pages
+
     def some(self, which: np.ndarray) -> PoolMemory:
         """Those at these places."""
         return PoolMemory(self._pool, self._arena, [self._pages[at] for at in which.tolist()])
+
+
+class PoolSummaries(Sequence[torch.Tensor | None]):
+    """The summary of each of some pages: see `PagePool.summary`."""
+
+    def __init__(self, pool: PagePool, arena: int, pages: list[int]) -> None:
+        self._pool, self._arena, self._pages = pool, arena, pages
+        self.settled = False  # whether all that are chosen among were there once
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, at: int) -> torch.Tensor | None:  # type: ignore[override]
+        return self._pool.summary(self._arena, self._pages[at])
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """Of the first layer's: int64 [n]."""
+        return self._pool.summaries(self._arena, self._pages)[0]
+
+    def missing(self) -> np.ndarray:
+        """The places of those that are still to be made: int64."""
+        return np.flatnonzero(self._pool.summaries(self._arena, self._pages)[1])
+
+    def settle(self, made: np.ndarray) -> None:
+        """The summaries at these places have been made: all are there."""
+        self._pool.settle_summaries(self._arena, [self._pages[at] for at in made.tolist()])
+        self.settled = True
 
 
 class Layers:
@@ -78,6 +112,8 @@ class Form:
         page = self.pool.take(self.arena) if held is None else self._own(held)
         if page != held:
             self.put(number, page)
+        else:
+            self.pool.outdate(self.arena, page)
 
     def _own(self, page: int) -> int:
         """The page itself if nobody else holds it, else a copy in its place."""
@@ -230,18 +266,20 @@ class PageList:
         if self.open is not None and self.layout.tail and end - 1 in self.open.pages:
             self.closed.release([end - 1])  # taken for rows that did not come
 
-    def views(self, start: int, end: int) -> Layers:
+    def views(self, start: int, end: int, chosen: PageChoice | None = None) -> Layers:
         """The layers of the group as kernels see them in a step of rows [start, end); made again only when the list
-        changes."""
+        changes. `chosen`: what its queries read of pages with a summary; None = all."""
         layout = self.layout
         into, evicts = _pages(start, end, layout.page_size), layout.retention
+        chosen = chosen if layout.summarized else None
         changes = tuple(form.changes for form in self.forms)
-        key = into, changes, evicts, evicts.start(start) if evicts else layout.chunk_start(start)
+        key = into, changes, evicts, evicts.start(start) if evicts else layout.chunk_start(start), chosen
         if self._made is None or self._made[0] != key or self._made[1] is not self.bases:
-            self._made = key, self.bases, Layers(len(layout.layers), self._layers(start, np.array(into, np.int64)))
+            make = self._layers(start, np.array(into, np.int64), chosen)
+            self._made = key, self.bases, Layers(len(layout.layers), make)
         return self._made[2]
 
-    def _layers(self, start: int, into: np.ndarray) -> Callable[[int], PagedKV]:
+    def _layers(self, start: int, into: np.ndarray, chosen: PageChoice | None) -> Callable[[int], PagedKV]:
         """What makes a layer of the group for a step from row `start` on, which writes into the pages `into`."""
         layout, bases = self.layout, self.bases
         pages = np.array(sorted(set().union(*(form.pages for form in self.forms))), np.int64)
@@ -253,15 +291,28 @@ class PageList:
             shown = shown.chunked(layout.window, layout.page_size)
         opened, closed = layout.open_class(), _read_closed(layout, shown.page)
         plain, stride = self._listed(self.closed, shown.limited(closed, NEVER), start, into), layout.layer_stride
+        choice = None
+        if chosen is not None:
+            among = chosen.candidates(plain[0], layout.page_size)
+            choice = chosen.choice(len(among))
+            plain = (replace(plain[0], summaries=self._summaries(plain[0], among)), plain[1]) if choice else plain
         if self.open is None or opened is None:
-            return lambda i: PagedKV(layout.record, *plain, i, i * stride, None, bases[i])
+            return lambda i: PagedKV(layout.record, *plain, i, i * stride, None, bases[i], choice)
         beside = self._listed(self.open, shown.limited(0, closed), start, into)
 
         def of_layer(i: int) -> PagedKV:
             other = PagedKV(opened.record, *beside, i, i * opened.layer_stride)
-            return PagedKV(layout.record, *plain, i, i * stride, other, bases[i])
+            return PagedKV(layout.record, *plain, i, i * stride, other, bases[i], choice)
 
         return of_layer
+
+    def _summaries(self, entries: Entries, among: np.ndarray) -> Summaries:
+        """Of the entries at the places `among` of the closed class."""
+        assert isinstance(entries.memory, PoolMemory)
+        addresses = np.zeros(len(entries), np.int64)
+        found = PoolSummaries(self.closed.pool, self.closed.arena, entries.memory.pages)
+        addresses[among] = found.addresses[among]
+        return Summaries(addresses, found, self.layout.means)
 
     def _listed(self, form: Form, shown: Shown, start: int, into: np.ndarray) -> tuple[Entries, Into]:
         """The class of pages that `form` holds: what is there of `shown`, as far as queries from `start` on see it."""

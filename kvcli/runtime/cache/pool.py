@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
+from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import Arena, KVLayout
 
 NO_PAGE = -1
@@ -19,10 +20,13 @@ class _Arena:
 
     def __init__(self, layout: Arena, device: torch.device) -> None:
         self.layout = layout
-        self.page_bytes = layout.page_bytes
+        self.page_bytes = layout.held_bytes
         self.device = device
         self.pages: list[torch.Tensor] = []  # uint8 [layers, layer_bytes], by page id
         self.addresses = np.zeros(0, dtype=np.int64)
+        self.summaries: list[torch.Tensor] = []  # by page id, where there are any
+        self.summary_addresses = np.zeros(0, dtype=np.int64)
+        self.summarized = np.zeros(0, dtype=bool)  # whether the summary is that of the rows that are there
         self.free: list[int] = []
         self.refs: list[int] = []
         self.peak = 0
@@ -44,6 +48,12 @@ class _Arena:
             chunk = torch.empty(pages, layers, size, dtype=torch.uint8, device=self.device)
         self.pages.extend(chunk)
         self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
+        if isinstance(self.layout, GroupLayout) and self.layout.summarized:
+            shape = pages, layers, self.layout.kv_heads, self.layout.means, self.layout.dim_k
+            summaries = torch.zeros(shape, dtype=torch.float16, device=self.device)
+            self.summaries.extend(summaries)
+            self.summary_addresses = np.append(self.summary_addresses, [each.data_ptr() for each in summaries])
+            self.summarized = np.append(self.summarized, np.zeros(pages, dtype=bool))
         self.refs.extend([0] * pages)
         self.free.extend(range(len(self.pages) - 1, first - 1, -1))
 
@@ -76,7 +86,7 @@ class PagePool:
     def under(self, layout: KVLayout, budget_bytes: int | None) -> PagePool:
         """Another pool over the same memory: a page has the same id and the same holders in both. Its layout has pages
         of the same sizes, and keeps other rows."""
-        if [a.page_bytes for a in self._arenas] != [a.page_bytes for a in layout.arenas]:
+        if [a.page_bytes for a in self._arenas] != [a.held_bytes for a in layout.arenas]:
             raise ValueError("the pages of the other layout have other sizes")
         return PagePool(layout, budget_bytes, self.device, self._arenas)
 
@@ -100,6 +110,7 @@ class PagePool:
         page = a.free.pop()
         a.refs[page] = 1
         a.peak = max(a.peak, a.used)
+        self.outdate(arena, page)
         return page
 
     def take_spare(self, arena: int) -> int | None:
@@ -163,6 +174,25 @@ class PagePool:
         """Where the first layer of each page is, 0 for NO_PAGE: int64 [n]. See `GroupLayout.layer_stride`."""
         wanted, known = np.array(pages, dtype=np.int64), self._arenas[arena].addresses
         return np.where(wanted == NO_PAGE, 0, known[wanted] if len(known) else 0)
+
+    def outdate(self, arena: int, page: int) -> None:
+        """The page is written to: its summary, where it has one, is to be made again."""
+        a = self._arenas[arena]
+        if len(a.summarized):
+            a.summarized[page] = False
+
+    def summaries(self, arena: int, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Where the summary of the first layer of each page is, int64 [n], and which are still to be made, bool [n]."""
+        a = self._arenas[arena]
+        return a.summary_addresses[pages], ~a.summarized[pages]
+
+    def summary(self, arena: int, page: int) -> torch.Tensor:
+        """The means of the page's keys: float16 [layers, kv_heads, means, dim_k], writable; see `settle_summaries`."""
+        return self._arenas[arena].summaries[page]
+
+    def settle_summaries(self, arena: int, pages: list[int]) -> None:
+        """The summaries of these pages have been made."""
+        self._arenas[arena].summarized[pages] = True
 
     def used(self, arena: int) -> int:
         """Pages of the arena that somebody holds."""

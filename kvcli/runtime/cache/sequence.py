@@ -12,6 +12,8 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels import Basis, Carried, PagedKV, Stretch, Watch
+from kvcli.runtime.cache import attending
+from kvcli.runtime.cache.attending import PageChoice
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
@@ -39,6 +41,11 @@ class Part:
             raise ValueError("no layer has a state")
         self.states.begun = True
         return self.states.carried(index, lo)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its queries leave out pages that they could see."""
+        return any(layers[0].choice is not None for layers in self.groups)
 
     def kv(self, layer: int) -> PagedKV:
         """The cache of one model layer."""
@@ -109,6 +116,8 @@ class Sequence:
         self.tokens: list[int] = []
         self.foreign = 0  # of its first rows, those that this engine would not compute so: converted, or from elsewhere
         self.moved: int | None = None  # from that row on some were computed elsewhere; None = none were
+        self.exact: int | None = None  # how many first rows saw all that was there; None = all rows did
+        self._chose = False  # whether the step that is on its way does not
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
         self.selector = Selector(selection) if selection and retention is None else None
@@ -140,9 +149,10 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Whether its rows are those of any other sequence of the pool with these tokens: caches may have and give
-        them. They are not where a policy of its own, or one that is not reproducible, decides what they saw, nor once
-        rows were selected by score, nor where some were computed without those before them."""
-        if self.moved is not None or any(held.selected for held in self._lists):
+        them. They are not where a policy of its own, or one that is not reproducible, decides what they saw, or their
+        own queries did, nor once rows were selected by score, nor where some were computed without those before
+        them."""
+        if self.moved is not None or self.exact is not None or any(held.selected for held in self._lists):
             return False
         return self._own is None and (self.retention is None or self.retention.reproducible)
 
@@ -157,10 +167,13 @@ class Sequence:
             found.append(f"evicted: {self.evicted:,} tokens, kept {kept}")
         if self.moved is not None:
             found.append(f"moved: chunks from row {self.moved:,} on were computed alone")
+        if self.exact is not None:
+            found.append(f"read in part from token {self.exact:,} on: {attending.described(self.pool.layout.attend)}")
         return (*found, *sorted({f"quantized: {_types(g)}" for g in self.pool.layout.groups if g.sealed}))
 
-    def reserve(self, ids: list[int]) -> Part:
-        """Pages for `ids` as the next rows: this sequence's part of a step that computes them.
+    def reserve(self, ids: list[int], answering: bool = False) -> Part:
+        """Pages for `ids` as the next rows: this sequence's part of a step that computes them. `answering`: it is the
+        one row of a token of an answer, which may read fewer pages than a prompt does.
 
         Pages that fell out of a window are released first. Raises DoesNotFit, with nothing changed but that.
         """
@@ -175,9 +188,12 @@ class Sequence:
             self._trim(start)
             raise
         watches = self.selector.watches(self._lists, end) if self.selector else ()
-        return Part(
-            torch.tensor(ids, dtype=torch.int64), start, self.views(end), self.pool.layout.slots, watches, states
-        )
+        layout = self.pool.layout
+        chosen = PageChoice.of(layout.attend, start, len(ids), answering and len(ids) == 1, layout.page_size)
+        views = self.views(end, chosen)
+        part = Part(torch.tensor(ids, dtype=torch.int64), start, views, layout.slots, watches, states)
+        self._chose = part.chooses
+        return part
 
     def select(self, facts: Facts) -> None:
         """Let go of rows, as the selector's budget says. Raises DoesNotFit, with nothing lost."""
@@ -189,6 +205,8 @@ class Sequence:
         """The rows of the last step are computed, and the pages they filled are sealed."""
         if self.selector:
             self.selector.noted(self.length, self.length + len(ids))
+        if self._chose and self.exact is None:
+            self.exact = self.length
         self.tokens.extend(ids)
         for held in self._lists:
             held.seal(self.length)
@@ -232,6 +250,11 @@ class Sequence:
         if self.selector:
             self.selector.cut(length)
         self.foreign = min(self.foreign, length)
+        self._see_all(self.exact)
+
+    def _see_all(self, exact: int | None) -> None:
+        """The rows from number `exact` on did not see all, where there are any."""
+        self.exact = None if exact is None or exact >= self.length else exact
 
     def rewind_to(self, length: int) -> int:
         """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
@@ -255,7 +278,7 @@ class Sequence:
         twin = Sequence(self.pool, self._own)
         if self.states and self.states.lost:
             raise ValueError("the state of a step that failed is lost: go back to a checkpoint first")
-        twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign)
+        twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign, self.exact)
         if self.states and twin.states and self.length:
             twin.states.share(self.states)
         for mine, theirs in zip(twin._lists, self._lists, strict=True):
@@ -273,6 +296,7 @@ class Sequence:
         if self.selector:
             self.selector = Selector(self.selector.selection)
         self.foreign = 0
+        self.exact = None
 
     def numbered(self) -> dict[PageKey, int]:
         """Every page held, by its key: of rows and, of states, the checkpoints."""
@@ -285,9 +309,16 @@ class Sequence:
         """Of each group, of each of its layers."""
         return tuple(held.bases for held in self._lists)
 
-    def adopt(self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases, foreign: int = 0) -> None:
+    def adopt(
+        self,
+        tokens: list[int],
+        pages: Mapping[PageKey, int],
+        bases: Bases,
+        foreign: int = 0,
+        exact: int | None = None,
+    ) -> None:
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each; `foreign`
-        of them are.
+        of them are. `exact`: of the sequence that they are from.
 
         Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
         """
@@ -295,6 +326,7 @@ class Sequence:
             self.pool.retain(arena, page)
         self.close()
         self.tokens, self.foreign = list(tokens), min(foreign, len(tokens))
+        self._see_all(exact)
         forms = {form.arena: form for held in self._lists for form in held.forms}
         for (arena, number), page in sorted(pages.items()):
             if arena in forms:
@@ -338,9 +370,11 @@ class Sequence:
         """Rows that the next token sees in the layers that see most, its own among them."""
         return max(held.layout.rows_seen(self.length + 1) - held.evicted for held in self._lists)
 
-    def views(self, end: int | None = None) -> tuple[Layers, ...]:
-        """The cache as kernels see it in a step of rows up to `end` (None: that writes nothing), by group."""
-        return tuple(held.views(self.length, self.length if end is None else end) for held in self._lists)
+    def views(self, end: int | None = None, chosen: PageChoice | None = None) -> tuple[Layers, ...]:
+        """The cache as kernels see it in a step of rows up to `end` (None: that writes nothing), by group. `chosen`:
+        what its queries read of it; None = all."""
+        end = self.length if end is None else end
+        return tuple(held.views(self.length, end, chosen) for held in self._lists)
 
 
 def _types(group: GroupLayout) -> str:

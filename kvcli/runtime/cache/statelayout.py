@@ -30,6 +30,12 @@ class StateLayout:
     windowed = False
     pages_per_chunk = 1
     kept_pages = 0
+    summarized = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that a page takes."""
+        return self.page_bytes
 
     @property
     def layer_bytes(self) -> int:

@@ -33,6 +33,7 @@ from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
 from kvcli.runtime.model.decoder import Attention
+from kvcli.runtime.model.summarizing import summarize
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import enginecaches
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, carry
@@ -201,21 +202,24 @@ class Engine:
         return PromptCaches(enginecaches.view(self), options, tell, elsewhere)
 
     @torch.inference_mode()
-    def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
-        """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model].
+    def forward(self, seq: Sequence, ids: list[int], answering: bool = False) -> torch.Tensor:
+        """Run `ids` as the next rows of `seq` in one step -> hidden states float32 [T, d_model]. `answering`: see
+        `Sequence.reserve`.
 
         Raises ModelError where the model's file was truncated meanwhile; then `seq` is as it was. DoesNotFit.
         """
-        return self.forward_all([(seq, ids)])
+        return self.forward_all([(seq, ids, answering)])
 
-    def forward_all(self, rows: list[tuple[Sequence, list[int]]]) -> torch.Tensor:
+    def forward_all(self, rows: list[tuple[Sequence, list[int], bool]]) -> torch.Tensor:
         """Like `forward`, for rows of several sequences in one step; hidden states one after the other."""
-        parts = tuple(seq.reserve(ids) for seq, ids in rows)
+        parts = tuple(seq.reserve(ids, answering) for seq, ids, answering in rows)
+        for part in parts:
+            summarize(self.model, self.layout, part)
         hidden = self.steps.run(parts[0]) if self.steps and len(parts) == 1 else None
         if hidden is None:
             hidden = self.model.hidden(Step(parts))
         self.loaded.check_weights()
-        for seq, ids in rows:
+        for seq, ids, _ in rows:
             seq.commit(ids)
         return hidden
 
@@ -239,7 +243,7 @@ class Engine:
             for request, ids in work:
                 if request.pull():
                     continue
-                blocks = not request.answering and self.loaded.grain > 1
+                blocks = not _answers(request) and (self.loaded.grain > 1 or self.layout.attend.pages > 0)
                 if self.graph and len(ids) == 1 and not blocks and not _notes(request.seq):
                     request.feed(self._one_row(self.graph, request.seq, ids[0])[None])
                 else:
@@ -250,7 +254,7 @@ class Engine:
         """Run these rows of the requests in one pass, and let each go on."""
         if not work:
             return
-        hidden = self.forward_all([(request.seq, ids) for request, ids in work])
+        hidden = self.forward_all([(request.seq, ids, _answers(request)) for request, ids in work])
         ends = itertools.accumulate(len(ids) for _, ids in work)
         scored = [range(end - request.scored, end) for (request, _), end in zip(work, ends, strict=True)]
         rows = list(itertools.chain(*scored))
@@ -364,6 +368,11 @@ class Engine:
         how = self.tokenizer.token_bytes, loaded.remedy, constraint
         sampler = Sampler(options, loaded.sampling_defaults, vocabulary, *how)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks)
+
+
+def _answers(request: Request) -> bool:
+    """Whether the rows that come next are those of an answer."""
+    return request.seq.length >= request.n_prompt
 
 
 def _notes(seq: Sequence) -> bool:

@@ -23,6 +23,7 @@ def check(load: LoadOptions, cache: CacheOptions, config: ModelConfig) -> None:
         "`lora`: products of adapters are of other shapes": bool(load.lora),
         f"`tail={cache.tail}`: rows are sealed one by one": not cache.tail,
         f"`ubatch={cache.ubatch}`: a step has at least {BLOCK} rows": 0 < cache.ubatch < BLOCK,
+        "`prefill_sparse`: what a row reads depends on its step": cache.attend.sparse,
         "latents or states: how they are computed follows the rows of a step": not kinds <= {FULL, SLIDING, CHUNKED},
         "a mixture of experts: how many rows an expert has depends on the others": config.experts is not None,
     }

@@ -128,17 +128,19 @@ class Request:
             return []
         if self.answering and (self._tokens is not None or self.seq.length == len(self.history) - 1):
             return [*self.history[-1:], *self._guessed(budget - 1)]
-        start, grain = self.seq.length, self.seq.pool.layout.grain
-        budget = max(grain, budget // grain * grain)
-        return self.history[start : min(start + budget, self.host.chunk_end(start, len(self.history)))]
+        start, end, layout = self.seq.length, len(self.history), self.seq.pool.layout
+        if layout.attend.pages:  # rows of an answer are one by one as they were, where they are computed again
+            end = min(end, max(self.n_prompt, start + 1))
+        budget = max(layout.grain, budget // layout.grain * layout.grain)
+        return self.history[start : min(start + budget, self.host.chunk_end(start, end))]
 
     def _guessed(self, most: int) -> list[int]:
         """Guesses behind the newest token, at most so many. They stay in its page, and do not fill it: what is wrong
-        is taken back, and a page that was sealed could not be. There are none where what is taken back leaves traces,
-        in a state or among queries that were noted, or where rows are computed in blocks, lest others be."""
+        is taken back, and a page that was sealed could not be. None where what is taken back leaves traces, in a state
+        or among queries that were noted, where a token chooses its pages, or where rows are computed in blocks."""
         length, layout = len(self.history), self.seq.pool.layout
-        traces = self.seq.selector is not None or self.seq.states is not None or layout.grain > 1
-        size, most = layout.page_size, 0 if traces else most
+        traces = self.seq.selector is not None or self.seq.states is not None
+        size, most = layout.page_size, 0 if traces or layout.attend.pages or layout.grain > 1 else most
         wanted, room = self.options.max_tokens, self.host.ctx_size - length if self.seq.retention is None else most
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
         found = self._guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
@@ -215,10 +217,8 @@ class Request:
 
     def _selects(self) -> bool:
         """Whether rows are to be selected, or queries noted for that, before the next token."""
-        selector, length = self.seq.selector, self.seq.length
-        return selector is not None and (
-            length >= selector.due or (self._tokens is not None and selector.notes(length))
-        )
+        selector, length, ahead = self.seq.selector, self.seq.length, self._tokens is not None
+        return selector is not None and (length >= selector.due or (ahead and selector.notes(length)))
 
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvcli.errors import ContextOverflow, KVError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache import attending, eviction
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
@@ -108,4 +108,5 @@ class Terms:
     def notices(self) -> list[str]:
         """What the user should know, doubts included."""
         forgets = (None if self.keeps_prompt else self.layout.retention), self.layout.selection
-        return [*self.doubts, *filter(None, (each.notice() for each in forgets if each))]
+        said = [each.notice() for each in forgets if each]
+        return [*self.doubts, *filter(None, (*said, attending.described(self.layout.attend)))]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.options import FORGET_NOTHING, CacheOptions, EvictOptions
+from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, CacheOptions, EvictOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import ADDRESS_BYTES, KVLayout
 from kvcli.runtime.config import LATENT, ModelConfig
@@ -100,6 +100,7 @@ class Setting:
     margin: int = DEFAULT_MARGIN
     runtime_source: str = footprint.MEASURED
     evict: EvictOptions = FORGET_NOTHING
+    attend: AttendOptions = READ_ALL
 
     def stepping(self, layout: KVLayout, ctx_size: int, budget: float, asked: int) -> Setting:
         """This setting with the rows of a prefill step that were `asked` for; 0 = the most useful ones that leave
@@ -109,9 +110,10 @@ class Setting:
         return next((s for s in settings[:-1] if s.whole(layout, ctx_size).needed <= budget), settings[-1])
 
     def settled(self, layout: KVLayout, ctx_size: int) -> KVLayout:
-        """The layout as it is on this kind of device, with what `evict` keeps in a context of that size. Raises
+        """The layout as it is on this kind of device, with what `evict` keeps in a context of that size
+        and the summaries that `attend` wants. Raises
         UsageError where that cannot be."""
-        there = layout.by_layer(self.kind != CPU)
+        there = layout.by_layer(self.kind != CPU).attending(self.attend)
         there = there.evicting(eviction.retention(self.evict, ctx_size, layout.page_size))
         return there.selecting(eviction.selection(self.evict, ctx_size, layout.page_size))
 
@@ -251,6 +253,7 @@ def plan_for_engine(
     layout, trained = KVLayout.of_options(config, cache), config.context_length
     wanted = cache.ctx_size or trained
     base = Setting(config, weights, threads=threads, margin=0, evict=cache.evict, together=cache.sequences)
+    base = replace(base, attend=cache.attend)
     if budget is not None:
         base = replace(base, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)
     setting = base.stepping(layout, wanted, math.inf if budget is None else budget.bytes, cache.ubatch)

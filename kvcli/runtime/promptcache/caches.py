@@ -141,6 +141,7 @@ def carry(seq: Sequence, pool: PagePool, n_rows: int) -> Sequence:
     which are right under both, as many as can be gone on from. `seq` is closed."""
     held, carried = seq.numbered(), Sequence(pool)
     length = longest(pool.layout, n_rows, dict.fromkeys(held, n_rows))
-    carried.adopt(seq.tokens[:length], {key: held[key] for key in needed(pool.layout, length)}, seq.bases, seq.foreign)
+    pages = {key: held[key] for key in needed(pool.layout, length)}
+    carried.adopt(seq.tokens[:length], pages, seq.bases, seq.foreign, seq.exact)
     seq.close()
     return carried

@@ -141,7 +141,7 @@ class PromptLedger(Ledger):
         if self.tree is not None and (leaving := self.trail.leaving(seq)):
             self.tree.insert(seq, whole=True, only=leaving)
         now = time.monotonic()
-        due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE)
+        due = now - self._last_part >= max(PART_S, (now - self._began) * PART_SHARE) and seq.exact is None
         if due and seq.length < self.trail.end and self._stores(seq, seq.length):
             self._last_part = now
             held = seq.numbered()
@@ -170,7 +170,8 @@ class PromptLedger(Ledger):
         keeper, self.done = self.keeper, True
         if self.tree is not None and seq.shares:
             self.tree.insert(seq)
-        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None and seq.shares:
+        told = seq.shares or seq.exact is not None
+        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None and told:
             self.to_file(seq, 0.0)
         if keeper.options.awaited:
             keeper.wait()
@@ -208,7 +209,10 @@ class PromptLedger(Ledger):
         return not seq.foreign and self.keeper.stores(n_tokens)
 
     def to_store(self, seq: Sequence, seconds: float) -> None:
-        """Write the pages that the store does not have yet, but for parts of this prompt, in one file."""
+        """Write the pages that the store does not have yet, but for parts of this prompt, in one file. Nothing where
+        queries left out pages: such rows are of use to this sequence alone."""
+        if seq.exact is not None:
+            return
         store, owner = self.keeper.store, self.keeper.owner
         assert store is not None
         if seconds > STALE_S:
@@ -273,6 +277,11 @@ class PromptLedger(Ledger):
         file = self.keeper.file
         assert file is not None
         if not file.wants(seq.tokens):
+            return
+        if seq.exact is not None:
+            reads = self._layout.attend.named
+            lossy = f"with {reads} rows from token {seq.exact:,} on are lossy"
+            self.keeper.tell.warn(f"{file.path} is not written: {lossy}")
             return
         keys = sorted({**self.trail.copies, **seq.numbered()})
         identity = self.keeper.engine.identity()

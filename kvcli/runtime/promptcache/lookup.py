@@ -65,6 +65,8 @@ class PromptCaches:
     @torch.inference_mode()
     def restore(self, seq: Sequence, prompt: list[int], marks: Iterable[Mark] = ()) -> Ledger:
         """See `Caches`. Raises CacheFileError for a named file that cannot be used, where that is strict."""
+        if seq.exact is not None:
+            seq.rewind_to(live_rows(seq, prompt[:-1]))  # what stays of it may have seen all
         if not seq.shares:
             return LIVE_ROWS.restore(seq, prompt, marks)
         wanted, file = prompt[:-1], self.keeper.file

@@ -49,7 +49,8 @@ class PrefixTree:
         held = {key: page for key, page in seq.numbered().items() if only is None or key in only}
         for (arena, number), page in held.items():
             by_number.setdefault(number, {})[arena] = page
-        length = seq.length // size * size if whole else seq.length
+        length = seq.length if seq.exact is None else seq.exact  # rows behind are of use to nobody else
+        length = length // size * size if whole or length < seq.length else length
         for number, at in enumerate(range(0, length, size)):
             block = tuple(seq.tokens[at : at + size])
             node = self._child(node, block)

@@ -10,6 +10,7 @@ import typer
 from kvcli.cli.commands.bench import prefixes, speeds, uncached
 from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.comparing import TypeFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped
@@ -40,6 +41,7 @@ def bench(
     what: BenchFlags,
     types: TypeFlags,
     evict: EvictFlags,
+    attend: AttendFlags,
     json: JsonFlag = False,
 ) -> None:
     """Measure the speed of prompts (pp) and generation (tg) by cache type and depth, as in kv run.
@@ -53,7 +55,12 @@ def bench(
         load, pairs = model.options(invocation.offline), types.types("f16", invocation)
         evicting = evict.options(types.page_size, prompt=False)
         cache = CacheOptions(
-            page_size=types.page_size, ubatch=what.ubatch_size, tail=types.kv_tail, sinks=types.kv_sink, evict=evicting
+            page_size=types.page_size,
+            ubatch=what.ubatch_size,
+            tail=types.kv_tail,
+            sinks=types.kv_sink,
+            evict=evicting,
+            attend=attend.options(evicting),
         )
         series = Series(load, pairs, cache, invocation, interrupts)
         arms = uncached if what.no_kv_cache else prefixes if what.prefix_reuse else speeds

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcli.cli import engines, render
+from kvcli.cli import engines, render, report
 from kvcli.cli.flags import comparing
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.comparing import TypeFlags, type_name
@@ -16,7 +16,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import DoesNotFit
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions
 from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Setting:
     page_size: int
     kv_tail: int
     kv_sink: int
+    attend: AttendOptions
 
     @classmethod
     def of(cls, engine: Engine, load: LoadOptions, types: TypeFlags, evict: EvictOptions) -> Setting:
@@ -50,7 +51,15 @@ class Setting:
         size, threads = engine.loaded.file.size, load.threads or physical_cores()
         computes = engine.loaded.backend, engine.device, threads, engine.ubatch
         pages = types.page_size, types.kv_tail, types.kv_sink
-        return cls(load.model, engine.loaded.title, size, *computes, comparing.evict_object(engine, evict), *pages)
+        return cls(
+            load.model,
+            engine.loaded.title,
+            size,
+            *computes,
+            comparing.evict_object(engine, evict),
+            *pages,
+            engine.layout.attend,
+        )
 
     def as_object(self) -> dict[str, Any]:
         return {
@@ -65,6 +74,7 @@ class Setting:
             "kv_tail": self.kv_tail,
             "kv_sink": self.kv_sink,
             "evict": self.evict,
+            **report.attend_object(self.attend),
         }
 
     def print_head(self, *more: str) -> None:

@@ -23,6 +23,7 @@ from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
 from kvcli.cli.commands.chat.session import ChatSession
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -72,6 +73,7 @@ def chat(
     store: StoreFlags,
     named: FileFlags,
     evict: EvictFlags,
+    attend: AttendFlags,
     system: SystemFlags,
     template: TemplateFlags,
     thought: ThinkingFlags,
@@ -95,7 +97,7 @@ def chat(
         early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
         evict_options = evict.options(cache.page_size)
-        cache_options, name = cache.options(evict_options), flags.session_name()
+        cache_options, name = cache.options(evict_options, attend.options(evict_options)), flags.session_name()
         message = system.text(render.telling(invocation))
         stats = report.wants_stats(flags.stats, invocation)
         aside, kept = partial(render.aside, invocation=invocation), named.add_to(store.options(invocation))

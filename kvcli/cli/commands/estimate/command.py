@@ -10,13 +10,14 @@ import typer
 from kvcli.cli import render
 from kvcli.cli.commands.estimate.flags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
 from kvcli.cli.engines import tell_aliases
+from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import grouped
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit, ModelError, UsageError
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.api.planning import Recommendation
@@ -40,6 +41,7 @@ def estimate(
     ctx: typer.Context,
     plan: PlanFlags,
     evict: EvictFlags,
+    attend: AttendFlags,
     shape: ShapeFlags,
     device: DeviceFlags,
     output: OutputFlags,
@@ -59,7 +61,7 @@ def estimate(
     if model is not None and model_option is not None:
         raise UsageError("the model is given twice, as an argument and as --model")
     asked = evict.options(plan.page_size, prompt=False)
-    report = _report(model or model_option, plan, asked, shape, device, invocation)
+    report = _report(model or model_option, plan, asked, attend.options(asked), shape, device, invocation)
     for text in report.model.notices:
         render.notice(text, invocation)
     for text in report.warnings:
@@ -82,6 +84,7 @@ def _report(
     name: str | None,
     plan: PlanFlags,
     evict: EvictOptions,
+    attend: AttendOptions,
     shape: ShapeFlags,
     device: DeviceFlags,
     invocation: Invocation,
@@ -98,7 +101,7 @@ def _report(
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     adapters, form = tuple(map(lora_option, plan.lora)), block_format(plan.quantize)
     model = planned_model(name, given, target.memory.kind, invocation.offline, adapters, form)
-    query = plan.query(model, evict)
+    query = plan.query(model, evict, attend)
     outcomes = compare(model, target, query)
     trained = model.config.context_length
     if trained and max(query.contexts) > trained:
@@ -163,6 +166,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args += [] if query.ubatch == CacheOptions.ubatch else ["-ub", str(query.ubatch)]
     args += [] if query.tail == CacheOptions.tail else ["--kv-tail", str(query.tail)]
     args += as_flags(query.evict.named).split() if query.evict.policy != "none" else []
+    args += as_flags(query.attend.named).split()
     args += [] if query.sinks == CacheOptions.sinks else ["--kv-sink", str(query.sinks)]
     render.write_out(shlex.join(args) + "\n")
 

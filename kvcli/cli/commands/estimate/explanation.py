@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvcli.api.planning import Outcome, Query
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
-from kvcli.runtime.cache.layout import GroupLayout
+from kvcli.runtime.cache.grouplayout import SUMMARY_BYTES, GroupLayout
 from kvcli.runtime.config import CHUNKED, LATENT, WINDOWED
 
 _OF_ROWS = "keys", "values", "K", "V"  # parts of a row, in words and in sums
@@ -77,9 +77,12 @@ def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -
     yield f"    a token: {len(g.layers)} × {g.kv_heads} × {each} = {g.token_bytes:,} B"
     yield f"    a record: {size} × {each}, to a multiple of {ALIGN} = {record.record_bytes:,} B"
     yield f"    a page: {len(g.layers)} × {g.kv_heads} × {record.record_bytes:,} = {g.page_bytes:,} B"
+    if g.summarized:
+        means = f"{len(g.layers)} × {g.kv_heads} × {g.means} means × {g.dim_k} × {SUMMARY_BYTES}"
+        yield f"    its summary: {means} = {g.summary_bytes:,} B"
     yield f"    pages: {pages} = {count:,}"
     chunks = -(-count // g.pages_per_chunk)
-    figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.page_bytes:,} = {g.committed_bytes(count):,} B"
+    figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.held_bytes:,} = {g.committed_bytes(count):,} B"
     yield f"    committed: ceil({count:,} / {g.pages_per_chunk}) steps: {figures}"
     if query.ranks > 1:
         yield f"    (one of {query.ranks} devices)"

@@ -24,7 +24,7 @@ from kvcli.cli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
 from kvcli.cli.invocation import JsonFlag
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
 
@@ -187,7 +187,7 @@ class PlanFlags:
     def names_types(self) -> bool:
         return bool(self.cache_type or self.cache_type_k or self.cache_type_v)
 
-    def query(self, model: PlannedModel, evict: EvictOptions) -> Query:
+    def query(self, model: PlannedModel, evict: EvictOptions, attend: AttendOptions) -> Query:
         """Raises UsageError for values that do not go together, or for a context that nobody names."""
         from kvcli.api.planning import Query, kept_apart
 
@@ -199,7 +199,7 @@ class PlanFlags:
         pairs = kept_apart(model, pairs)
         threads = len(usable_cpus())  # no fewer than the engine starts
         cut = self.page_size, self.ubatch_size, self.batch_size, shared, self.tp, threads
-        return Query(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict)
+        return Query(contexts, pairs, *cut, self.kv_tail, self.kv_sink, evict, attend)
 
     def contexts(self, model: PlannedModel) -> tuple[int, ...]:
         trained = model.config.context_length

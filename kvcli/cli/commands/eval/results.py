@@ -99,7 +99,8 @@ def print_object(
 def _setting(compared: Compared, engine: Engine) -> dict[str, Any]:
     type_k, type_v = compared.types
     evict = report.evict_object(compared.cache.evict, engine.retention)
-    return {"name": compared.name, "args": compared.args, "type_k": type_k, "type_v": type_v, "evict": evict}
+    found = {"name": compared.name, "args": compared.args, "type_k": type_k, "type_v": type_v, "evict": evict}
+    return {**found, **report.attend_object(compared.cache.attend)}
 
 
 def _entry(cell: Cell) -> dict[str, Any]:

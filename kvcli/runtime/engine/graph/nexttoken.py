@@ -18,6 +18,7 @@ from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
+from kvcli.runtime.model.summarizing import summarize
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = 0
@@ -56,7 +57,8 @@ class NextToken:
         graph is captured.
         """
         rows = seq.rows_seen
-        part = seq.reserve([-1 if token is None else token])
+        part = seq.reserve([-1 if token is None else token], answering=True)
+        summarize(self.model, self.layout, part)
         if token is not None:
             self.token.fill_(token)
         bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())

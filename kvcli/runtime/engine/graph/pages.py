@@ -14,10 +14,21 @@ from kvcli.kernels.gpu.attention import block_rows, part_count, programs
 from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import MOST_PARTS, most_parts
-from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, Sealing, half_angles
+from kvcli.kernels.gpu.pages import (
+    Asked,
+    DevicePages,
+    HostLists,
+    PageLists,
+    Sealing,
+    half_angles,
+    selected,
+    summary_bytes,
+)
 from kvcli.kernels.gpu.places import check_slots
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
 from kvcli.kernels.paged import CENTRE_ROWS, Basis
+from kvcli.options import AttendOptions
+from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part
@@ -76,10 +87,19 @@ class GroupTables:
     """
 
     def __init__(
-        self, group: GroupLayout, ctx_size: int, position: torch.Tensor, heads: int, rows: int = 1, alike: bool = False
+        self,
+        group: GroupLayout,
+        ctx_size: int,
+        position: torch.Tensor,
+        heads: int,
+        rows: int = 1,
+        alike: bool = False,
+        attend: int = 0,
     ) -> None:
+        """`attend`: how many pages a token chooses where not all are read."""
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         self.alike = alike and rows > 1
+        self.chosen = attend if group.summarized and rows == 1 else 0
         slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
         self.chip = Chip.of(device)
         self.most = most_parts(group.dim_v)
@@ -91,20 +111,30 @@ class GroupTables:
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block
         most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
-        sizes = [n + n % 2 for n in (rows, self.pages, self.pages, *most)]  # each begins at a multiple of 16 bytes
+        sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 2, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
-        shift, into, open_into, work, edges = self._places
+        shift, into, open_into, limits, work, edges = self._places
         self.centres = CentreAngles(slots, group.page_size, device) if centred else None
         self.lists = PageLists(
-            position, shift[:rows], torch.zeros(2 * slots, dtype=torch.int64, device=device),
+            position, shift[:rows], self._table_of(2 * slots, device),
             work.view(torch.int32).view(self.blocks, -1, 4), edges[: most[1]].view(-1, EDGE_NUMBERS), into, open_into,
             turns=bool(evicts and evicts.keep), spare=rows > 1,
             edged=group.sealed and (self.alike or not group.tail or group.window > 0 or evicts is not None),
+            selection=selected(self._table_of(2 * slots, device), limits, group.kv_heads, self.chosen)
+            if self.chosen else None,
         )  # fmt: skip
-        self._table = np.zeros(0, np.int64)
+        self._sent = {"table": np.zeros(0, np.int64), "summaries": np.zeros(0, np.int64)}  # so far
         self._bound: tuple[Layers, int] | None = None
         self._positions = range(0)
+
+    @staticmethod
+    def _table_of(size: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64, device=device)
+
+    def entries(self, bucket: int) -> int:
+        """Of the table, at most, where a query sees up to `bucket` rows."""
+        return -(-bucket // self.group.page_size) + (2 if self.group.retention else 0)
 
     @property
     def sealing(self) -> Sealing:
@@ -117,6 +147,8 @@ class GroupTables:
         """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""
         group, turns = self.group, self.lists.turns
         seen = min(bucket, group.window) if group.window else bucket
+        if self.chosen:
+            seen = min(bucket, attending.most_pages(AttendOptions(self.chosen)) * group.page_size)
         splits = 1 if self.alike else max(1, min(self.each, seen // (PAGES_EACH * group.page_size)))
         if self.rows == 1:
             return min(self.most, part_count(splits, group.sealed, turns))
@@ -131,7 +163,8 @@ class GroupTables:
         if self._bound == (layers, bucket) and position in self._positions:
             return False
         kv, size, before = layers[0], self.group.page_size, self.lists
-        asked, positions = Asked(position, self.rows, self.block, self.group.reach), range(0)
+        asked = Asked(position, self.rows, self.block, self.group.reach, choose=self.chosen)
+        positions = range(0)
         blocks = asked.blocks
         if self.rows == 1:
             change = next_change([each.entries for each in kv.classes], position)
@@ -147,8 +180,10 @@ class GroupTables:
         parts = self.parts(bucket)
         work, edges = lists.shares.padded(parts) if self.alike else lists.shares.spread(parts)
         into, opened = (x[: self.pages] for x in (lists.into, lists.open_into))
-        self._upload(lists.shift, into, opened, work.view(np.int64), edges)
-        self._upload_table(lists.table)
+        self._upload(lists.shift, into, opened, np.array(lists.limits), work.view(np.int64), edges)
+        self._upload_table("table", lists.table, self.lists.table)
+        if self.lists.selection is not None:
+            self._upload_table("summaries", lists.summaries, self.lists.selection.summaries)
         self._bound, self._positions = (layers, bucket), positions
         return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
 
@@ -162,12 +197,12 @@ class GroupTables:
             first += len(place)
         self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
 
-    def _upload_table(self, words: np.ndarray) -> None:
+    def _upload_table(self, name: str, words: np.ndarray, to: torch.Tensor) -> None:
         """What is not there already: mostly the list's end."""
-        old, n = self._table, min(len(words), len(self._table))
+        old, n = self._sent[name], min(len(words), len(self._sent[name]))
         changed = np.flatnonzero(words[:n] != old[:n])
-        first, self._table = int(changed[0]) if len(changed) else n, words
-        self.lists.table[first : len(words)] = sent(torch.from_numpy(words[first:]), self.head.device)
+        first, self._sent[name] = int(changed[0]) if len(changed) else n, words
+        to[first : len(words)] = sent(torch.from_numpy(words[first:]), self.head.device)
 
 
 class GraphPages:
@@ -175,7 +210,7 @@ class GraphPages:
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor, rows: int = 1) -> None:
         self.model, self.layout = model, layout
-        sizes = ctx_size, position, model.config.n_heads, rows, layout.grain > 1
+        sizes = ctx_size, position, model.config.n_heads, rows, layout.grain > 1, layout.attend.pages
         self.tables = [GroupTables(g, *sizes) for g in layout.groups]
         self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
         self._based: list[Basis | None] = [None] * model.config.n_layers  # whose known numbers are there
@@ -200,6 +235,7 @@ class GraphPages:
             group.record, lists, i * group.layer_stride,
             DevicePages(opened.record, lists, i * opened.layer_stride) if opened else None, centre, scale_k, scale_v,
             tables.centres.of(rope) if tables.centres and rope else None,
+            i * summary_bytes(group.record, group.means), group.means,
         )  # fmt: skip
 
     def _empty_bases(self, group: GroupLayout, device: torch.device) -> tuple[torch.Tensor | None, ...]:

@@ -150,7 +150,7 @@ class TokenGraph(NextToken):
         if pages.open is not None and not tables.group.tail:  # the query reads its own row sealed
             seal_step(pages, pdl, by_row=True)
         partials = self._partials_of(layer, tables.parts(bucket))
-        attend(queries, pages, how.window, how.softcap, partials, pdl)
+        attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket))
         combine(partials, pages, self.heads[layer], pdl, how.sinks)
         return self.heads[layer]
 

@@ -1,0 +1,133 @@
+"""What queries read where they do not read all, on a GPU: against the reference, from summaries to attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.cachecases import SmallPool
+from support.gpucases import DEVICE, OPS, error
+from support.kernelcases import one_thread
+from support.sealedcases import layout
+
+from kvcli.kernels import AttentionLayer, Backend, Stretch
+from kvcli.kernels.gpu import past
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.options import AttendOptions
+from kvcli.runtime.cache import attending
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.sink import POLICY
+from kvcli.runtime.cache.pagelist import PoolSummaries
+from kvcli.runtime.cache.sequence import Part, Sequence
+from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.model.sealing import seal_step
+
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+TYPES = (
+    (("f16", "f16"), (64, 64), {}),
+    (("int4", "int8"), (64, 64), {}),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attending, "LEAST_ROWS", 4)
+    monkeypatch.setattr(past, "STAGED_ROWS", 2 * SIZE)
+    with one_thread():
+        yield
+
+
+class Layer:
+    """A layer of its own over a cache that is read in part, and how much the steps so far left out."""
+
+    def __init__(
+        self, ops: Backend, types: tuple[str, str], dims: tuple[int, int], attend: AttendOptions, softcap: float,
+        retention: Retention | None, **more: int,
+    ) -> None:  # fmt: skip
+        where = layout(types, dims, KV_HEADS, SIZE, **more).attending(attend).evicting(retention)
+        self.ops, self.table = ops, RopeTable(RopeConfig(10000.0, dims[0]))
+        noise = torch.manual_seed(7)
+        self.width = (HEADS + KV_HEADS) * dims[0] + KV_HEADS * dims[1]
+        bias = 0.5 * torch.randn(self.width, generator=noise)  # so that keys have a mean
+        seal = partial(seal_step, ops, self.table)
+        self.how = AttentionLayer(
+            HEADS, dims[0] ** -0.5, self.table, softcap=softcap, bias=bias.to(ops.device), seal=seal
+        )
+        self.seq = Sequence(SmallPool(where, device=ops.device))
+
+    def step(self, qkv: torch.Tensor, answering: bool = False) -> tuple[torch.Tensor, Part]:
+        part = self.seq.reserve([0] * len(qkv), answering)
+        kv = part.kv(0)
+        if kv.entries.summaries is not None:
+            memory = kv.entries.summaries.memory
+            assert isinstance(memory, PoolSummaries)
+            missing = [at for at in memory.missing() if kv.entries.summaries.addresses[at]]
+            if missing:
+                import numpy as np
+
+                angles = self.table.centres(kv) if kv.basis.centre is not None else None
+                self.ops.summarize(kv, np.array(missing), angles)
+                memory.settle(np.array(missing))
+        out = self.ops.attend(qkv.clone().to(self.ops.device), [Stretch(0, len(qkv), kv, part.start)], self.how)
+        self.seq.commit([0] * len(qkv))
+        return out.cpu(), part
+
+
+def both(*what) -> list[Layer]:
+    *first, more = what
+    return [Layer(ops, *first, **more) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("types", "dims", "more"), TYPES)
+def test_tokens_of_answers(types: tuple[str, str], dims: tuple[int, int], more: dict[str, int]) -> None:
+    layers, noise = both(types, dims, AttendOptions(2), 0.0, None, more), torch.manual_seed(3)
+    qkv, chose = torch.randn(160, layers[0].width, generator=noise), 0
+    for each in layers:
+        each.step(qkv)
+    for _ in range(2):
+        qkv = 2 * torch.randn(1, layers[0].width, generator=noise)
+        (mine, part), (theirs, _) = (each.step(qkv, True) for each in layers)
+        chose += part.chooses
+        assert error(theirs, mine) < 8e-3, layers[0].seq.length
+    assert chose == 2
+    kvs = [each.seq.views(None, attending.PageChoice(160, 176, 112, 2))[0][0] for each in layers]
+    for at in range(2, 4):
+        pair = [kv.summary(at) for kv in kvs]
+        assert all(x is not None for x in pair) and error(pair[1].cpu().float(), pair[0].float()) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("types", "dims", "attend", "softcap"),
+    (
+        (("f16", "f16"), (64, 64), AttendOptions(0, 0.0, 0.4, 64), 0.0),
+        (("int6", "int5"), (72, 40), AttendOptions(0, 0.6, 0.0, 64), 2.0),
+    ),
+)
+def test_sparse_prefill(types: tuple[str, str], dims: tuple[int, int], attend: AttendOptions, softcap: float) -> None:
+    layers, noise, chose = both(types, dims, attend, softcap, None, {}), torch.manual_seed(4), 0
+    for t in (80, 20):
+        qkv = torch.randn(t, layers[0].width, generator=noise)
+        qkv[:, : HEADS * dims[0]] += 3 * torch.randn(1, HEADS * dims[0], generator=noise)  # blocks differ in something
+        (mine, part), (theirs, _) = (each.step(qkv) for each in layers)
+        chose += part.chooses
+        assert error(theirs, mine) < 1.5e-2, layers[0].seq.length
+    assert chose == 1
+
+
+@pytest.mark.slow
+def test_with_first_rows_kept_and_others_evicted() -> None:
+    assert POLICY.retention is not None
+    kept = POLICY.retention(20, 112, SIZE)
+    layers, noise = both(("f16", "f16"), (64, 64), AttendOptions(2), 0.0, kept, {}), torch.manual_seed(5)
+    for t in (100, 90):
+        qkv = torch.randn(t, layers[0].width, generator=noise)
+        for each in layers:
+            each.step(qkv)
+    for _ in range(2):
+        qkv = 2 * torch.randn(1, layers[0].width, generator=noise)
+        (mine, part), (theirs, _) = (each.step(qkv, True) for each in layers)
+        assert part.chooses and error(theirs, mine) < 8e-3
