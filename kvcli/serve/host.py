@@ -143,6 +143,9 @@ class Host:
         """The model of this name, loaded first where it is not. Raises ModelError for none that is here, DoesNotFit."""
         if (found := self.find(name)) is not None:
             return found
+        return await asyncio.shield(self._loaded(name))  # goes on for others where the one who asked goes away
+
+    async def _loaded(self, name: str) -> Served:
         async with self._lock:
             if (found := self.find(name)) is not None:
                 return found
@@ -168,6 +171,8 @@ class Host:
         while not (idle := [each for each in self.loaded if each.worker.idle]):
             await asyncio.sleep(0.05)
         oldest = min(idle, key=lambda each: each.worker.used)
+        if not oldest.worker.retire():
+            return  # it was asked meanwhile
         self.loaded.remove(oldest)
         await asyncio.get_running_loop().run_in_executor(None, oldest.worker.stop, 0.0)
 

@@ -51,6 +51,16 @@ class Work:
     number: int = field(default_factory=itertools.count(1).__next__)
     requests: list[Request] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
+    left: set[int] = field(init=False)  # answers that have not come to their ends
+
+    def __post_init__(self) -> None:
+        self.left = set(range(len(self.options)))
+
+    def fail(self, error: KVError) -> None:
+        """Tell it of every answer that has not come to its end."""
+        for number in sorted(self.left):
+            self.deliver(number, error)
+        self.left.clear()
 
 
 class Worker:
@@ -88,7 +98,7 @@ class Worker:
         self.engine.terms.check_prompt(work.prompt.ids)
         with self._change:
             if self._stopping:
-                raise Stopped("the server is stopping")
+                raise Stopped("the server is stopping, or has failed")
             if len(self._waiting) >= self.queue + max(0, self.parallel - self._answers):
                 self.counts.refused += 1
                 raise Busy(f"{len(self._waiting)} prompts wait already", "ask again later; kv serve --queue N sets it")
@@ -101,6 +111,12 @@ class Worker:
         with self._change:
             work.cancelled = True
             self._change.notify()
+
+    def retire(self) -> bool:
+        """Take nothing more, if nothing runs or waits; whether that is so."""
+        with self._change:
+            self._stopping = self._stopping or self.idle
+            return self._stopping
 
     def stop(self, seconds: float) -> None:
         """Take nothing more; what runs has so long to end by itself. Waits until the caches are written."""
@@ -158,12 +174,18 @@ class Worker:
 
             torch.cuda.set_device(self.engine.pool.device)
         with closing(self.caches):
-            while self._next():
-                try:
-                    self._step()
-                except Exception as error:  # a fault of ours: whoever waits is told, and others go on
-                    LOG.exception("an answer failed")
-                    self._drop(Stopped(f"an internal error: {error}"))
+            try:
+                while self._next():
+                    try:
+                        self._step()
+                    except Exception as error:  # a fault of ours: whoever waits is told, and others go on
+                        LOG.exception("an answer failed")
+                        self._drop(_fault(error))
+            finally:
+                with self._change:
+                    self._stopping = True
+                    for work in (*self._waiting, *self._running):  # none, but where this thread fails
+                        work.fail(Stopped("the server has failed"))
 
     def _next(self) -> bool:
         """Wait for something to do and begin it; False = there will be nothing more."""
@@ -175,29 +197,34 @@ class Worker:
             began = []
             for work in [each for each in self._waiting if each.cancelled]:
                 self._waiting.remove(work)
+                work.fail(Stopped("it was cancelled before it began"))
             while self._waiting and self._answers + len(self._waiting[0].options) <= self.parallel:
                 began.append(self._waiting.popleft())
                 self._running.append(began[-1])
         for work in began:
-            self._begin(work)
+            try:
+                self._begin(work)
+            except Exception as error:
+                if not isinstance(error, KVError):
+                    LOG.exception("an answer could not begin")
+                    error = _fault(error)
+                with self._change:
+                    self._running.remove(work)
+                work.fail(error)
         return True
 
     def _begin(self, work: Work) -> None:
-        """Have the scheduler run it; the first answer reads the prompt for the others."""
+        """Have the scheduler run it; the first answer reads the prompt for the others. Raises what `Engine.request`
+        does."""
         engine, prompt = self.engine, work.prompt
         requests: list[Request] = []
-        try:
-            for number in reversed(range(len(work.options))):
-                twins = () if number else requests
-                request = engine.request(
-                    engine.new_sequence(), prompt.ids, work.options[number], lambda: work.cancelled, False, twins,
-                    self.caches, prompt.thinking, prompt.marks,
-                )  # fmt: skip
-                requests = [request, *requests]
-        except KVError as error:
-            self._running.remove(work)
-            work.deliver(0, error)
-            return
+        for number in reversed(range(len(work.options))):
+            twins = () if number else requests
+            request = engine.request(
+                engine.new_sequence(), prompt.ids, work.options[number], lambda: work.cancelled, False, twins,
+                self.caches, prompt.thinking, prompt.marks,
+            )  # fmt: skip
+            requests = [request, *requests]
         work.requests = requests
         self.counts.requests += 1
         for request in requests:
@@ -213,9 +240,11 @@ class Worker:
             for event in events:
                 if isinstance(event, End):
                     self.counts.add(event)
+                    work.left.discard(number)
                 work.deliver(number, event)
             if request.error is not None:
                 self.counts.failed += 1
+                work.left.discard(number)
                 work.deliver(number, request.error)
         with self._change:
             self._running = [work for work in self._running if not all(each.finished for each in work.requests)]
@@ -228,8 +257,12 @@ class Worker:
             dropped, self._running = self._running, []
         self._scheduler = Scheduler(self.engine, self.parallel)
         for work in dropped:
-            for number, request in enumerate(work.requests):
-                if not request.finished:
-                    request.close()
-                    request.seq.close()
-                    work.deliver(number, error)
+            left = [work.requests[number] for number in work.left]
+            work.fail(error)
+            for request in left:
+                request.close()
+                request.seq.close()
+
+
+def _fault(error: Exception) -> Stopped:
+    return Stopped(f"an internal error: {error}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import jsonschema
 import pytest
@@ -88,6 +90,16 @@ def test_a_regular_expression_and_a_grammar(engine: Engine) -> None:
         assert re.fullmatch("a( [xyz]+)*", text)
 
 
+def test_a_tokenizer_is_let_go_of_with_its_model() -> None:
+    engine = open_tiny("llama", "native", CacheOptions(ctx_size=64))
+    found = answer(engine, grammar.regex("a+b"), max_tokens=4)
+    assert found[0].startswith("a")
+    known = ref(engine.tokenizer)
+    del engine
+    gc.collect()
+    assert known() is None
+
+
 def test_two_of_one_seed_are_alike_and_others_are_free(engine: Engine) -> None:
     source = grammar.regex("[a-z]{8}")
     assert answer(engine, source)[0] == answer(engine, source)[0] != answer(engine, source, seed=6)[0]
@@ -120,7 +132,11 @@ def test_thinking_is_free_and_what_follows_is_not(engine: Engine) -> None:
             r"at \$\.properties\.a\.items: .*regex",
         ),
         (grammar.json_schema, {"anyOf": [{}, {"$ref": "#/$defs/no"}]}, r"at \$\.anyOf\[1\]: "),
+        (grammar.json_schema, {"const": "\ud800"}, "cannot be followed"),
+        (grammar.json_schema, {"type": "integer", "minimum": 10**40}, "cannot be followed"),
         (grammar.regex, "(", "cannot be followed"),
+        (grammar.regex, "\ud800", "cannot be followed"),
+        (grammar.lark, "start: \ud800", "cannot be followed"),
         (grammar.lark, "start: missing", "missing"),
         (grammar.lark, "", "cannot be followed"),
     ],

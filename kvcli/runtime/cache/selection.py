@@ -30,6 +30,8 @@ class Budget:
                 f"`budget` must be a number of tokens or a share of them, not '{text}'", "such as 1k or 25%"
             )
         if found[3] is None:
+            if not int(found[1]):
+                raise UsageError("`budget` must be more than 0 tokens", "such as 1k or 25%")
             return cls(rows=int(found[1]) * (1024 if found[2] else 1))
         if not 0 < float(found[3]) <= 100:
             raise UsageError(f"`budget` must be more than 0 % and at most 100 %, not '{text}'")

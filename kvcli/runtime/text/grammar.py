@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -37,7 +37,10 @@ def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON
     def compiled(part: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_json_schema({**shared, **part}, overrides=spaced)
 
-    found = compiled(schema)
+    try:
+        found = compiled(schema)
+    except ValueError as error:  # numbers and characters that it cannot hold
+        raise UsageError(f"{called} cannot be followed: {_one_line(str(error))}") from None
     if problem := _problem(found):
         path, problem = _place(schema, lambda part: _problem(compiled(part)), "$", problem)
         raise UsageError(f"{called} cannot be followed at {path}: {problem}")
@@ -46,16 +49,21 @@ def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON
 
 def regex(pattern: str, called: str = "the regular expression") -> str:
     """What an answer follows that matches the whole of `pattern`. Raises UsageError."""
-    return _checked(LLMatcher.grammar_from_regex(pattern), called)
+    return _checked(LLMatcher.grammar_from_regex, pattern, called)
 
 
 def lark(text: str, called: str = "the grammar") -> str:
     """What an answer follows that is a `start` of a grammar in Lark's notation. Raises UsageError."""
-    return _checked(LLMatcher.grammar_from_lark(text), called)
+    return _checked(LLMatcher.grammar_from_lark, text, called)
 
 
-def _checked(found: str, called: str) -> str:
-    if problem := _problem(found):
+def _checked(made: Callable[[str], str], text: str, called: str) -> str:
+    try:
+        found = made(text)
+        problem = _problem(found)
+    except ValueError as error:  # characters that are none
+        problem = _one_line(str(error))
+    if problem:
         raise UsageError(f"{called} cannot be followed: {problem}")
     return found
 
@@ -141,7 +149,7 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         control = tokenizer.vocabulary.control
-        self._tokenizer = tokenizer
+        self._tokenizer = ref(tokenizer)  # or what is known of it would keep it for ever
         self.eos_token_id, self.bos_token_id = _ends(tokenizer)[0], tokenizer.bos_id
         self.special_token_ids = sorted(control)
         self.tokens = [
@@ -151,4 +159,6 @@ class _Tokens:
 
     def __call__(self, text: str | bytes) -> list[int]:
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(plain, add_bos=False)
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None  # it is only asked for an answer's sake
+        return tokenizer.encode(plain, add_bos=False)

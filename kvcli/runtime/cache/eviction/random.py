@@ -21,7 +21,7 @@ class Random(Scorer):
         import torch
 
         shape, device = rows.positions.shape, rows.positions.device
-        return torch.rand(shape, generator=torch.manual_seed(rows.seed), dtype=torch.float64).to(device)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(rows.seed), dtype=torch.float64).to(device)
 
     def pinned(self, kept: int) -> tuple[int, int]:
         return SINKS, RECENT

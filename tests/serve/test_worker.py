@@ -1,0 +1,106 @@
+"""Whoever waits for an answer is told how it ended, whatever goes wrong; models that are loaded are never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from queue import Queue
+from typing import Any
+
+import pytest
+from serving import open_engine, served
+
+from kvcli.errors import KVError
+from kvcli.options import SampleOptions
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.prompt import Prompt
+from kvcli.serve.host import Host, Served
+from kvcli.serve.worker import Stopped, Work, Worker
+
+
+class Asked:
+    """Two answers to one prompt, and how each ends."""
+
+    def __init__(self, worker: Worker, prompt: str = "Hello", most: int = 4) -> None:
+        self.ends: Queue[tuple[int, Any]] = Queue()
+        options = worker.settled(SampleOptions(temperature=0.0, max_tokens=most, ignore_eos=True), 2)
+        ids = worker.engine.loaded.text.tokenizer.encode(prompt)
+        self.work = Work(Prompt(ids), options, self._deliver)
+        worker.submit(self.work)
+
+    def _deliver(self, number: int, event: Any) -> None:
+        if isinstance(event, (End, KVError)):
+            self.ends.put((number, event))
+
+    def told(self) -> dict[int, Any]:
+        return dict(self.ends.get(timeout=60) for _ in range(2))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    found = served(open_engine()).worker
+    yield found
+    found.stop(0.0)
+
+
+def test_what_cannot_begin_is_told_and_others_go_on(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> Any:
+        raise ValueError("no such thing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.engine, "request", fails)
+        told = Asked(worker).told()
+    assert set(told) == {0, 1} and all("no such thing" in str(each) for each in told.values())
+    assert all(isinstance(each, End) for each in Asked(worker).told().values())
+
+
+def test_a_step_that_fails_is_told_to_answers_that_have_just_ended(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = worker._scheduler.step
+
+    def fails() -> Any:
+        found = step()
+        if any(request.finished for request, _ in found):
+            raise ValueError("too late")
+        return found
+
+    monkeypatch.setattr(worker._scheduler, "step", fails)
+    told = Asked(worker).told()
+    assert all(isinstance(each, Stopped) for each in told.values())
+    assert all(isinstance(each, End) for each in Asked(worker).told().values())
+    assert worker.retire()
+
+
+def test_what_waits_at_a_stop_is_told(worker: Worker) -> None:
+    first, waiting = Asked(worker, most=400), [Asked(worker) for _ in range(4)]
+    assert not worker.retire()
+    worker.stop(0.0)
+    for asked in (first, *waiting):
+        assert set(asked.told()) == {0, 1}
+    with pytest.raises(Stopped):
+        Asked(worker)
+
+
+def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
+    first, may, begun = served(open_engine()), threading.Event(), threading.Event()
+
+    def load(name: str) -> Served:
+        begun.set()
+        assert may.wait(60)
+        return Served(name, served(open_engine("qwen2")).worker)
+
+    async def check() -> None:
+        host = Host(first, load, lambda: ["second"], 2)
+        call = asyncio.ensure_future(host.served("second"))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        may.set()
+        assert (await host.served("second")) in host.loaded and len(host.loaded) == 2
+        host.stop(0.0)
+
+    asyncio.run(check())
