@@ -212,7 +212,7 @@ async def messages(request: Request, serving: Serving, body: bytes) -> Response:
         sent = wire.pieces(
             reply, form.begin(), form.write, form.end, PING, lambda found: wire.event(failure(found), "error")
         )
-        return wire.Stream(sent, media_type="text/event-stream")
+        return wire.Stream(sent, reply)
     async with reply:
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
 

@@ -9,11 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcli.errors import UsageError
+from kvcli.errors import KVError, UsageError
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Json
-from kvcli.serve.host import Answer, Host, Question
+from kvcli.serve.failures import Failure
+from kvcli.serve.host import Answer, Host, Question, Reply
 from kvcli.serve.openai import Sampled, failed, finish, timings, usage_of
 from kvcli.serve.serving import Serving
 
@@ -116,7 +117,8 @@ async def completions(request: Request, serving: Serving, body: bytes) -> Respon
         leads = [served.text.tokenizer.decode(prompt.ids) for prompt in made]
     form = _Texts(call, served.name, leads, questions[0].count)
     if call.stream:
-        return wire.Stream(_streamed(serving.host, questions, form), media_type="text/event-stream")
+        first = await wire.while_connected(request, serving.host.ask(questions[0]))
+        return wire.Stream(_streamed(first, serving.host, questions, form), first)
     answers = []
     for question in questions:
         async with await serving.host.ask(question) as reply:
@@ -124,8 +126,8 @@ async def completions(request: Request, serving: Serving, body: bytes) -> Respon
     return wire.object_response(form.whole(answers))
 
 
-async def _streamed(host: Host, questions: list[Question], form: _Texts) -> wire.Pieces:
-    """One prompt after the other."""
+async def _streamed(reply: Reply, host: Host, questions: list[Question], form: _Texts) -> wire.Pieces:
+    """One prompt after the other; `reply` is to the first."""
     tokens = []
     for prompt, question in enumerate(questions):
         ends: list[End] = []
@@ -135,8 +137,13 @@ async def _streamed(host: Host, questions: list[Question], form: _Texts) -> wire
                 ends.append(event)
             return form.chunk(prompt * form.count + number, event)
 
-        first = form.chunk(prompt * form.count, Token(None, form.prompts[prompt]))
-        async for text in wire.pieces(await host.ask(question), first, write, str, ": ping\n\n", failed):
+        lead = form.chunk(prompt * form.count, Token(None, form.prompts[prompt]))
+        try:
+            reply = await host.ask(question) if prompt else reply
+        except KVError as error:
+            yield failed(Failure.of(error))
+            return
+        async for text in wire.pieces(reply, lead, write, str, ": ping\n\n", failed):
             yield text
         if len(ends) < form.count:
             return

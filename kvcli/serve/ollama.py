@@ -199,7 +199,7 @@ async def _answered(request: Request, serving: Serving, question: Question, call
     form = _Lines(reply, call.model, chat)
     if call.stream is not False:
         sent = wire.pieces(reply, "", form.write, str, "", lambda found: _line(failure(found)))
-        return wire.Stream(sent, media_type="application/x-ndjson")
+        return wire.Stream(sent, reply, "application/x-ndjson")
     async with reply:
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
 

@@ -274,7 +274,7 @@ async def chat_completions(request: Request, serving: Serving, body: bytes) -> R
     form = _Chat(call, reply)
     if call.stream:
         sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n", failed)
-        return wire.Stream(sent, media_type="text/event-stream")
+        return wire.Stream(sent, reply)
     async with reply:
         return wire.object_response(form.whole(await wire.while_connected(request, reply.whole())))
 

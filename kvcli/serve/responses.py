@@ -230,7 +230,7 @@ async def responses(request: Request, serving: Serving, body: bytes) -> Response
     form = _Response(call, reply, reply.options[0])
     if call.stream:
         sent = wire.pieces(reply, form.begin(), form.write, form.end, ": ping\n\n", form.failed)
-        return wire.Stream(sent, media_type="text/event-stream")
+        return wire.Stream(sent, reply)
     async with reply:
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvcli.errors import KVError
 from kvcli.runtime.engine.events import Event
@@ -19,6 +19,7 @@ from kvcli.serve.host import Reply
 
 SLOW_S = 60.0  # that a client may take to read what it is sent
 Found = TypeVar("Found")
+Pieces = AsyncIterator[str]
 
 
 def dump(value: Any) -> str:
@@ -43,6 +44,15 @@ def event(value: Any, name: str = "") -> str:
 class Stream(StreamingResponse):
     """What is sent while it is made. It ends where the client is gone, or does not read for SLOW_S."""
 
+    def __init__(self, content: Pieces, reply: Reply, media_type: str = "text/event-stream") -> None:
+        """`reply`: what it begins with, which is closed even where nothing of it was sent."""
+        super().__init__(content, media_type=media_type)
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.reply:
+            await super().__call__(scope, receive, send)
+
     async def stream_response(self, send: Send) -> None:
         async def patient(message: Message) -> None:
             await asyncio.wait_for(send(message), SLOW_S)
@@ -50,7 +60,6 @@ class Stream(StreamingResponse):
         await super().stream_response(patient)
 
 
-Pieces = AsyncIterator[str]
 Written = Callable[[int, Event], "str"]
 
 

@@ -95,6 +95,14 @@ def test_rows_of_an_earlier_call_are_reused(client: openai.OpenAI) -> None:
     assert (found.usage.prompt_tokens_details.cached_tokens or 0) >= 64
 
 
+def test_streamed_completions_that_fail_say_so(server: Server) -> None:
+    asked = {"model": "tiny", "stream": True, "max_tokens": 3}
+    assert server.post("/v1/completions", {**asked, "prompt": [5] * 600}).status_code == 400
+    later = server.post("/v1/completions", {**asked, "prompt": [[5, 6], [5] * 600]})
+    assert later.status_code == 200
+    assert "context_length_exceeded" in later.text.strip().splitlines()[-1] and "[DONE]" not in later.text
+
+
 def test_responses_whole_and_streamed(client: openai.OpenAI, server: Server) -> None:
     found = client.responses.create(model="tiny", input="Hello", max_output_tokens=12, temperature=0)
     assert found.output_text == _text(server, "Hello")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Queue
 from typing import Any
 
@@ -15,7 +16,8 @@ from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
-from kvcli.serve.host import Host, Served
+from kvcli.serve import wire
+from kvcli.serve.host import Host, Reply, Served
 from kvcli.serve.worker import Stopped, Work, Worker
 
 
@@ -81,6 +83,27 @@ def test_what_waits_at_a_stop_is_told(worker: Worker) -> None:
         assert set(asked.told()) == {0, 1}
     with pytest.raises(Stopped):
         Asked(worker)
+
+
+def test_a_stream_that_nobody_begins_to_read_ends_its_answer() -> None:
+    begun = served(open_engine(ctx_size=4096))
+
+    async def disconnected() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()  # nobody gets it
+
+    async def check() -> None:
+        options = begun.worker.settled(SampleOptions(temperature=0.0, ignore_eos=True))
+        reply = Reply(begun, Prompt(begun.text.tokenizer.encode("Hello")), options)
+        sent = wire.pieces(reply, "", lambda number, event: "", str, "", str)
+        await wire.Stream(sent, reply)({"type": "http"}, disconnected, send)
+        with suppress(Stopped):  # it may not even have begun
+            assert (await reply.whole())[0].end.finish_reason == "interrupted"
+
+    asyncio.run(check())
+    begun.worker.stop(0.0)
 
 
 def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
