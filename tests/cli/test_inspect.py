@@ -49,7 +49,7 @@ def test_smollm2(kv_here: KvHere, smollm2_path: Path) -> None:
     assert facts["arch"] == "llama" and facts["parameters"] == 134_515_008 and facts["runs"] is True
     assert facts["file_bytes"] == 98_362_432 and facts["context_length"] == 8192
     group = {"kind": "full", "layers": 30, "kv_heads": 3, "dim_k": 64, "dim_v": 64, "window": None}
-    group["row_bytes"] = 3 * (64 + 64) * 2
+    group |= {"row_bytes": 3 * (64 + 64) * 2, "state_bytes": 0}
     assert facts["attention"] == {"kind": "gqa", "groups": [group]}
     # 30 layers x 3 heads x (64 + 64) x 2 bytes
     assert facts["bytes_per_token"] == facts["windows_full_bytes_per_token"] == 23_040

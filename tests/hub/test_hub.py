@@ -280,7 +280,7 @@ def test_names_that_do_not_run_are_not_offered_as_if_they_did() -> None:
         ("falcon-8b", "no model named 'falcon-8b'", listed),
         ("llama3.1:8b", "llama-3.1-8b is known by its sizes only: kv has no file of it to download", "from the hub"),
         ("falcon:7b", "kv cannot run falcon-7b: its architecture, falcon, is not one", "models that run"),
-        ("deepseek-v3", "kv cannot run deepseek-v3: its architecture, deepseek2, is not one", "models that run"),
+        ("deepseek-v3", "deepseek-v3 is known by its sizes only: kv has no file of it to download", "a hub repository"),
         ("llama-3.1-405b", "kv has no file of it to download", "405B-Instruct-GGUF downloads it from the hub"),
     ):
         with pytest.raises(ModelError, match=re.escape(message)) as caught:
