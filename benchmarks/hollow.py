@@ -147,6 +147,8 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         engine.steps = None  # long steps are not captured
         with collecting() as more:
             seq = engine.new_sequence()
+            if seq.selector is not None:
+                seq.selector.expect(2 * PROMPT)
             for rows in (PROMPT, PROMPT):
                 engine.forward(seq, [0] * rows)
         found.update(more)

@@ -37,7 +37,7 @@ from kvcli.blockformats import WEIGHT_FORMATS  # noqa: E402
 from kvcli.codecs import CODECS  # noqa: E402
 from kvcli.kernels.gpu.chip import Chip  # noqa: E402
 from kvcli.kernels.gpu.launching import Variant  # noqa: E402
-from kvcli.options import CacheOptions, EvictOptions  # noqa: E402
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions  # noqa: E402
 
 KIB = 1 << 10
 CHIPS = {  # a card of each: A100, RTX 3060, RTX 4090, H100, B200, RTX 5090
@@ -72,6 +72,12 @@ SAMPLE = {  # for each card a case and a cache type
     80: ("olmo3", "int4"), 86: ("30b-a3b F16", "f16"), 89: ("phi3 80", "int8"), 90: ("8b", "fp8"),
     100: ("gpt-oss", "int8"), 120: ("qwen2", "int4"),
 }  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [  # of 8b
+    {},
+    {"evict": EvictOptions(policy="sink")},
+    {"evict": EvictOptions(policy="snapkv", budget="25%")},
+    {"attend": AttendOptions(pages=4, share=0.25, sparse_from=1)},
+]
 OFTEN = {"_attend": (86, 90, 100), "grouped_kernel": (86, 100)}  # for more than one card
 
 
@@ -174,8 +180,8 @@ def wanted(names: Iterable[str], types: Iterable[str], sm: int) -> dict[Key, Var
         model, pairs = CASES[name]
         for pair in pairs:
             if not types or "/".join(pair) in types or pair[0] == pair[1] in types:
-                for evict in (EvictOptions(), EvictOptions(policy="sink")) if name == "8b" else (EvictOptions(),):
-                    cache = CacheOptions(ctx_size=8192, type_k=pair[0], type_v=pair[1], evict=evict)
+                for setting in SETTINGS if name == "8b" else SETTINGS[:1]:
+                    cache = CacheOptions(ctx_size=8192, type_k=pair[0], type_v=pair[1], **setting)
                     found |= {Key.of(variant): variant for variant in launched(model, cache, CHIPS[sm])}
     if "8b" in names:
         found |= {Key.of(variant): variant for variant in launched_by_states(CHIPS[sm])}
