@@ -132,12 +132,15 @@ class Host:
     def __init__(self, first: Served, load: Callable[[str], Served], known: Callable[[], list[str]], most: int) -> None:
         """`load` opens a model by its name and may take long; it raises KVError. `known`: names that it can load."""
         self.loaded, self.known, self.most = [first], known, most
+        self._first = first.name
+        self._names_of_first = ("", first.name, *first.aliases)
         self._load, self._lock = load, asyncio.Lock()
         self._texts = ThreadPoolExecutor(1, "kv-text")  # templates and tokenizers, beside the event loop
 
     def find(self, name: str) -> Served | None:
-        """The loaded model that a name means."""
-        return next((each for each in self.loaded if name in ("", each.name, *each.aliases)), None)
+        """The loaded model that a name means; "" is the first one."""
+        name = self._first if name in self._names_of_first else name
+        return next((each for each in self.loaded if name in (each.name, *each.aliases)), None)
 
     async def served(self, name: str) -> Served:
         """The model of this name, loaded first where it is not. Raises ModelError for none that is here, DoesNotFit."""
@@ -150,7 +153,8 @@ class Host:
             if (found := self.find(name)) is not None:
                 return found
             known = self.known()
-            if name not in known:
+            name = self._first if name in self._names_of_first else name
+            if name not in (self._first, *known):
                 there = ", ".join(dict.fromkeys([*(each.name for each in self.loaded), *known]))
                 raise NoModel(f"there is no model {name[:200]!r} here", f"there are {there}")
             while True:

@@ -30,12 +30,13 @@ LATENTS = {
     "attention.kv_lora_rank": 8, "rope.dimension_count": 4, "attention.key_length": 12, "attention.value_length": 8,
     "attention.key_length_mla": 10, "attention.value_length_mla": 6,
 }  # fmt: skip
+CONVOLUTIONS: dict[str, Any] = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 1, 0]}
 DELTA = {
     "ssm.state_size": 4, "ssm.inner_size": 8, "ssm.group_count": 1, "ssm.time_step_rank": 2, "ssm.conv_kernel": 4,
     "full_attention_interval": 3,
 }  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("lfm2", "lfm2moe"), {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 1, 0]}),
+    **dict.fromkeys(("lfm2", "lfm2moe"), CONVOLUTIONS),
     **dict.fromkeys(("qwen35", "qwen35moe"), DELTA),
     "deepseek2": LATENTS,
     "mistral4": LATENTS,

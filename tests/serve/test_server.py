@@ -146,10 +146,11 @@ def test_hostile_bodies_get_a_clear_word_and_disturb_nobody(server: Server, path
 
 
 def test_models_are_loaded_on_demand_and_make_room() -> None:
-    others = {"second": lambda: open_engine("qwen2"), "third": lambda: open_engine("gemma3")}
+    others = {"tiny": open_engine, "second": lambda: open_engine("qwen2"), "third": lambda: open_engine("gemma3")}
     with running(most=2, others=others) as server:
         names = [each["id"] for each in server.get("/v1/models").json()["data"]]
         assert names == ["tiny", "second", "third"]
+        own = server.chat("Hi", max_tokens=4)["message"]["content"]
 
         def loaded() -> list[str]:
             return [each["model"] for each in server.get("/api/ps").json()["models"]]
@@ -167,6 +168,8 @@ def test_models_are_loaded_on_demand_and_make_room() -> None:
         assert loaded() == ["tiny", "third"]
         with ThreadPoolExecutor(4) as pool:  # two models that must make room for each other
             assert set(pool.map(ask, ["second", "second", "second", "second"])) == {first}
+        ask("third")
+        assert "tiny" not in loaded() and ask("") == ask("alias") == own  # the first one, which is loaded again
 
 
 def test_tokenize_and_back(server: Server) -> None:

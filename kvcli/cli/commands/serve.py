@@ -154,13 +154,19 @@ class _Opener:
         caches = engine.prompt_caches(self.kept, render.telling(self.invocation))
         worker = Worker(engine, caches, self.flags.parallel, self.flags.queue)
         worker.start()
-        called = Path(name).name.removesuffix(".gguf") if os.path.exists(name) else name
-        return Served(called, worker, tuple(dict.fromkeys((*aliases, name, engine.loaded.title))))
+        return Served(_called(name), worker, tuple(dict.fromkeys((*aliases, name, engine.loaded.title))))
 
     def later(self, name: str) -> Served:
         """Open a model that a call asks for; no signal ends the process meanwhile. Raises KVError."""
-        quiet = Interrupts()
-        return replace(self, interrupts=quiet, load=replace(self.load, offline=True)).open(name)
+        later = replace(self, interrupts=Interrupts(), load=replace(self.load, offline=True))
+        if name == _called(self.load.model):  # the first one, which made room
+            return later.open(self.load.model, tuple(self.flags.alias))
+        return later.open(name)
+
+
+def _called(model: str) -> str:
+    """The name of a model by which calls ask for it: that of a file or folder is its own, without where it lies."""
+    return Path(model).name.removesuffix(".gguf") if os.path.exists(model) else model
 
 
 def _known() -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Some
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,17 +202,13 @@ def _behind(
     engine: Engine, seq: Sequence, alone: Engine, source: Sequence, lo: int, hi: int, ids: list[int]
 ) -> torch.Tensor:
     """Hidden states of `ids` behind copies of rows [lo, hi) of a chunk, and of `seq`, which stays as it is."""
-    twin = seq.fork()
-    if source.rewindable(hi) == hi:
-        graft(engine, twin, source, lo, hi)
-    else:  # its windows have let go of these rows
-        again = alone.new_sequence()
-        compute(alone, again, source.tokens[:hi])
-        graft(engine, twin, again, lo, hi)
-        again.close()
-    hidden = compute(engine, twin, ids)
-    twin.close()
-    return hidden
+    with closing(seq.fork()) as twin, closing(alone.new_sequence()) as again:
+        if source.rewindable(hi) == hi:
+            graft(engine, twin, source, lo, hi)
+        else:  # its windows have let go of these rows
+            compute(alone, again, source.tokens[:hi])
+            graft(engine, twin, again, lo, hi)
+        return compute(engine, twin, ids)
 
 
 def _divergence(engine: Engine, hidden: torch.Tensor, other: torch.Tensor) -> float:
