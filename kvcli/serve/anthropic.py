@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcli.errors import UsageError
-from kvcli.runtime.engine.events import End, Event, Token, Usage
+from kvcli.runtime.engine.events import End, Event, Prefill, Token, Usage
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
@@ -148,6 +148,7 @@ class _Message:
         self.prompt_tokens = len(reply.prompt.ids)
         self.kind = ""  # of the block that is open
         self.blocks = 0
+        self.begun = False
         self.ended: End | None = None
 
     def whole(self, answer: Answer) -> Json:
@@ -155,16 +156,18 @@ class _Message:
         content = [*thought, {"type": "text", "text": answer.text}]
         return {**self.head, "content": content, **_stop(answer.end), "usage": _usage(answer.end.usage)}
 
-    def begin(self) -> str:
-        usage = _usage(Usage(self.prompt_tokens, 0, 0))
+    def begin(self, reused: int) -> str:
+        """`reused`: tokens of the prompt whose rows were in a cache."""
+        usage = _usage(Usage(self.prompt_tokens, reused, 0))
+        self.begun = True
         message: Json = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return wire.event({"type": "message_start", "message": message}, "message_start")
 
     def write(self, number: int, event: Event) -> str:
         """What is sent for an event."""
+        sent = "" if self.begun else self.begin(event.reused if isinstance(event, Prefill) else 0)
         if not isinstance(event, (Token, End)):
-            return ""
-        sent = ""
+            return sent
         for kind, key, text in (("thinking", "thinking", event.reasoning), ("text", "text", event.text)):
             if text:
                 sent += self._open(kind) + self._delta({"type": f"{kind}_delta", key: text})
@@ -209,9 +212,7 @@ async def messages(request: Request, serving: Serving, body: bytes) -> Response:
     reply = await wire.while_connected(request, serving.host.ask(call.asks(serving)))
     form = _Message(reply)
     if call.stream:
-        sent = wire.pieces(
-            reply, form.begin(), form.write, form.end, PING, lambda found: wire.event(failure(found), "error")
-        )
+        sent = wire.pieces(reply, "", form.write, form.end, PING, lambda found: wire.event(failure(found), "error"))
         return wire.Stream(sent, reply)
     async with reply:
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))

@@ -23,6 +23,7 @@ from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.host import Answer, Question, Reply
 from kvcli.serve.serving import Serving
 
+ROLES = "system", "developer", "user", "assistant", "tool"
 FINISH = {"context": "length", "repetition": "length", "interrupted": "length"}
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -46,6 +47,10 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     def plain(self, number: int) -> Json:
         """As templates take it. Raises UsageError."""
         asked.refuse({"audio": self.audio}, "is nothing that this model reads")
+        if self.role not in ROLES:
+            raise UsageError(f"`messages[{number}].role` must be one of {', '.join(ROLES)}, not {self.role[:40]!r}")
+        if self.content is None and not self.tool_calls:
+            raise UsageError(f"`messages[{number}].content` is missing")
         found: Json = {
             "role": "system" if self.role == "developer" else self.role,
             "content": asked.plain(self.content, f"`messages[{number}].content`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -74,7 +75,12 @@ def bound(host: str, port: int) -> socket.socket:
         return found
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(f"cannot listen on {host}, port {port}: {reason}", "name another --port") from None
+        hint = (
+            "name another --port"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES)
+            else "--host names an address of this machine"
+        )
+        raise UsageError(f"cannot listen on {host}, port {port}: {reason}", hint) from None
 
 
 def _unix(path: Path) -> socket.socket:

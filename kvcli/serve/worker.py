@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.promptcache.lookup import PromptCaches
 
 LOG = logging.getLogger("kvcli")
+LEAST_S = 30.0  # that a step and the writing of caches may take at the end
 
 
 class Busy(KVError):
@@ -127,7 +128,9 @@ class Worker:
         with self._change:
             for work in (*self._waiting, *self._running):
                 work.cancelled = True
-        self._thread.join()
+        self._thread.join(LEAST_S)
+        if self._thread.is_alive():
+            LOG.warning("an answer does not end: the process ends without it")
 
     @property
     def idle(self) -> bool:

@@ -136,6 +136,8 @@ def test_models_and_names(client: openai.OpenAI) -> None:
         ("stream_options", {"include_usage": True}, "needs 'stream'"),
         ("functions", [{}], "cannot be used"),
         ("messages", [], "empty"),
+        ("messages", [{"role": "user"}], "'messages[0].content' is missing"),
+        ("messages", [{"role": "bogus", "content": "x"}], "must be one of system, developer"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads text only"),
         ("messages", [{"role": "user", "content": "word " * 900}], "context"),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, "cannot be followed"),

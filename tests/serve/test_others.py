@@ -38,6 +38,10 @@ def test_messages_whole_and_streamed(claude: anthropic.Anthropic, server: Server
         assert "".join(stream.text_stream) == wanted
         last = stream.get_final_message()
     assert last.content[0].text == wanted and last.stop_reason == "max_tokens"
+    started = next(iter(claude.messages.create(**asked, stream=True))).message.usage
+    assert (started.input_tokens, started.cache_read_input_tokens) == (
+        last.usage.input_tokens, last.usage.cache_read_input_tokens
+    )  # fmt: skip
     usage = last.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == found.usage.input_tokens + (
         found.usage.cache_read_input_tokens or 0

@@ -172,6 +172,20 @@ def test_models_are_loaded_on_demand_and_make_room() -> None:
         assert "tiny" not in loaded() and ask("") == ask("alias") == own  # the first one, which is loaded again
 
 
+def test_two_models_answer_at_the_same_time() -> None:
+    with running(most=2, others={"second": lambda: open_engine("qwen2")}) as server:
+
+        def ask(name: str) -> str:
+            asked = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "temperature": 0}
+            found = server.post("/v1/chat/completions", {**asked, "ignore_eos": True}).raise_for_status().json()
+            return found["choices"][0]["message"]["content"]
+
+        wanted = {name: ask(name) for name in ("tiny", "second")}
+        names = ["tiny", "second"] * 8
+        with ThreadPoolExecutor(len(names)) as pool:
+            assert list(pool.map(ask, names)) == [wanted[name] for name in names]
+
+
 def test_tokenize_and_back(server: Server) -> None:
     found = server.post("/tokenize", {"content": "Hello there", "with_pieces": True}).json()["tokens"]
     assert "".join(each["piece"] for each in found) == "Hello there"

@@ -40,6 +40,11 @@ def _site(text: str) -> None:
         raise UsageError(f"--cors must be a site such as https://a.org, or *, not '{text}'", "give it without a path")
 
 
+def _body(text: str) -> None:
+    if parse_size(text, "--max-body") < 1024:
+        raise UsageError(f"--max-body must be 1 KiB or more, not '{text}'", "write 32MiB")
+
+
 def _name(text: str) -> None:
     if not text.strip():
         raise UsageError("--alias is empty", "give a name")
@@ -124,7 +129,7 @@ class ServerFlags:
             "--max-body",
             metavar="SIZE",
             help="Longest body of a call.",
-            callback=checked(functools.partial(parse_size, flag="--max-body")),
+            callback=checked(_body),
         ),
     ] = "32MiB"
 

@@ -167,8 +167,10 @@ static void wait_for_tasks(int64_t n_tasks) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* Run fn(arg, task, thread) for every task of [0, n_tasks). */
-static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
+/* Held by whoever runs tasks: several engines of a process take turns, call by call. */
+static pthread_mutex_t callers = PTHREAD_MUTEX_INITIALIZER;
+
+static void run_tasks(int64_t n_tasks, task_fn fn, void *arg) {
     if (pool.tuner.limit <= 1 || n_tasks <= 1) {
         for (int64_t t = 0; t < n_tasks; t++) fn(arg, t, 0);
         return;
@@ -192,7 +194,15 @@ static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
     if (shortest != INT64_MAX) kv_tuner_add(&pool.tuner, now, (double)shortest * (double)n_tasks, (double)(now - began));
 }
 
+/* Run fn(arg, task, thread) for every task of [0, n_tasks). */
+static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
+    pthread_mutex_lock(&callers);
+    run_tasks(n_tasks, fn, arg);
+    pthread_mutex_unlock(&callers);
+}
+
 static void start_threads(int threads) {
+    pthread_mutex_lock(&callers);
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads < 1) threads = 1;
     for (; pool.started < threads; pool.started++) {
@@ -201,6 +211,7 @@ static void start_threads(int threads) {
         pthread_detach(id);
     }
     kv_tuner_reset(&pool.tuner, threads < pool.started ? threads : pool.started);
+    pthread_mutex_unlock(&callers);
 }
 
 /* Scratch of at least `floats` for one thread, 64-byte aligned; NULL-free: aborts the process when memory is gone. */
