@@ -166,5 +166,5 @@ class SampleOptions:
     loop_stop: bool | None = None  # end an answer that repeats itself; None = unless ignore_eos
     stop: tuple[str, ...] = ()
     grammar: str = ""  # what the answer follows, made by runtime/text/grammar.py; "" = it is free
-    spec: str = "suffix"  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram" or "off"
+    spec: str = "off"  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram" or "off"
     logprobs: int | None = None  # of how many tokens log probabilities are told, beside the chosen one; None = of none

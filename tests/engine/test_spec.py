@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from batches import Watched, alone, same, watched
-from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
+from engines import DRAWN as PLAINLY_DRAWN
+from engines import GREEDY as PLAINLY_GREEDY
+from engines import PROMPT, open_tiny, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reusecases import NOWHERE, Told, store_in
@@ -36,6 +38,7 @@ POLICIES = (
     EvictOptions("shift", keep=3),
 )  # fmt: skip
 OFF = {"spec": "off"}
+DRAWN, GREEDY = (replace(options, spec="suffix") for options in (PLAINLY_DRAWN, PLAINLY_GREEDY))
 
 
 @functools.cache
