@@ -39,7 +39,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     num_ctx: int | None = None
-    num_keep: Any = None
+    num_keep: int | None = None
     num_batch: Any = None  # how the machine is used is said to `kv serve`: these are of no account
     num_gpu: Any = None
     main_gpu: Any = None
@@ -58,6 +58,10 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
         for name, off in (("typical_p", 1.0), ("tfs_z", 1.0), ("mirostat", 0), ("penalize_newline", True)):
             if getattr(self, name) not in (None, off):
                 raise UsageError(f"`options.{name}` cannot be used: kv has no such sampling", "leave it out")
+        if self.num_keep not in (None, 0, -1):
+            raise UsageError(
+                "`options.num_keep` cannot be used: what stays is said to kv serve", "kv serve --keep sets it"
+            )
         limit = None if self.num_predict is None else max(self.num_predict, -1)
         seed = self.seed if self.seed is None or self.seed >= 0 else None
         return asked.options(
@@ -196,6 +200,10 @@ class _Lines:
 
 async def _answered(request: Request, serving: Serving, question: Question, call: _Common, chat: bool) -> Response:
     reply = await wire.while_connected(request, serving.host.ask(question))
+    asks, most = (call.options or Options()).num_ctx, reply.served.worker.engine.ctx_size
+    if asks is not None and asks > most:
+        async with reply:
+            raise UsageError(f"`options.num_ctx` is {asks}, and the context {most}", "kv serve --ctx-size sets it")
     form = _Lines(reply, call.model, chat)
     if call.stream is not False:
         sent = wire.pieces(reply, "", form.write, str, "", lambda found: _line(failure(found)))

@@ -77,6 +77,8 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
         asked.refuse({"prompt": self.prompt, "background": self.background}, "cannot be used with this server")
         asked.refuse({"top_logprobs": self.top_logprobs}, "cannot be used here; chat completions have it")
+        if more := set(self.include or ()) - {"reasoning.encrypted_content"}:  # of which there is none
+            raise UsageError(f"`include` has {min(more)[:60]!r}, which cannot be had here", "leave it out")
         if self.tools and self.tool_choice != "none":
             raise UsageError("`tools` cannot be used with this server yet", "leave it out")
         if self.truncation not in (None, "disabled"):

@@ -115,6 +115,13 @@ def test_responses_whole_and_streamed(client: openai.OpenAI, server: Server) -> 
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == found.output_text
 
 
+def test_what_a_response_cannot_include(server: Server) -> None:
+    asked = {"input": "Hello", "max_output_tokens": 1}
+    assert server.post("/v1/responses", {**asked, "include": ["reasoning.encrypted_content"]}).status_code == 200
+    found = server.post("/v1/responses", {**asked, "include": ["message.output_text.logprobs"]})
+    assert found.status_code == 400 and "'include' has" in found.json()["error"]["message"]
+
+
 def test_models_and_names(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"

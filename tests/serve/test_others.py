@@ -90,5 +90,10 @@ def test_ollama_s_lists(llama: ollama.Client) -> None:
     assert llama.show("tiny").modelinfo
     with pytest.raises(ollama.ResponseError, match="no model"):
         llama.chat("other", HELLO)
+    with pytest.raises(ollama.ResponseError, match="num_ctx' is 99999, and the context 512"):
+        llama.chat("tiny", HELLO, options={"num_ctx": 99999})
+    with pytest.raises(ollama.ResponseError, match="num_keep' cannot be used"):
+        llama.chat("tiny", HELLO, options={"num_keep": 5})
+    assert llama.chat("tiny", HELLO, options={"num_ctx": 256, "num_predict": 1}).done
     with pytest.raises(ollama.ResponseError, match="no such sampling"):
         llama.chat("tiny", HELLO, options={"mirostat": 2})
