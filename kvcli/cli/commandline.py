@@ -17,6 +17,7 @@ from kvcli.words import listed, meant, near
 
 _SHOWN = 3  # of the words that are too many, and of commands
 _LISTS = ("LIST", "N[,N]", "T[,T]")  # what options are said to take that have several values in one word
+_ANY = ("TEXT", "PROMPT", "OPTIONS")  # and those that have a text, which may look like an option
 _TEXTS = ("prompt", "text")  # what arguments that are a user's text are called
 _VALUES = "values"  # what arguments that may be negative numbers are called
 
@@ -74,12 +75,18 @@ class Reader:
             if value is not None:
                 raise UsageError(f"{name} takes no value: {word}", f"see {self.path} --help")
             return [ours]
-        if value is None and rest:
-            value = rest.pop(0)
         if value is None:
-            metavar = self.options[ours].metavar or "VALUE"
-            raise UsageError(f"{name} needs a value: {name} {metavar}", f"see {self.path} --help")
+            value = self._next(self.options[ours], name, rest)
         return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
+
+    def _next(self, option: Any, name: str, rest: list[str]) -> str:
+        """The value of an option, from the words behind its name. An option of the command is none, unless the value
+        may be any text. Raises UsageError."""
+        metavar, another = option.metavar or "VALUE", bool(rest) and rest[0] in self.options
+        if rest and not (another and metavar not in _ANY):
+            return rest.pop(0)
+        behind = f", and {rest[0]} is an option" if another else ""
+        raise UsageError(f"{name} needs a value: {name} {metavar}{behind}", f"see {self.path} --help")
 
     def _check_twice(self, option: Any, name: str) -> None:
         """The last value of an option counts, but not where the others were to be compared with it: UsageError then."""

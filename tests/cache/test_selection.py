@@ -296,7 +296,7 @@ def test_budgets_are_numbers_or_shares():
         (EvictOptions("h2o", budget="0%"), "must be more than 0 %"),
         (EvictOptions("h2o", budget="0"), "must be more than 0 tokens"),
         (EvictOptions("snapkv", budget="80"), "`budget` is 80, less than the 129 rows"),
-        (EvictOptions("h2o", window=100, budget="25%"), "`window` needs `evict`"),
+        (EvictOptions("h2o", window=100, budget="25%"), "`evict=h2o` has no `window`"),
         (EvictOptions("h2o", keep=3, budget="25%"), "`keep` needs"),
         (EvictOptions("h2o", budget="9999"), "forgets nothing in a context of 4,096"),
     ],

@@ -143,6 +143,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("run", "smollm2", "hi"), "unexpected argument: hi\n  kv run -m smollm2 ... takes the model smollm2"),
         (("estimate", "smollm2", "--gpu"), "--gpu needs a value: --gpu NAME\n  see kv estimate --help"),
         (("run", "hi", "-f"), "-f needs a value: -f FILE\n  see kv run --help"),
+        (
+            ("cache", "show", "x", "--mass", "--json"),
+            "--mass needs a value: --mass MODEL, and --json is an option\n  see kv cache show --help",
+        ),
         (("tokenize", "a", "b", "c"), "unexpected arguments: b c\n  put the text in quotes"),
         (("run", "-f", "a.txt", "b.txt", "c0.txt"), "c0.txt\n  repeat -f for each file, or cat FILES | kv run"),
         (("tokenize", "-f", "a.txt", "b.txt", "c0.txt"), "c0.txt\n  cat FILES | kv tokenize"),

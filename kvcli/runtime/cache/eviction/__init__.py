@@ -162,6 +162,8 @@ def check(asked: EvictOptions, page_size: int) -> None:
                 "a page that is being filled stays whole: use a larger budget, or a smaller `page_size`",
             )
     if asked.window and chosen.retention is None:
+        if chosen.scorer:
+            raise UsageError(f"`evict={asked.policy}` has no `window`", "`budget` says how many rows stay")
         raise UsageError("`window` needs `evict`", "`evict=sink` keeps the first tokens and a window")
     if asked.keep is not None and not chosen.free:
         keeping = " or ".join(f"`evict={name}`" for name in names() if policy(name).free)
