@@ -6,7 +6,8 @@
 
 The launches are those of the product: an engine without numbers (hollow.py) says what it would launch on the card. Each
 kernel is then compiled by the card's own compiler, and fits if a program's shared memory, tensor memory and registers
-are there and no more than SPILLED bytes of a thread's registers are kept in memory. A line for each that does not fit,
+are there, no more than SPILLED bytes of a thread's registers are kept in memory, and fences stand where they have to
+(`unfenced`). A line for each that does not fit,
 a table of the largest, then one JSON line; the exit code is 1 if anything does not fit. No GPU is needed.
 """
 
@@ -102,13 +103,14 @@ class Key(NamedTuple):
 
 class Fit(NamedTuple):
     """What a program takes: bytes of shared memory, columns of tensor memory, registers, and bytes of registers in
-    memory, of each of `threads`."""
+    memory, of each of `threads`. `unfenced`: products that may be wrong, see there."""
 
     shared: int
     columns: int
     registers: int
     spilled: int
     threads: int
+    unfenced: int
 
     def lacks(self, chip: Chip) -> str:
         """What the card has too little of; "" = the kernel fits."""
@@ -118,6 +120,8 @@ class Fit(NamedTuple):
             return f"{self.columns} columns of tensor memory"
         if self.registers * self.threads > REGISTERS:
             return f"{self.registers} registers of {self.threads} threads"
+        if self.unfenced:
+            return f"{self.unfenced} products read copies without a fence"
         return f"{self.spilled:,} bytes a thread are spilled" if self.spilled > SPILLED else ""
 
 
@@ -158,7 +162,22 @@ def compile_for(sm: int, variants: dict[Key, Variant], threads: int) -> Iterator
                 yield key, f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
             columns = getattr(found.metadata, "tmem_size", None) or 0
-            yield key, Fit(found.metadata.shared, columns, *_usage(found.asm["cubin"]), 32 * found.metadata.num_warps)
+            usage, threads = _usage(found.asm["cubin"]), 32 * found.metadata.num_warps
+            yield key, Fit(found.metadata.shared, columns, *usage, threads, unfenced(found.asm["ptx"]))
+
+
+def unfenced(assembly: str) -> int:
+    """Products by warp groups or tensor memory that come behind a wait for copies into shared memory, and behind no
+    fence since: they may read what was there before. See `fence_copies` in kernels/gpu/language.py."""
+    found, fenced = 0, True
+    for line in assembly.splitlines():
+        if "cp.async.wait_group" in line:
+            fenced = False
+        elif "fence.proxy.async" in line:
+            fenced = True
+        elif "wgmma.mma_async" in line or "tcgen05.mma" in line:
+            found += not fenced
+    return found
 
 
 def _usage(binary: bytes) -> tuple[int, int]:

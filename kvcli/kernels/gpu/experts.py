@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvcli.errors import ModelError
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants, repack
-from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, fence_copies, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.wide import COLUMNS, HalfRows, weave
 from kvcli.kernels.gpu.woven import woven_dot
@@ -182,6 +182,7 @@ def plain_dot(X, W, row, x_row, there, K: tl.constexpr, N: tl.constexpr, T: tl.c
         w = tl.load(W + row[:, None] * K + (first + k)[None, :], mask=(first + k < K)[None, :], other=0.0)
         here = there[:, None] & (first + k < K)[None, :]
         x = tl.load(X + x_row[:, None] * K + (first + k)[None, :], mask=here, other=0.0)
+        fence_copies(N)
         acc = tl.dot(w.to(tl.float16), tl.trans(x), acc)
     return acc
 

@@ -13,9 +13,11 @@ import os
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRET = tl.constexpr(INTERPRETED)
+UNFENCED = tl.constexpr(not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 
 
 # How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what that
@@ -45,6 +47,21 @@ def wait_at_end(PDL: tl.constexpr):
     """The last thing of a kernel that runs beside the one before it: whoever waits for this one waits for both."""
     if PDL == _BESIDE:
         gdc_wait()
+
+
+@triton.jit
+def fence_copies(M: tl.constexpr):
+    """Between loads in a loop and a product of M rows that reads what was loaded from shared memory.
+
+    The compiler makes such loads copies into shared memory. From 64 rows on products go by warp groups (sm_90) or
+    tensor memory (sm_100), which read it by another way than copies are written: without a fence they may find what was
+    there before, and now and then a tile of the sum is wrong. Triton has put one there since 3.8 only
+    (triton-lang/triton#9610).
+    """
+    if UNFENCED and M >= 64 and cuda_capability_geq(9, 0):
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
 
 
 @triton.jit

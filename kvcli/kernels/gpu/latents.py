@@ -18,7 +18,7 @@ from kvcli.codecs import RecordLayout
 from kvcli.kernels.gpu import shares
 from kvcli.kernels.gpu.attention import LOG2_E, Partials, Tiling, tile_end
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, fence_copies, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import address
@@ -147,6 +147,7 @@ def _span(
         k = plain_tile(values - V_OFFSET, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, MASKED)
         if NV == 1:
             v0 = plain_tile(values, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, MASKED)
+            fence_copies(M)
             s = tl.dot(q0, tl.trans(v0), tl.dot(qk, tl.trans(k)))
         else:
             if NV == 2:
@@ -162,6 +163,7 @@ def _span(
                 s = s * vd.to(tl.float32)[None, :]
             if FACTOR_V != 0:
                 s = s * factor
+            fence_copies(M)
             s = tl.dot(qk, tl.trans(k), s)
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.language import fence_copies
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import padded
 from kvcli.kernels.gpu.rows import LOG2_E
@@ -49,6 +50,7 @@ def _blocks(
         page = tl.load(first + i // TILES)
         at = (page * SIZE + i % TILES * BN + n) * KV_HEADS + own
         k = tl.load(keys + at[:, None] * DIM_K + dk[None, :], mask=(dk < DIM_K)[None, :], other=0.0)
+        fence_copies(BLOCK)
         s = tl.dot(x, tl.trans(k))
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
@@ -57,6 +59,7 @@ def _blocks(
         p = tl.exp2(s - higher[:, None])
         total = total * decay + tl.sum(p, 1)
         v = tl.load(values + at[:, None] * DIM_V + dv[None, :], mask=(dv < DIM_V)[None, :], other=0.0)
+        fence_copies(BLOCK)
         acc = tl.dot(p.to(tl.float16), v, acc * decay[:, None])
         top = higher
     found = acc / tl.maximum(total, 1e-30)[:, None]

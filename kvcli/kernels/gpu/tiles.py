@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kvcli.codecs import HEAD, Codec
-from kvcli.kernels.gpu.language import INTERPRET, INTERPRETED
+from kvcli.kernels.gpu.language import INTERPRET, INTERPRETED, fence_copies
 
 LARGEST_HALF = tl.constexpr(65504.0)
 
@@ -348,7 +348,9 @@ def dot_keys(q0, q1, q2, q3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.conste
              CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Parts of queries, float16 [M, PAD / PARTS], times the codes of rows -> float32 [M, BN]."""
     if PARTS == 1:
-        return tl.dot(q0, tl.trans(plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)))
+        k = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        fence_copies(q0.shape[0])
+        return tl.dot(q0, tl.trans(k))
     elif PARTS == 2:
         k0, k1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
         return tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
@@ -364,6 +366,7 @@ def add_values(w, decay, a0, a1, a2, a3, at, rows, seen, PITCH: tl.constexpr, DI
     """Each part's sum, float32 [M, PAD / PARTS], times decay [M], plus weights float16 [M, BN] times the codes."""
     if PARTS == 1:
         v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        fence_copies(w.shape[0])
         a0 = tl.dot(w, v0, a0 * decay[:, None])
     elif PARTS == 2:
         v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.codes import D_M, E4M3, OF_16, PAIR, QUARTERS, factors, load_planar, unpack, values_of
-from kvcli.kernels.gpu.language import INTERPRET
+from kvcli.kernels.gpu.language import INTERPRET, fence_copies
 
 BLOCK = 128  # columns
 GROUPS = tl.constexpr(4)  # as many groups
@@ -220,6 +220,7 @@ def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, l
                              N)  # fmt: skip
         x_low = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
         x_high = tl.load(x_at + step * 128 + 64, mask=there[:, None], other=0.0)
+        fence_copies(N)
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
     return acc
