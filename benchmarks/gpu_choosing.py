@@ -1,0 +1,96 @@
+"""What `--attend pages:K` costs a token on a CUDA machine, whole and by kernel.
+
+    python benchmarks/gpu_choosing.py MODEL.gguf                        # f16, int8, int4 at 32k and 120k
+    python benchmarks/gpu_choosing.py MODEL.gguf --types f16 --tokens 32768
+
+K is a quarter of all pages; beside it stands a context a quarter as long of which everything is read, and `speed` is its
+time over that of `pages:K`. Microseconds a layer are those that a profiler sees, in which kernels that are launched
+ahead also wait. A table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from kvcli import environment
+
+environment.prepare()  # before torch is imported
+
+import torch  # noqa: E402
+
+from kvcli.options import AttendOptions, CacheOptions, LoadOptions  # noqa: E402
+from kvcli.runtime.engine.engine import Engine  # noqa: E402
+from kvcli.runtime.engine.loaded import LoadedModel  # noqa: E402
+from kvcli.runtime.engine.opened import Opened  # noqa: E402
+
+TOKENS, REPEATS = 40, 5
+KERNELS = ("_score", "_select", "_attend", "_combine")
+
+
+def token_ms(engine: Engine, rows: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a token behind so many rows, and microseconds of a layer by kernel."""
+    seq, graph = engine.new_sequence(), engine.graph
+    assert graph is not None
+    ids = torch.randint(5, 30000, (rows,), generator=torch.manual_seed(1)).tolist()
+    for start, end in engine.chunks(0, rows):
+        engine.forward(seq, ids[start:end])
+    graph.unbind()
+
+    def some(n: int) -> None:
+        for i in range(n):
+            graph.run(seq, 7 + i)
+        torch.cuda.synchronize()
+
+    some(3)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        some(TOKENS)
+        times.append((time.perf_counter() - began) * 1000 / TOKENS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        some(4)
+    layers, found = engine.config.n_layers, defaultdict[str, float](float)
+    for event in profile.key_averages():
+        found[event.key] += event.self_device_time_total / 4 / layers
+    seq.close()
+    return statistics.median(times), dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--types", default="f16,int8,int4")
+    parser.add_argument("--tokens", default="32768,122880")
+    options = parser.parse_args()
+    load, rows = LoadOptions(str(options.model)), []
+    loaded = None
+    print(f"{'tokens':>7} {'cache':5} {'pages:K':>8} {'quarter':>8} {'speed':>6}  us a layer")
+    for tokens in map(int, options.tokens.split(",")):
+        for kind in options.types.split(","):
+            found = []
+            for length, pages in ((tokens, tokens // 256), (tokens // 4, 0)):
+                cache = CacheOptions(length + 1024, kind, kind, attend=AttendOptions(pages=pages))
+                if loaded is None:
+                    loaded = LoadedModel(Opened(options.model, load), load, cache)
+                    engine = Engine(loaded)
+                else:
+                    engine = Engine(loaded, loaded.terms.under(cache))
+                found.append(token_ms(engine, length))
+                del engine
+                torch.cuda.empty_cache()
+            (chosen, by_kernel), (whole, other) = found
+            each = {name: round(us, 1) for name, us in by_kernel.items() if us > 0.5}
+            rows.append({"tokens": tokens, "cache": kind, "pages": chosen, "quarter": whole, "speed": whole / chosen,
+                         "us": each, "us of a quarter": {n: round(us, 1) for n, us in other.items() if us > 0.5}})  # fmt: skip
+            few = " ".join(f"{n} {each.get(n, 0):.1f} ({other.get(n, 0):.1f})" for n in KERNELS)
+            print(f"{tokens:7} {kind:5} {chosen:8.3f} {whole:8.3f} {whole / chosen:6.2f}  {few}", flush=True)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
