@@ -3,7 +3,7 @@
     python benchmarks/gpu_choosing.py MODEL.gguf                        # f16, int8, int4 at 32k and 120k
     python benchmarks/gpu_choosing.py MODEL.gguf --types f16 --tokens 32768
 
-K is a quarter of all pages; beside it stands a context a quarter as long of which everything is read, and `speed` is its
+K is a quarter of all pages. Beside it stands a context a quarter as long of which everything is read; `speed` is its
 time over that of `pages:K`. Microseconds a layer are those that a profiler sees, in which kernels that are launched
 ahead also wait. A table, then one JSON line.
 """
@@ -84,10 +84,10 @@ def main() -> None:
                 del engine
                 torch.cuda.empty_cache()
             (chosen, by_kernel), (whole, other) = found
-            each = {name: round(us, 1) for name, us in by_kernel.items() if us > 0.5}
-            rows.append({"tokens": tokens, "cache": kind, "pages": chosen, "quarter": whole, "speed": whole / chosen,
-                         "us": each, "us of a quarter": {n: round(us, 1) for n, us in other.items() if us > 0.5}})  # fmt: skip
-            few = " ".join(f"{n} {each.get(n, 0):.1f} ({other.get(n, 0):.1f})" for n in KERNELS)
+            each, of_quarter = ({n: round(us, 1) for n, us in x.items() if us > 0.5} for x in (by_kernel, other))
+            row = {"tokens": tokens, "cache": kind, "pages": chosen, "quarter": whole, "speed": whole / chosen}
+            rows.append({**row, "us": each, "us of a quarter": of_quarter})
+            few = " ".join(f"{n} {each.get(n, 0):.1f} ({of_quarter.get(n, 0):.1f})" for n in KERNELS)
             print(f"{tokens:7} {kind:5} {chosen:8.3f} {whole:8.3f} {whole / chosen:6.2f}  {few}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
 
