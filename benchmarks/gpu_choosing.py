@@ -29,7 +29,7 @@ from kvcli.runtime.engine.loaded import LoadedModel  # noqa: E402
 from kvcli.runtime.engine.opened import Opened  # noqa: E402
 
 TOKENS, REPEATS = 40, 5
-KERNELS = ("_score", "_select", "_attend", "_combine")
+KERNELS = ("_score", "_rank", "_attend", "_combine")
 
 
 def token_ms(engine: Engine, rows: int) -> tuple[float, dict[str, float]]:

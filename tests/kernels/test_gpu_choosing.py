@@ -14,6 +14,8 @@ from support.sealedcases import layout
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.kernels.gpu import past
 from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.kernels.gpu.choosing import FORCED, NEVER, take_best
+from kvcli.kernels.gpu.pages import Selected, selected
 from kvcli.options import AttendOptions
 from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.eviction import Retention
@@ -73,6 +75,23 @@ class Layer:
         out = self.ops.attend(qkv.clone().to(self.ops.device), [Stretch(0, len(qkv), kv, part.start)], self.how)
         self.seq.commit([0] * len(qkv))
         return out.cpu(), part
+
+
+@pytest.mark.parametrize(("entries", "limits", "forced"), [(5, (0, 5, 3), ()), (300, (3, 290, 40), (3, 128, 289))])
+def test_the_best_of_many(entries: int, limits: tuple[int, int, int], forced: tuple[int, ...]) -> None:
+    """Of equal scores the earlier ones, and what is read in any case whatever it scores."""
+    noise, (lo, hi, count) = torch.manual_seed(entries), limits
+    scores = torch.randint(-20, 20, (KV_HEADS, entries), generator=noise).float()
+    scores[:, :lo] = scores[:, hi:] = NEVER.value
+    for at in forced:
+        scores[:, at] = FORCED.value
+    table = torch.arange(100, 100 + entries)
+    some = selected(table, torch.tensor(limits), KV_HEADS, count - len(forced))
+    some.scores[0] = scores
+    some = Selected(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in vars(some).values()))
+    take_best(some, table.to(DEVICE), entries)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(some.chosen[:, :count].cpu(), 100 + best) and not some.chosen[:, count:].any()
 
 
 def both(*what) -> list[Layer]:

@@ -1,7 +1,7 @@
 """What queries read where they do not read all pages, and the means of keys by which they choose.
 
-reference/choosing.py is the specification. A token of an answer: `score`, then `select`, which lists the pages of each
-key-value head for attention.py to walk. A block of a prompt: `score`, and `mask`; its pages are read in sparse.py.
+reference/choosing.py is the specification. A token of an answer: `score`, then `take_best`, which lists the pages of
+each key-value head for attention.py to walk. A block of a prompt: `score`, and `mask`; its pages are read in sparse.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -16,15 +16,16 @@ import triton.language as tl
 
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
-from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.pages import DevicePages, Selected, padded
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
-from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, bound, launch_options
 from kvcli.kernels.paged import CHOICE_BLOCK, Choice
 
 TILE = 64  # means that a program looks at
-STEPS = 20  # bits by which scores are told apart, from the least to the largest
+RANKED, COMPARED = 32, 128  # entries whose ranks a program finds, and with how many at a time it compares them
 FORCED = tl.constexpr(1.0e30)  # the score of what is read in any case
 NEVER = tl.constexpr(-1.0e30)  # of what is not there
+LEAST = tl.constexpr(-1.0e29)  # of what is
 
 
 @triton.jit
@@ -78,34 +79,44 @@ def _score(
     s = tl.where(known, s, FORCED)
     s = tl.where(there, s, NEVER)
     best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
+    best = tl.where(best == best, best, LEAST)  # no number would have no rank
     entry = tl.program_id(1) * BN + tl.arange(0, BN)
     tl.store(scores + (block * tl.num_programs(0) + head) * room + entry, best, mask=entry < room)
 
 
-@triton.jit(do_not_specialize=["room", "pages"])
-def _select(scores, table, chosen, room, pages, N: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr):
-    """One program: a head. The words of its best pages, in order, as many as are wanted and those that are forced."""
+@triton.jit
+def _scores(scores, first, entries, N: tl.constexpr):
+    """float32 [1, N] from entry `first` on."""
+    at = first + tl.arange(0, N)
+    return tl.load(scores + at, mask=at < entries, other=NEVER)[None, :]
+
+
+@triton.jit(do_not_specialize=["room", "entries"])
+def _rank(scores, table, limits, chosen, room, entries, BN: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+    """One program: a head and BN entries, each of which goes to the place of its rank if it is one that is read.
+
+    An entry's rank is how many score higher, or as high and stand before it. All are compared with all: of a few
+    thousand that takes less time than one program for a head, which would have to go over them bit by bit.
+    """
     head = tl.program_id(0)
-    at = tl.arange(0, N)
-    words = tl.load(table + at, mask=at < room, other=0)
+    at = tl.program_id(1) * BN + tl.arange(0, BN)
+    own = tl.program_id(1) * BN // N * N  # where the N entries begin that have these among them
+    words = tl.load(table + at, mask=at < entries, other=0)
+    count = tl.load(limits + 2).to(tl.int32)
+    of_head = scores + head * room
     wait_for_previous(PDL)
-    s = tl.load(scores + head * room + at, mask=at < room, other=-1.0e30)
-    forced = s >= FORCED
-    asked = (s < FORCED) & (s > NEVER)
-    least = tl.min(tl.where(asked, s, FORCED), 0)
-    most = tl.max(tl.where(asked, s, NEVER), 0)
-    key = ((s - least) * (((1 << BITS) - 1) / tl.maximum(most - least, 1e-30))).to(tl.int32)
-    key = tl.where(asked, key, -1)
-    cut = 0
-    for i in tl.static_range(BITS):
-        higher = cut | (1 << (BITS - 1 - i))
-        cut = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= pages, higher, cut)
-    above = key > cut
-    level = (key == cut).to(tl.int32)
-    left = pages - tl.sum(above.to(tl.int32), 0)
-    take = forced | above | ((level == 1) & (tl.cumsum(level, 0) <= left))
-    place = tl.cumsum(take.to(tl.int32), 0) - 1
-    tl.store(chosen + head * room + place, words, mask=take)
+    mine = tl.load(of_head + at, mask=at < entries, other=NEVER)[:, None]
+    ahead = tl.zeros((BN, N), tl.int32)
+    for first in tl.range(0, bound(own), N):
+        ahead += (_scores(of_head, first, entries, N) >= mine).to(tl.int32)
+    others = _scores(of_head, own, entries, N)
+    before = (own + tl.arange(0, N))[None, :] < at[:, None]
+    ahead += ((others > mine) | ((others == mine) & before)).to(tl.int32)
+    for first in tl.range(bound(own + N), bound(entries), N):
+        ahead += (_scores(of_head, first, entries, N) > mine).to(tl.int32)
+    rank = tl.sum(ahead, 1)
+    there = tl.max(mine, 1) > NEVER
+    tl.store(chosen + head * room + rank, words, mask=there & (rank < count))
 
 
 def score(
@@ -123,19 +134,23 @@ def score(
 
 
 def choose(queries: Queries, pages: DevicePages, entries: int, pdl: int = SERIAL) -> torch.Tensor:
-    """What a token reads of the table: int64 [kv_heads, room] words, of each head as many as `HostLists` counted.
-    `entries`: of the table, at most."""
+    """What a token reads of the table: int64 [kv_heads, room] words, of each head as many as `HostLists` counted, best
+    ones first. `entries`: of the table, at most."""
     r, lists = pages.record, pages.lists
     some = lists.selection
     assert some is not None
     entries = min(entries, some.chosen.shape[1])
     score(queries.q, queries.q.shape[1] // r.kv_heads, pages, some.scores, some.summaries, some.limits, entries, pdl)
-    n = max(16, triton.next_power_of_2(entries))
-    launch(_select, (r.kv_heads,))(
-        some.scores, lists.table, some.chosen, some.chosen.shape[1], some.pages, n, STEPS, pdl,
-        **launch_options(pdl, 4 if n <= 2048 else 8),
-    )  # fmt: skip
+    take_best(some, lists.table, entries, pdl)
     return some.chosen
+
+
+def take_best(some: Selected, table: torch.Tensor, entries: int, pdl: int = SERIAL) -> None:
+    """The words of the best of the first `entries` of the table, by `some.scores`, to `some.chosen`."""
+    heads, room = some.chosen.shape
+    launch(_rank, (heads, triton.cdiv(entries, RANKED)))(
+        some.scores, table, some.limits, some.chosen, room, entries, RANKED, COMPARED, pdl, **launch_options(pdl, 4)
+    )  # fmt: skip
 
 
 def mask(queries: Queries, pages: DevicePages, choice: Choice, start: int) -> torch.Tensor:

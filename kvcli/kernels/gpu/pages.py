@@ -49,8 +49,8 @@ class Selected:
     """What queries choose among, and where the choice of one goes (choosing.py).
 
     `summaries`: int64 [n], beside the table: where the means of a page's keys are, 0 = it is read in any case. A token
-    reads `pages` of the entries from limits[0] to limits[1], int64 [2]: `scores` float32 and `chosen` int64 words, of
-    each head [room].
+    reads `pages` of the entries from limits[0] to limits[1] and those without means, limits[2] in all, int64 [3]:
+    `scores` float32 and `chosen` int64 words, of each head [room].
     """
 
     summaries: torch.Tensor
@@ -154,7 +154,7 @@ class HostLists(NamedTuple):
     edged: bool
     past: tuple[int, int]
     summaries: np.ndarray
-    limits: tuple[int, int]
+    limits: tuple[int, int, int]
 
     @classmethod
     def of(cls, kv: PagedKV, shift: np.ndarray | None, asked: Asked, blocks: Blocks, slots: Slots | None) -> HostLists:
@@ -169,7 +169,7 @@ class HostLists(NamedTuple):
         opened = Class.of(kv.open.entries, size, None) if kv.open else None
         found, into = shares(table, opened, *blocks, asked.window, size), words(kv.into.addresses, of_into)
         found, past = found.without_past(asked.past) if asked.past else (found, (0, 0))
-        found, limits = found.choosing(table.summaries, asked.choose) if asked.choose else (found, (0, 0))
+        found, limits = found.choosing(table.summaries, asked.choose) if asked.choose else (found, (0, 0, 0))
         return cls(
             shift=np.zeros(asked.rows, np.int64) if shift is None else shift,
             table=table.words,

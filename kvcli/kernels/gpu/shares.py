@@ -63,16 +63,18 @@ class Shares(NamedTuple):
         room = np.zeros_like(self.work[:, :1])
         return self._replace(work=np.concatenate((_packed(np.concatenate((cut, behind), 1)), room), 1)), (lo, hi)
 
-    def choosing(self, summaries: np.ndarray, pages: int) -> tuple[Shares, tuple[int, int]]:
+    def choosing(self, summaries: np.ndarray, pages: int) -> tuple[Shares, tuple[int, int, int]]:
         """What is left of one query's work where it reads the `pages` best of the entries with a summary, and all
-        others: its run of the table is then as long as what it reads. The run itself, too: entries [lo, hi)."""
+        others: its run of the table is then as long as what it reads. The run itself, too, entries [lo, hi), and how
+        many of them are read."""
         work, runs = self.work.copy(), (self.work[0, :, 0] == WHOLE) & (self.work[0, :, 1] == 0)
         if not runs.any():
-            return self, (0, 0)
+            return self, (0, 0, 0)
         at = int(runs.argmax())
         lo, hi = work[0, at, 2:].tolist()
-        work[0, at, 2:] = 0, min(hi - lo, pages + int((summaries[lo:hi] == 0).sum()))
-        return self._replace(work=work), (lo, hi)
+        count = min(hi - lo, pages + int((summaries[lo:hi] == 0).sum()))
+        work[0, at, 2:] = 0, count
+        return self._replace(work=work), (lo, hi, count)
 
 
 def _spread(work: np.ndarray, parts: int) -> np.ndarray:

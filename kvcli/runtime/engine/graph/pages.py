@@ -111,7 +111,7 @@ class GroupTables:
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block
         most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
-        sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 2, *most)]  # each begins at a multiple of 16 bytes
+        sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 3, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
         shift, into, open_into, limits, work, edges = self._places
