@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import synthetics
 import torch
+from conftest import ROOT
 from gpucases import DEVICE, error, expect_activations, planes
 from kernelcases import one_thread, packed
 
 from kvcli.blockformats import FORMATS, FORMS, WEIGHT_FORMATS
 from kvcli.kernels import QuantTensor
+from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.gpu import expand, formats, products
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
@@ -240,3 +242,16 @@ def test_advance(n, post):
     assert error(squares, expected.view(-1, GROUP).square().sum(1)) < 4 * ROUNDING
     expect_activations(residual.cpu() * next_norm, into)
     assert unharmed(residual, squares, *into.arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", ["Q4_K", "IQ2_XXS", "F16"])
+def test_what_the_table_of_formats_times_is_right(type_, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = synthetics.module("formats")
+    for name, value in {"DEVICE": torch.device(DEVICE), "ROTATE_BYTES": 1}.items():
+        monkeypatch.setattr(script.gpu_products, name, value)
+    for name, value in {"GPU_SHAPE": (64, 256), "CPU_SHAPE": (48, 256), "CPU_BYTES": 1, "PROMPT": 96}.items():
+        monkeypatch.setattr(script, name, value)
+    for case in (script.OnCpu(type_, NativeBackend(1)), script.OnGpu(type_)):
+        assert all(0 < case.error(rows) < close for rows, close in ((1, 1e-4), (96, 1e-3)))
