@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from starlette.responses import Response
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Prefill, Token, Usage
-from kvcli.serve import asked, wire
+from kvcli.runtime.text.tools.use import NO_ARGUMENTS, Tool, ToolChoice, check_names
+from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
 from kvcli.serve.host import Answer, Question, Reply
@@ -32,22 +34,47 @@ class Block(msgspec.Struct):
     type: str
     text: str = ""
     thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json | None = None
+    tool_use_id: str = ""
+    content: str | list[Block] = ""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[Block]
 
-    def plain(self, number: int) -> Json:
-        """As templates take it. Raises UsageError."""
+    def plain(self, number: int) -> list[Json]:
+        """As templates take it: results of tools are messages of their own. Raises UsageError."""
         if self.role not in ("user", "assistant", "system"):
             raise UsageError(f"`messages[{number}].role` must be user or assistant, not {self.role[:40]!r}")
+        path = f"messages[{number}].content"
         if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
+            return [{"role": self.role, "content": self.content}]
+        results = [_result(block, path) for block in self.content if block.type == "tool_result"]
+        called = [block for block in self.content if block.type == "tool_use"]
         thoughts = "".join(block.thinking for block in self.content if block.type == "thinking")
-        blocks = [block for block in self.content if block.type not in ("thinking", "redacted_thinking")]
-        found: Json = {"role": self.role, "content": _plain(blocks, f"`messages[{number}].content`")}
-        return {**found, "reasoning_content": thoughts} if thoughts else found
+        rest = [block for block in self.content if block.type not in _APART]
+        for what, found, role in (("tool_use", called, "assistant"), ("tool_result", results, "user")):
+            if found and self.role != role:
+                raise UsageError(f"`{path}` has a block of type {what}, which is for messages of the {role}")
+        if results and not rest:
+            return results
+        message: Json = {"role": self.role, "content": _plain(rest, f"`{path}`")}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
+        if called:
+            message["tool_calls"] = [calls.one_told(each.id, each.name, each.input, path) for each in called]
+        return [*results, message]
+
+
+_APART = "thinking", "redacted_thinking", "tool_use", "tool_result"
+
+
+def _result(block: Block, path: str) -> Json:
+    """What came of a call. Raises UsageError."""
+    content = block.content if isinstance(block.content, str) else _plain(block.content, f"`{path}`")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 def _plain(blocks: list[Block], path: str) -> str:
@@ -63,6 +90,39 @@ class ThinkingKey(msgspec.Struct, forbid_unknown_fields=True):
     display: Any = None
 
 
+class ToolKey(msgspec.Struct):
+    """A tool; `cache_control` and examples are of no account."""
+
+    name: str
+    description: str = ""
+    input_schema: Json | None = None
+    type: str | None = None
+    strict: bool = False
+
+    def tool(self, number: int) -> Tool:
+        """Raises UsageError."""
+        if self.type not in (None, "custom"):
+            raise UsageError(f"`tools[{number}]` is of type {self.type[:60]!r}, which this server does not have")
+        called = f"`tools[{number}].input_schema`"
+        return Tool(self.name, self.description, self.input_schema or NO_ARGUMENTS, self.strict, called)
+
+
+class ChoiceKey(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def choice(self) -> ToolChoice | None:
+        """None = nothing is to be called. Raises UsageError."""
+        several = not self.disable_parallel_tool_use
+        if self.type == "tool" and self.name:
+            return ToolChoice(True, (self.name,), False)
+        found = {"auto": ToolChoice(several=several), "any": ToolChoice(True, (), several), "none": None}
+        if self.type not in found:
+            raise UsageError("`tool_choice.type` must be auto, any, none, or tool with a `name`")
+        return found[self.type]
+
+
 class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What makes a prompt."""
 
@@ -70,19 +130,26 @@ class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     system: str | list[Block] | None = None
     thinking: ThinkingKey | None = None
-    tools: list[Json] | None = None
-    tool_choice: Json | None = None
+    tools: list[ToolKey] | None = None
+    tool_choice: ChoiceKey | None = None
     cache_control: Any = None  # of no account, see above
 
     def question(self, base: Any) -> Question:
         """Raises UsageError."""
-        if self.tools and (self.tool_choice or {}).get("type") != "none":
-            raise UsageError("`tools` cannot be used with this server yet", "leave it out")
-        messages = [message.plain(number) for number, message in enumerate(self.messages)]
+        messages = [each for number, message in enumerate(self.messages) for each in message.plain(number)]
         system = self.system if isinstance(self.system, str) else _plain(self.system or [], "`system`")
         if system:
             messages = [{"role": "system", "content": system}, *messages]
-        return Question(self.model, asked.chat(messages, self._reasoning()), base)
+        return Question(self.model, asked.chat(messages, self._reasoning(), self._tools()), base)
+
+    def _tools(self) -> calls.Asked | None:
+        """Raises UsageError."""
+        if not self.tools:
+            return None
+        tools = tuple(each.tool(number) for number, each in enumerate(self.tools))
+        check_names(tools)
+        choice = self.tool_choice.choice() if self.tool_choice else ToolChoice()
+        return calls.Asked(tools, choice) if choice else None
 
     def _reasoning(self) -> Any:
         """Raises UsageError."""
@@ -136,24 +203,41 @@ def _usage(found: Usage) -> Json:
 
 
 def _stop(end: End) -> Json:
-    reason = "stop_sequence" if end.stop else REASONS.get(end.finish_reason, "end_turn")
+    ended = "tool_use" if end.called else "end_turn"
+    reason = "stop_sequence" if end.stop else REASONS.get(end.finish_reason, ended)
     return {"stop_reason": reason, "stop_sequence": end.stop}
 
 
+def _use(call: calls.Called, given: Json) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _input(text: str) -> Json:
+    """The arguments of a call; {} where it was cut."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class _Message:
-    """The objects of one message, which has a block of thinking, perhaps, and one of text."""
+    """The objects of one message: blocks of thinking, of text, and of calls."""
 
     def __init__(self, reply: Reply) -> None:
         self.head = {"id": wire.new_id("msg_"), "type": "message", "role": "assistant", "model": reply.served.name}
         self.prompt_tokens = len(reply.prompt.ids)
         self.kind = ""  # of the block that is open
+        self.calls = calls.Calls()
         self.blocks = 0
         self.begun = False
         self.ended: End | None = None
 
     def whole(self, answer: Answer) -> Json:
         thought = [{"type": "thinking", "thinking": answer.reasoning, "signature": ""}] if answer.reasoning else []
-        content = [*thought, {"type": "text", "text": answer.text}]
+        called = [_use(call, _input(call.text)) for call in answer.calls.found]
+        text = [{"type": "text", "text": answer.text}] if answer.text or not called else []
+        content = [*thought, *text, *called]
         return {**self.head, "content": content, **_stop(answer.end), "usage": _usage(answer.end.usage)}
 
     def begin(self, reused: int) -> str:
@@ -171,18 +255,22 @@ class _Message:
         for kind, key, text in (("thinking", "thinking", event.reasoning), ("text", "text", event.text)):
             if text:
                 sent += self._open(kind) + self._delta({"type": f"{kind}_delta", key: text})
+        for call, new in self.calls.take(event.calls):
+            sent += self._open(f"tool_use {call.id}", _use(call, {}))
+            sent += self._delta({"type": "input_json_delta", "partial_json": new})
         if isinstance(event, End):
             self.ended = event
             sent += self._open("text") if not self.blocks else ""
         return sent
 
-    def _open(self, kind: str) -> str:
-        """Begin a block of this kind, if it is not the one that is open."""
+    def _open(self, kind: str, block: Json | None = None) -> str:
+        """Begin a block of this kind, if it is not the one that is open. `block`: as which; None = of a text."""
         if self.kind == kind:
             return ""
         sent = self._close()
         self.kind = kind
-        block = {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
+        empty = {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
+        block = block or empty
         start = {"type": "content_block_start", "index": self.blocks, "content_block": block}
         self.blocks += 1
         return sent + wire.event(start, "content_block_start")

@@ -15,6 +15,8 @@ from kvcli.runtime.engine import sampling
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.text import grammar
 from kvcli.runtime.text.modeltext import ModelText
+from kvcli.runtime.text.tools.use import ToolUse
+from kvcli.serve.calls import Asked
 
 Call = TypeVar("Call", bound=msgspec.Struct)
 Json = dict[str, Any]
@@ -86,24 +88,27 @@ def shaped(schema: Json | None, called: str) -> Callable[[], str] | None:
     return None if schema is None else partial(grammar.json_schema, schema, f"`{called}`")
 
 
+Change = Callable[[ChatOptions], ChatOptions]
+
+
 def chat(
-    messages: list[Json], thinking: Callable[[ChatOptions], ChatOptions] | None = None
+    messages: list[Json], thinking: Change | None = None, tools: Asked | None = None
 ) -> Callable[[ModelText], Prompt]:
     """What makes the prompt of a conversation. A last message of the assistant is the beginning of the answer.
-    `thinking` changes how the template is used."""
+    `thinking` changes how the template is used; `tools`: which may be called."""
     if not messages:
         raise UsageError("`messages` is empty", 'give at least {"role": "user", "content": "..."}')
-    lead = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-    return partial(_chat, messages[:-1] if lead else messages, lead, thinking)
+    last = messages[-1]
+    lead = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
+    return partial(_chat, messages[:-1] if lead else messages, lead, thinking, tools)
 
 
-def _chat(
-    messages: list[Json], lead: str, thinking: Callable[[ChatOptions], ChatOptions] | None, text: ModelText
-) -> Prompt:
+def _chat(messages: list[Json], lead: str, thinking: Change | None, tools: Asked | None, text: ModelText) -> Prompt:
     if text.template is None:
         raise UsageError("this model has no chat template: it continues texts", "ask for completions instead")
     changed = thinking(text.template.options) if thinking else None
-    return Prompt.of_chat(text.tokenizer, text.template, messages, changed, lead)
+    use = ToolUse.of(text.template, text.tokenizer, tools.tools, tools.choice) if tools else None
+    return Prompt.of_chat(text.tokenizer, text.template, messages, changed, lead, use)
 
 
 def raw(prompt: str | list[int], text: ModelText) -> Prompt:

@@ -14,6 +14,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.text import grammar
+from kvcli.serve.calls import Calls
 from kvcli.serve.worker import Stopped, Work, Worker
 
 if TYPE_CHECKING:
@@ -40,12 +41,15 @@ class Answer:
     parts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
     ended: End | None = None
 
     def take(self, event: Event) -> None:
         if isinstance(event, (Token, End)):
             self.parts.append(event.text)
             self.thoughts.append(event.reasoning)
+            for _ in self.calls.take(event.calls):
+                pass
         if isinstance(event, Token) and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
         if isinstance(event, End):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -17,10 +18,11 @@ from starlette.responses import Response
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Token
 from kvcli.runtime.text import grammar
-from kvcli.serve import asked, wire
+from kvcli.runtime.text.tools.forms import form_of
+from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure, Refused
-from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.host import Answer, Question, Reply, Served
 from kvcli.serve.serving import Serving
 
 VERSION = "0.12.0"  # of the interface, which clients ask for
@@ -116,13 +118,17 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     images: list[str] | None = None
     tool_calls: list[Json] | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
 
-    def plain(self) -> Json:
+    def plain(self, number: int) -> Json:
         """As templates take it. Raises UsageError."""
         asked.refuse({"images": self.images}, "cannot be used: the model reads text only")
         found: Json = {"role": self.role, "content": self.content}
         found |= {"reasoning_content": self.thinking} if self.thinking else {}
-        found |= {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        found |= (
+            {"tool_calls": calls.told(self.tool_calls, f"messages[{number}].tool_calls")} if self.tool_calls else {}
+        )
+        found |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
         return found | ({"name": self.tool_name} if self.tool_name else {})
 
 
@@ -162,16 +168,18 @@ class _Lines:
     """The objects of one answer. `chat`: it is a message, else a text."""
 
     def __init__(self, reply: Reply, model: str, chat: bool) -> None:
-        self.model, self.chat, self.ended = model or reply.served.name, chat, False
+        self.model, self.chat = model or reply.served.name, chat
+        self.calls, self.told = calls.Calls(), 0  # calls, and how many of them were told
 
-    def said(self, text: str, thinking: str) -> Json:
+    def said(self, text: str, thinking: str, called: list[calls.Called]) -> Json:
         if self.chat:
-            message = {"role": "assistant", "content": text} | ({"thinking": thinking} if thinking else {})
-            return {"message": message}
+            message: Json = {"role": "assistant", "content": text} | ({"thinking": thinking} if thinking else {})
+            return {"message": message | ({"tool_calls": list(map(_call, called))} if called else {})}
         return {"response": text} | ({"thinking": thinking} if thinking else {})
 
-    def object(self, text: str, thinking: str, end: End | None) -> Json:
-        head = {"model": self.model, "created_at": _now(), **self.said(text, thinking), "done": end is not None}
+    def object(self, text: str, thinking: str, end: End | None, called: list[calls.Called] = []) -> Json:  # noqa: B006
+        said = self.said(text, thinking, called)
+        head = {"model": self.model, "created_at": _now(), **said, "done": end is not None}
         if end is None:
             return head
         times = end.timings
@@ -187,15 +195,23 @@ class _Lines:
         }
 
     def whole(self, answer: Answer) -> Json:
-        return self.object(answer.text, answer.reasoning, answer.end)
+        return self.object(answer.text, answer.reasoning, answer.end, answer.calls.found[: answer.end.called])
 
     def write(self, number: int, event: Event) -> str:
-        if isinstance(event, End):
-            rest = _line(self.object(event.text, event.reasoning, None)) if event.text or event.reasoning else ""
-            return rest + _line(self.object("", "", event))
-        if isinstance(event, Token) and (event.text or event.reasoning):
-            return _line(self.object(event.text, event.reasoning, None))
-        return ""
+        """Calls are told when they are whole."""
+        if not isinstance(event, (Token, End)):
+            return ""
+        for _ in self.calls.take(event.calls):
+            pass
+        whole = event.called if isinstance(event, End) else len(self.calls.found) - 1
+        called, self.told = self.calls.found[self.told : whole], max(self.told, whole)
+        some = event.text or event.reasoning or called
+        sent = _line(self.object(event.text, event.reasoning, None, called)) if some else ""
+        return sent + (_line(self.object("", "", event)) if isinstance(event, End) else "")
+
+
+def _call(call: calls.Called) -> Json:
+    return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": json.loads(call.text)}}
 
 
 async def _answered(request: Request, serving: Serving, question: Question, call: _Common, chat: bool) -> Response:
@@ -221,12 +237,12 @@ def _loads(model: str, chat: bool) -> Response:
 async def chat(request: Request, serving: Serving, body: bytes) -> Response:
     call = asked.decoded(body, ChatCall)
     options = call.sampling(serving)
-    asked.refuse({"tools": call.tools}, "cannot be used with this server yet")
     if not call.messages:
         await wire.while_connected(request, serving.host.served(call.name))
         return _loads(call.model, True)
-    messages = [message.plain() for message in call.messages]
-    question = Question(call.name, asked.chat(messages, call.thinking), options, grammar=call.shape)
+    messages = [message.plain(number) for number, message in enumerate(call.messages)]
+    tools = calls.asked(call.tools, None, None)
+    question = Question(call.name, asked.chat(messages, call.thinking, tools), options, grammar=call.shape)
     return await _answered(request, serving, question, call, True)
 
 
@@ -284,8 +300,14 @@ async def show(request: Request, serving: Serving, body: bytes) -> Response:
     metadata = served.worker.engine.loaded.file.metadata
     info = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float, bool))}
     template = served.text.template.source if served.text.template else ""
-    told = {"template": template, "details": _details({}), "model_info": info, "capabilities": ["completion"]}
+    told = {"template": template, "details": _details({}), "model_info": info, "capabilities": _capabilities(served)}
     return wire.object_response({"modelfile": "", "parameters": "", **told})
+
+
+def _capabilities(served: Served) -> list[str]:
+    template = served.text.template
+    tools = template is not None and template.takes_tools and form_of(template.tool_source) is not None
+    return ["completion", *(["tools"] if tools else [])]
 
 
 class _Show(msgspec.Struct):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.runtime.text import grammar
-from kvcli.serve import asked, wire
+from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.host import Answer, Question, Reply
@@ -49,13 +49,17 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
         asked.refuse({"audio": self.audio}, "is nothing that this model reads")
         if self.role not in ROLES:
             raise UsageError(f"`messages[{number}].role` must be one of {', '.join(ROLES)}, not {self.role[:40]!r}")
+        if self.tool_calls and self.role != "assistant":
+            raise UsageError(f"`messages[{number}].tool_calls` is for messages of the assistant")
         if self.content is None and not self.tool_calls:
             raise UsageError(f"`messages[{number}].content` is missing")
         found: Json = {
             "role": "system" if self.role == "developer" else self.role,
             "content": asked.plain(self.content, f"`messages[{number}].content`"),
         }
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        if self.tool_calls:
+            found["tool_calls"] = calls.told(self.tool_calls, f"messages[{number}].tool_calls")
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
         return found
@@ -119,7 +123,7 @@ class ChatCall(Sampled, kw_only=True):
     response_format: Json | None = None
     tools: list[Json] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -138,10 +142,6 @@ class ChatCall(Sampled, kw_only=True):
         asked.refuse({"verbosity": self.verbosity}, "cannot be used: no model here has such a switch")
         if self.modalities not in (None, ["text"]):
             raise UsageError('`modalities` must be ["text"]')
-        if self.tools and self.tool_choice != "none":
-            raise UsageError(
-                "`tools` cannot be used with this server yet", 'leave it out, or set `tool_choice` to "none"'
-            )
         if self.top_logprobs and not self.logprobs:
             raise UsageError("`top_logprobs` needs `logprobs`")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -154,7 +154,8 @@ class ChatCall(Sampled, kw_only=True):
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         thinking = asked.reasoning(effort, self.reasoning_budget, variables)
         count, shape = 1 if self.n is None else self.n, self._shape()
-        return Question(self.model, asked.chat(messages, thinking), options, count, shape)
+        tools = calls.asked(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return Question(self.model, asked.chat(messages, thinking, tools), options, count, shape)
 
     def _shape(self) -> Callable[[], str] | None:
         """What the answer's form is. Raises UsageError."""
@@ -203,14 +204,16 @@ class _Chat:
     def __init__(self, call: ChatCall, reply: Reply) -> None:
         self.call, self.reply = call, reply
         self.ends: list[End] = []
-        self.begun: set[int] = set()
+        self.calls: dict[int, calls.Calls] = {}  # by the numbers of answers that have begun
         self.head = {"id": wire.new_id("chatcmpl-"), "created": int(time.time()), "model": reply.served.name}
         self.with_usage = call.with_usage
 
     def whole(self, answers: list[Answer]) -> Json:
         choices = []
         for number, answer in enumerate(answers):
-            message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+            called = [_call(each, each.text) for each in answer.calls.found]
+            message: Json = {"role": "assistant", "content": answer.text or (None if called else ""), "refusal": None}
+            message |= {"tool_calls": called} if called else {}
             if answer.reasoning:
                 message["reasoning_content"] = answer.reasoning
             choices.append(
@@ -228,10 +231,12 @@ class _Chat:
         """What is sent for an event."""
         if not isinstance(event, (Token, End)):
             return ""
-        delta: Json = {} if number in self.begun else {"role": "assistant", "content": ""}
-        self.begun.add(number)
+        delta: Json = {} if number in self.calls else {"role": "assistant", "content": ""}
         delta |= {"content": event.text} if event.text else {}
         delta |= {"reasoning_content": event.reasoning} if event.reasoning else {}
+        parts = self.calls.setdefault(number, calls.Calls()).take(event.calls)
+        told_calls = [{"index": call.number, **_call(call, new)} for call, new in parts]
+        delta |= {"tool_calls": told_calls} if told_calls else {}
         told = [event.logprobs] if isinstance(event, Token) and event.logprobs is not None else []
         sent = self._chunk(number, delta, told) if delta or told else ""
         if isinstance(event, End):
@@ -251,7 +256,16 @@ class _Chat:
         return (wire.event(last) if self.with_usage else "") + wire.event("[DONE]")
 
 
+def _call(call: calls.Called, text: str) -> Json:
+    """A call, or the next piece of it: `text` is what is told of its arguments."""
+    if call.text != text:
+        return {"function": {"arguments": text}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+
+
 def finish(end: End) -> str:
+    if end.called and end.finish_reason == "stop":
+        return "tool_calls"
     return FINISH.get(end.finish_reason, end.finish_reason)
 
 

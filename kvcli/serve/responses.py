@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Token
 from kvcli.runtime.text import grammar
-from kvcli.serve import asked, wire
+from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure
 from kvcli.serve.host import Answer, Question, Reply
@@ -21,18 +21,42 @@ from kvcli.serve.serving import Serving
 
 
 class Item(msgspec.Struct):
-    """A message of the conversation; what else there may be in one is refused by its type."""
+    """A part of the conversation: a message, a call of a function, or what came of one; what else there may be is
+    refused by its type."""
 
     role: str = ""
     content: Content = None
     type: str = "message"
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Content = None
 
     def plain(self, number: int) -> Json:
         """As templates take it. Raises UsageError."""
+        path = f"input[{number}]"
+        if self.type == "function_call" and self.name:
+            call = calls.one_told(self.call_id, self.name, self.arguments, path)
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self.type == "function_call_output":
+            content = asked.plain(self.output, f"`{path}.output`")
+            return {"role": "tool", "tool_call_id": self.call_id, "content": content}
         if self.type != "message" or not self.role:
-            raise UsageError(f"`input[{number}]` is of type {self.type[:40]!r}", "there are messages only")
+            known = "there are messages, function_call and function_call_output"
+            raise UsageError(f"`{path}` is of type {self.type[:40]!r}", known)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": asked.plain(self.content, f"`input[{number}].content`")}
+        return {"role": role, "content": asked.plain(self.content, f"`{path}.content`")}
+
+
+def _joined(messages: list[Json]) -> list[Json]:
+    """Calls in the message of the assistant that they belong to."""
+    found: list[Json] = []
+    for message in messages:
+        if "tool_calls" in message and found and found[-1]["role"] == "assistant":
+            found[-1] = {**found[-1], "tool_calls": [*found[-1].get("tool_calls", ()), *message["tool_calls"]]}
+        else:
+            found.append(message)
+    return found
 
 
 class Reasoning(msgspec.Struct):
@@ -52,7 +76,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     text: Json | None = None
     tools: list[Json] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -79,12 +103,11 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         asked.refuse({"top_logprobs": self.top_logprobs}, "cannot be used here; chat completions have it")
         if more := set(self.include or ()) - {"reasoning.encrypted_content"}:  # of which there is none
             raise UsageError(f"`include` has {min(more)[:60]!r}, which cannot be had here", "leave it out")
-        if self.tools and self.tool_choice != "none":
-            raise UsageError("`tools` cannot be used with this server yet", "leave it out")
+        asked.refuse({"max_tool_calls": self.max_tool_calls}, "cannot be used: it is of tools that a server has itself")
         if self.truncation not in (None, "disabled"):
             raise UsageError('`truncation` must be "disabled"', "kv serve --evict says what is forgotten")
         listed = [Item("user", self.input)] if isinstance(self.input, str) else self.input
-        messages = [item.plain(number) for number, item in enumerate(listed) if item.type != "reasoning"]
+        messages = _joined([item.plain(number) for number, item in enumerate(listed) if item.type != "reasoning"])
         if self.instructions:
             messages = [{"role": "system", "content": self.instructions}, *messages]
         options = asked.options(
@@ -93,7 +116,8 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         effort = self.reasoning.effort if self.reasoning else None
         mode = {"none": "off", None: None}.get(effort, "on")
         thinking = asked.reasoning(mode, None, {"reasoning_effort": effort} if mode == "on" else None)
-        return Question(self.model, asked.chat(messages, thinking), options, grammar=self._shape())
+        tools = calls.asked(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return Question(self.model, asked.chat(messages, thinking, tools), options, grammar=self._shape())
 
     def _shape(self) -> Callable[[], str] | None:
         """What the answer's form is. Raises UsageError."""
@@ -106,17 +130,19 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Response:
-    """The objects of one response: an item of reasoning, perhaps, and a message."""
+    """The objects of one response: items of reasoning, messages and calls."""
 
     def __init__(self, call: Call, reply: Reply, options: Any) -> None:
         self.head = {
             "id": wire.new_id("resp_"), "object": "response", "created_at": int(time.time()), "error": None,
             "incomplete_details": None, "instructions": call.instructions, "metadata": call.metadata or {},
-            "model": reply.served.name, "parallel_tool_calls": False, "temperature": options.temperature,
-            "tool_choice": "none", "tools": [], "top_p": options.top_p, "max_output_tokens": call.max_output_tokens,
-            "previous_response_id": None, "store": False, "truncation": "disabled",
+            "model": reply.served.name, "parallel_tool_calls": call.parallel_tool_calls is not False,
+            "temperature": options.temperature, "tools": call.tools or [],
+            "tool_choice": call.tool_choice or ("auto" if call.tools else "none"), "top_p": options.top_p,
+            "max_output_tokens": call.max_output_tokens, "previous_response_id": None, "store": False,
+            "truncation": "disabled",
         }  # fmt: skip
-        self.number, self.answer = 0, Answer()
+        self.number, self.answer, self.calls = 0, Answer(), calls.Calls()
         self.items: list[Json] = []  # that are done
         self.open: Json | None = None
 
@@ -125,7 +151,9 @@ class _Response:
     def whole(self, answer: Answer) -> Json:
         thought, text = answer.reasoning, answer.text
         items = [self._reasoning(thought)] if thought else []
-        return self._done([*items, self._message(text)], answer.end)
+        called = [_called(call, call.text) for call in answer.calls.found]
+        items += [self._message(text)] if text or not called else []
+        return self._done([*items, *called], answer.end)
 
     def _done(self, items: list[Json], end: End) -> Json:
         cut = end.finish_reason in ("length", "context", "repetition", "interrupted")
@@ -172,6 +200,9 @@ class _Response:
         for kind, text in (("reasoning", event.reasoning), ("message", event.text)):
             if text:
                 sent += self._open(kind) + self._delta(kind, text)
+        for call, new in self.calls.take(event.calls):
+            sent += self._open_call(call) if call.text == new else ""
+            sent += self._delta("function_call", new)
         self.answer.take(event)
         if isinstance(event, End) and not self.items and self.open is None:
             sent += self._open("message")
@@ -194,8 +225,19 @@ class _Response:
             sent += self._send("response.content_part.added", **self._place, part=self.open["content"][0])
         return sent
 
+    def _open_call(self, call: calls.Called) -> str:
+        """Begin the item of a call."""
+        sent = self._close()
+        self.open = _called(call, "")
+        item = {**self.open, "status": "in_progress"}
+        return sent + self._send("response.output_item.added", output_index=len(self.items), item=item)
+
     def _delta(self, kind: str, text: str) -> str:
         assert self.open is not None
+        if kind == "function_call":
+            self.open["arguments"] += text
+            place = {"item_id": self.open["id"], "output_index": len(self.items)}
+            return self._send("response.function_call_arguments.delta", **place, delta=text)
         self.open["content"][0]["text"] += text
         if kind == "message":
             return self._send("response.output_text.delta", **self._place, delta=text, logprobs=[])
@@ -205,8 +247,11 @@ class _Response:
         """End the item that is open."""
         if self.open is None:
             return ""
-        item, part = self.open, self.open["content"][0]
-        if item["type"] == "message":
+        item, part = self.open, self.open.get("content", [{}])[0]
+        if item["type"] == "function_call":
+            told = {"item_id": item["id"], "output_index": len(self.items), "name": item["name"]}
+            sent = self._send("response.function_call_arguments.done", **told, arguments=item["arguments"])
+        elif item["type"] == "message":
             sent = self._send("response.output_text.done", **self._place, text=part["text"], logprobs=[])
             sent += self._send("response.content_part.done", **self._place, part=part)
         else:
@@ -223,6 +268,11 @@ class _Response:
 
     def failed(self, found: Failure) -> str:
         return self._send("error", message=found.message, code=found.code or None, param=None)
+
+
+def _called(call: calls.Called, arguments: str) -> Json:
+    told = {"call_id": call.id, "name": call.name, "arguments": arguments, "status": "completed"}
+    return {"id": f"fc_{call.id}", "type": "function_call", **told}
 
 
 async def responses(request: Request, serving: Serving, body: bytes) -> Response:

@@ -225,7 +225,7 @@ class Worker:
             twins = () if number else requests
             request = engine.request(
                 engine.new_sequence(), prompt.ids, work.options[number], lambda: work.cancelled, False, twins,
-                self.caches, prompt.thinking, prompt.marks,
+                self.caches, prompt.thinking, prompt.marks, prompt.tools,
             )  # fmt: skip
             requests = [request, *requests]
         work.requests = requests

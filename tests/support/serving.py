@@ -33,10 +33,10 @@ def ignore(text: str) -> None:
     """Nobody is told."""
 
 
-def open_engine(variant: str = "llama", parallel: int = 4, **cache: Any) -> Engine:
+def open_engine(variant: str = "llama", parallel: int = 4, template: str = TEMPLATE, **cache: Any) -> Engine:
     """With a context of 512 and a chat template."""
     options = CacheOptions(**{"ctx_size": 512, "sequences": parallel, **cache})
-    load = LoadOptions(str(tiny.make(variant).path), device="cpu", chat=ChatOptions(TEMPLATE))
+    load = LoadOptions(str(tiny.make(variant).path), device="cpu", chat=ChatOptions(template))
     return Engine.open(tiny.make(variant).path, load, options)
 
 

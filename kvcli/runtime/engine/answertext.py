@@ -1,18 +1,35 @@
-"""`AnswerText`: from the ids of an answer to what may be shown of it, told apart from thinking, up to a stop string."""
+"""`AnswerText`: from the ids of an answer to what may be shown of it, told apart from thinking and from calls of tools,
+up to a stop string."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from kvcli.runtime.text.reasoning import Style, Thinking
 from kvcli.runtime.text.stops import StopMatcher
 from kvcli.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from kvcli.runtime.text.tools.parts import CallPart
+from kvcli.runtime.text.tools.use import ToolUse
+
+
+class Shown(NamedTuple):
+    """Text of the answer, in which stop strings are looked for; text of the thinking; what came of calls."""
+
+    text: str
+    reasoning: str
+    calls: tuple[CallPart, ...]
 
 
 class AnswerText:
-    """Text comes as a pair: of the answer, in which stop strings are looked for, and of the thinking."""
+    """What may be shown of an answer, as its tokens come."""
 
-    def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None, stops: tuple[str, ...]) -> None:
-        self._splitter = thinking.splitter() if thinking else None
-        self._decoder = StreamDecoder(tokenizer, True, thinking.marks if thinking else frozenset())
+    def __init__(
+        self, tokenizer: Tokenizer, thinking: Thinking | None, stops: tuple[str, ...], tools: ToolUse | None = None
+    ) -> None:
+        self._splitter = thinking.splitter(tools is not None) if thinking else None
+        marks = (thinking.marks if thinking else frozenset()) | (tools.marks if tools else frozenset())
+        self._decoder = StreamDecoder(tokenizer, True, marks)
+        self._reader = tools.reader() if tools else None
         self._matcher = StopMatcher(stops)
 
     @property
@@ -30,19 +47,38 @@ class AnswerText:
         """The answer with its thinking and the marks of it; "" = nothing was told apart."""
         return self._splitter.raw if self._splitter else ""
 
-    def push(self, token: int) -> tuple[str, str]:
+    @property
+    def calls_begun(self) -> str:
+        """All text since the first mark of a call, when it was found; "" = none was."""
+        return self._reader.begun if self._reader else ""
+
+    @property
+    def calls(self) -> int:
+        """Calls that have come to their ends."""
+        return self._reader.whole if self._reader else 0
+
+    def push(self, token: int) -> Shown:
         """What may be shown now that this token has come."""
         return self.given(self._decoder.push(token))
 
-    def given(self, text: str) -> tuple[str, str]:
+    def given(self, text: str) -> Shown:
         """The same of a text."""
         answer, reasoning = self._splitter.push(text) if self._splitter else (text, "")
-        return self._matcher.push(answer), reasoning
+        return self._told(answer, reasoning)
 
-    def rest(self, whole: bool) -> tuple[str, str]:
+    def rest(self, whole: bool) -> Shown:
         """What was held back. An answer that is not `whole` may end inside a character, which is no text yet."""
-        text, reasoning = self.given(self._decoder.flush() if whole else "")
+        text, reasoning, calls = self.given(self._decoder.flush() if whole else "")
         if self._splitter:
-            more, thought = self._splitter.flush()
-            text, reasoning = text + self._matcher.push(more), reasoning + thought
-        return text + self._matcher.flush(), reasoning
+            held = self._told(*self._splitter.flush())
+            text, reasoning, calls = text + held.text, reasoning + held.reasoning, calls + held.calls
+        if self._reader:
+            more, parts = self._reader.flush()
+            text, calls = text + self._matcher.push(more), calls + parts
+        return Shown(text + self._matcher.flush(), reasoning, calls)
+
+    def _told(self, answer: str, reasoning: str) -> Shown:
+        calls: tuple[CallPart, ...] = ()
+        if self._reader:
+            answer, calls = self._reader.push(answer)
+        return Shown(self._matcher.push(answer), reasoning, calls)

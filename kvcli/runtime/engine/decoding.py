@@ -39,7 +39,7 @@ def graph_tokens(
     from kvcli.kernels.gpu.sample import DeviceSampler
 
     graph.unbind()  # what the prompt changed is not known to it
-    if DeviceSampler.supports(sampler.effective):
+    if sampler.constrained or DeviceSampler.supports(sampler.effective):
         yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
         return
     chooser = DeviceSampler(sampler.effective, vocab_size, graph.device, history)

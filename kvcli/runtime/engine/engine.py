@@ -40,6 +40,7 @@ from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, carry
 from kvcli.runtime.promptcache.lookup import PromptCaches
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
+from kvcli.runtime.text.tools.use import ToolUse
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.graph.nexttoken import NextToken
@@ -312,13 +313,14 @@ class Engine:
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
         marks: Some[Mark] = (),
+        tools: ToolUse | None = None,
     ) -> Iterator[Event]:
         """Continue `prompt_ids`, the whole context: what `seq` already holds of it is reused, the rest prefilled.
 
         The last prompt token is always run again. Raises UsageError or ContextOverflow before `seq` is touched.
-        `cancelled`, `history`, `caches`, `thinking` and `marks`: see `request`.
+        `cancelled`, `history`, `caches`, `thinking`, `marks` and `tools`: see `request`.
         """
-        request = self.request(seq, prompt_ids, options, cancelled, history, (), caches, thinking, marks)
+        request = self.request(seq, prompt_ids, options, cancelled, history, (), caches, thinking, marks, tools)
         return self._events(request)
 
     def _events(self, request: Request) -> Iterator[Event]:
@@ -344,6 +346,7 @@ class Engine:
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
         marks: Some[Mark] = (),
+        tools: ToolUse | None = None,
     ) -> Request:
         """A request for `step`: continue `prompt_ids`, the whole context, in `seq`. Raises UsageError or
         ContextOverflow.
@@ -352,22 +355,23 @@ class Engine:
         rows are evicted; it is one that went through the cache before, so nothing is lost that was not told. `twins`:
         requests for the same prompt that go on from copies of this one's rows. `caches`: where rows are looked for and
         kept besides `seq`; see `prompt_caches`. `thinking`: how the answer to a chat is told apart from what the model
-        thinks. `marks`: places of the prompt that later ones may start from.
+        thinks. `marks`: places of the prompt that later ones may start from. `tools`: which the answer may call.
         """
         self.terms.check_prompt(prompt_ids, history)
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})
         loaded, vocabulary, constraint = self.loaded, self.config.vocab_size, None
-        if options.grammar:
+        source, waits = tools.followed(options.grammar) if tools else (options.grammar, False)
+        if source:
             from kvcli.runtime.text.grammar import Constraint
 
-            if thinking is not None and any(style.channels for style in thinking.styles):
+            if options.grammar and thinking is not None and any(style.channels for style in thinking.styles):
                 raise UsageError("a grammar cannot be used with this model, whose answers are in channels")
-            constraint = Constraint(options.grammar, self.tokenizer, vocabulary)
+            constraint = Constraint(source, self.tokenizer, vocabulary, waits)
         how = self.tokenizer.token_bytes, loaded.remedy, constraint
         sampler = Sampler(options, loaded.sampling_defaults, vocabulary, *how)
-        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks)
+        return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks, tools)
 
 
 def _answers(request: Request) -> bool:

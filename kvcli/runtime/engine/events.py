@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvcli.runtime.promptcache.lookups import Choice
 from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
+from kvcli.runtime.text.tools.parts import CallPart
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Logprobs:
 class Token:
     """One generated token. `text` may be shown now; '' while UTF-8 or a possible stop string is held back. `reasoning`:
     text that is thinking, and not of the answer. `id` None: the text was given, and no token generated.
-    `logprobs`: where they are asked for."""
+    `logprobs`: where they are asked for; `calls`: what came of calls of tools."""
 
     id: int | None
     text: str
     reasoning: str = ""
     logprobs: Logprobs | None = None
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class End:
     unwritten: tuple[str, ...] = ()
     reasoning: str = ""  # like `text`
     raw: str = ""  # the answer with its thinking and the marks of it; "" = nothing was told apart
+    calls: tuple[CallPart, ...] = ()  # like `text`
+    called: int = 0  # calls of tools that have come to their ends
 
 
 Event = Prefill | Token | End

@@ -13,7 +13,7 @@ import torch
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.engine.answertext import AnswerText
+from kvcli.runtime.engine.answertext import AnswerText, Shown
 from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Timings, Token, Usage
 from kvcli.runtime.engine.host import Host
 from kvcli.runtime.engine.repeats import LoopDetector
@@ -21,6 +21,7 @@ from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
+from kvcli.runtime.text.tools.use import ToolUse
 
 INTERRUPTED = "interrupted"
 
@@ -44,6 +45,7 @@ class Request:
         caches: Caches = LIVE_ROWS,
         thinking: Thinking | None = None,
         marks: Some[Mark] = (),
+        tools: ToolUse | None = None,
     ) -> None:
         """Parameters are as those of `Engine.request`, which checks them."""
         self.host, self.seq, self.options = host, seq, options
@@ -64,9 +66,10 @@ class Request:
         self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
         self._thinking = thinking
-        self._text = AnswerText(host.tokenizer, thinking, options.stop)
+        self._text = AnswerText(host.tokenizer, thinking, options.stop, tools)
         sampler.follows = not self._thinks
         self._thought = 0  # tokens of thinking
+        self._calls_begun = False
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
         self._start = self._first = self._last = time.perf_counter()
@@ -237,7 +240,8 @@ class Request:
         self.answering = True
         self._guesses.more(self.history)
         if self._thinking and self._thinking.lead:
-            self._events.append(Token(None, *self._text.given(self._thinking.lead)))
+            self._tell(None, self._text.given(self._thinking.lead))
+            self._begin_calls()
         if not self._ends() and not self._end_thinking():
             self._choose(logits)
 
@@ -275,7 +279,7 @@ class Request:
         if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
             self._finish("stop")
             return False
-        followed = self.sampler.constraint if self.sampler.follows else None
+        followed = self.sampler.constraint if self.sampler.follows and self.sampler.constrained else None
         if followed is not None:
             followed.accept(token)
         found = self.sampler.logprobs
@@ -286,8 +290,22 @@ class Request:
             self._loop = loop
             self._finish("repetition")
         elif not self._end_thinking():
-            return True
+            return not self._begin_calls()
         return False
+
+    def _begin_calls(self) -> bool:
+        """Where a call has begun, its grammar is followed from now on; whether that is so. The next token is chosen
+        anew, if one was chosen ahead."""
+        constraint, begun = self.sampler.constraint, self._text.calls_begun
+        if constraint is None or not constraint.waits or not begun or self._calls_begun:
+            return False
+        self._calls_begun = True
+        if not constraint.begin(begun):
+            return False
+        self.close()
+        if self.newest:
+            self.seq.rewind(len(self.history) - 1)  # a device has computed the row, and its logits are gone
+        return True
 
     def _tell_time(self) -> None:
         self._last = time.perf_counter()
@@ -299,8 +317,11 @@ class Request:
         self.history.append(token)
         self._guesses.more((token,))
         self._thought += self._thinks
-        self._events.append(Token(token, *self._text.push(token), logprobs))
+        self._tell(token, self._text.push(token), logprobs)
         self.sampler.follows = not self._thinks
+
+    def _tell(self, token: int | None, shown: Shown, logprobs: Logprobs | None = None) -> None:
+        self._events.append(Token(token, shown.text, shown.reasoning, logprobs, shown.calls))
 
     def _end_thinking(self) -> bool:
         """Where thinking has taken its budget, end it as the model's family does; whether that is so."""
@@ -381,7 +402,7 @@ class Request:
                 twin._finish(reason)
 
     def _told(self, reason: str) -> End:
-        text, reasoning = self._text.rest(reason == "stop")
+        text, reasoning, calls = self._text.rest(reason == "stop")
         ids, reuse = self.history[self.n_prompt :], self.reuse
         timings = Timings(
             load_s=self.host.load_s,
@@ -397,4 +418,5 @@ class Request:
             reuse.choice, reuse.how, ledger.breakpoints(), ledger.chunks(), tried.drafted, tried.accepted, tried.steps,
         )  # fmt: skip
         told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
-        return End(reason, text, ids, self._text.stop, usage, timings, *told, reasoning, self._text.raw)
+        raw, called = self._text.raw, self._text.calls
+        return End(reason, text, ids, self._text.stop, usage, timings, *told, reasoning, raw, calls, called)

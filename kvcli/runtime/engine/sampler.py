@@ -85,6 +85,11 @@ class Sampler:
         dry = found.dry_multiplier > 0 and found.dry_penalty_last_n != 0
         self._dry = Dry(self.effective, token_bytes) if dry else None
 
+    @property
+    def constrained(self) -> bool:
+        """Whether not every token may come next."""
+        return self.constraint is not None and not self.constraint.waits
+
     def sample(self, logits: Tensor, history: Sequence[int], position: int) -> int:
         """The token after `history` (prompt and generated ids), to stand at absolute `position`.
 
@@ -114,7 +119,7 @@ class Sampler:
 
     def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
         """Penalties, bias and what a grammar forbids, on a copy if there are any. float32 [vocab_size]."""
-        if self.constraint is not None:  # found while a GPU may still be at work
+        if self.constraint is not None and self.constrained:  # found while a GPU may still be at work
             allowed = self.constraint.allowed() if self.follows else self.constraint.unfinished
             logits = logits.masked_fill(torch.from_numpy(~allowed).to(logits.device), -math.inf)
         if logits.shape != (self.vocab_size,):

@@ -20,9 +20,10 @@ from kvcli.runtime.text.tokenizer import Tokenizer
 ANY_JSON: dict[str, Any] = {"type": "object"}
 
 
-def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON schema") -> str:
+def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON schema", lenient: bool = False) -> str:
     """What an answer follows that is JSON of this schema, as `SampleOptions.grammar` takes it. Raises UsageError, with
-    the path of what is wrong, for a schema that is none or cannot be followed."""
+    the path of what is wrong, for a schema that is none or cannot be followed. `lenient`: what it says beside types and
+    properties is left out where it cannot be followed."""
     if not isinstance(schema, Mapping):
         try:
             schema = json.loads(schema)
@@ -32,7 +33,7 @@ def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON
             raise UsageError(f'{called} must be an object, such as {{"type": "object"}}')
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     # White space is fixed: small models would go on with it for ever.
-    spaced: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    spaced: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": lenient}
 
     def compiled(part: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_json_schema({**shared, **part}, overrides=spaced)
@@ -94,10 +95,12 @@ def _one_line(text: str) -> str:
 
 
 class Constraint:
-    """Where one answer stands in its grammar."""
+    """Where one answer stands in its grammar. `waits`: the grammar is for what comes from some text on, which has not
+    come; until then all is free."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, vocab_size: int, waits: bool = False) -> None:
         """`vocab_size`: of the logits. Raises UsageError for a grammar that is too large."""
+        self.waits, self._tokenizer = waits, tokenizer
         self._matcher = LLMatcher(known(tokenizer), source, log_level=0)
         self._check()
         words = -(-tokenizer.vocab_size // 32)
@@ -106,6 +109,13 @@ class Constraint:
         self.unfinished = np.ones(vocab_size, bool)
         """Tokens that end no answer, bool [vocab_size]."""
         self.unfinished[sorted(tokenizer.eog_ids)] = False
+
+    def begin(self, text: str) -> bool:
+        """The text has come that it waits for, and this much more. False where that does not follow the grammar, which
+        it goes on to wait for then."""
+        ids = self._tokenizer.encode_segments([(text, True)], add_bos=False)
+        self.waits = self._matcher.try_consume_tokens(ids) < len(ids)
+        return not self.waits
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next, bool [vocab_size]. Raises UsageError where the grammar turns out too large."""

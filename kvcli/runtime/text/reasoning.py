@@ -32,6 +32,8 @@ class Style:
 
 
 _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+_FUNCTION = re.compile(r"to=functions\.([\w.-]+)", re.A)
+_CALL = f"{_CHANNEL}commentary to=functions.{{}} <|constrain|>json{_MESSAGE}"
 _ANALYSIS, _FINAL = f"{_CHANNEL}analysis", f"{_CHANNEL}final{_MESSAGE}"
 
 
@@ -131,11 +133,11 @@ class Thinking:
         parts = re.split(f"({'|'.join(map(re.escape, marks))})", self.lead) if marks else [self.lead]
         return [(text, trusted) for text, trusted in [(self._lead_in, True), *((p, p in marks) for p in parts)] if text]
 
-    def splitter(self) -> Splitter:
-        """One for the answer, which is behind the tail."""
+    def splitter(self, calls: bool = False) -> Splitter:
+        """One for the answer, which is behind the tail. `calls`: messages to functions keep a header."""
         for style in self.styles:
             if style.channels:
-                return _Channels(style, self.tail + self._lead_in)
+                return _Channels(style, self.tail + self._lead_in, calls)
         return Splitter(self.styles, self.tail)
 
 
@@ -185,8 +187,8 @@ class Splitter:
 
     def _think(self, ends: list[str], thinking: Show) -> str | None:
         """Thinking up to one of `ends`, which is returned, or to where one may begin: None."""
-        at, mark = _first(self._held, ends)
-        text = self._held[: at if mark else len(self._held) - _overlap(self._held, ends)].rstrip()
+        at, mark = first_of(self._held, ends)
+        text = self._held[: at if mark else len(self._held) - overlap(self._held, ends)].rstrip()
         self._held = self._held[at + len(mark) if mark else len(text) :]
         text = text if self._begun else text.lstrip()
         thinking(text)
@@ -216,9 +218,9 @@ class Splitter:
         """The answer, up to what ends it or to thinking that may begin anywhere."""
         opens = [mark for style in self._styles if style.again for mark in style.opens]
         ends = [*opens, *filter(None, [self._frame_end])]
-        at, mark = _first(self._held, ends)
+        at, mark = first_of(self._held, ends)
         if not mark:
-            at = len(self._held) - _overlap(self._held, ends)
+            at = len(self._held) - overlap(self._held, ends)
         answer(self._held[:at])
         self._held = self._held[at if mark in opens else at + len(mark) :]
         self._fresh = self._behind = bool(mark)
@@ -226,11 +228,13 @@ class Splitter:
 
 
 class _Channels(Splitter):
-    """Messages with headers: "<|start|>", a sender, "<|channel|>", a name, "<|message|>", text, "<|end|>"."""
+    """Messages with headers: "<|start|>", a sender, "<|channel|>", a name, "<|message|>", text, "<|end|>". A receiver
+    may stand behind the sender or the channel; with `calls` a message to a function has one form of header."""
 
-    def __init__(self, style: Style, tail: str) -> None:
+    def __init__(self, style: Style, tail: str, calls: bool) -> None:
         super().__init__()
-        self._analysis = style
+        self._analysis, self._calls = style, calls
+        self._head = ""  # of a message to a function
         begun = tail.rfind(_CHANNEL)
         self._header = True
         if begun > max(tail.rfind(_START), tail.rfind(_END)):
@@ -244,10 +248,10 @@ class _Channels(Splitter):
         if self.style is not None:
             mark = self._think(marks, thinking)
         else:
-            at, mark = _first(self._held, marks)
-            at = at if mark else len(self._held) - _overlap(self._held, marks)
-            answer(self._held[:at])
-            self._held = self._held[at + len(mark) :]
+            at, mark = first_of(self._held, marks)
+            at = at if mark else len(self._held) - overlap(self._held, marks)
+            answer(self._head + self._held[:at])
+            self._head, self._held = "", self._held[at + len(mark) :]
         if not mark:
             return False
         self._held = self._held if mark == _END else mark + self._held
@@ -263,17 +267,18 @@ class _Channels(Splitter):
             if not text or any(text.startswith(mark) or mark.startswith(text) for mark in begins):
                 return False
             header, rest = "", text
-        self._header, self._held = False, rest
-        self.style = self._analysis if _ANALYSIS in header else None
+        called = _FUNCTION.search(header) if self._calls else None
+        self._header, self._held, self._head = False, rest, _CALL.format(called[1]) if called else ""
+        self.style = self._analysis if _ANALYSIS in header and not called else None
         return True
 
 
-def _first(text: str, marks: Iterable[str]) -> tuple[int, str]:
+def first_of(text: str, marks: Iterable[str]) -> tuple[int, str]:
     """Where the first of the marks is, and which; "" = none is there."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found, default=(len(text), ""))
 
 
-def _overlap(text: str, marks: Iterable[str]) -> int:
+def overlap(text: str, marks: Iterable[str]) -> int:
     """Length of the longest tail of the text that begins one of the marks."""
     return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

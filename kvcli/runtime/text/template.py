@@ -205,6 +205,35 @@ class ChatTemplate:
         sources = [self.source, self._with_tools] if given else []
         return sorted(set(given).difference(*(sandbox.variables_of(source) for source in sources)))
 
+    # --- tools
+
+    @property
+    def tool_source(self) -> str:
+        """The text of the template that is used where there are tools."""
+        return self._with_tools or self.source
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it reads what tools there are."""
+        from kvcli.runtime.text import sandbox
+
+        return "tools" in sandbox.variables_of(self.tool_source)
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether it takes the arguments of a call as an object; else as the text of one."""
+        function = {"name": "f", "arguments": {"k": "v"}}
+        call = {"id": "a12345678", "type": "function", "function": function}
+        asked: list[dict[str, Any]] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text = self.render(asked, False, tools=[{"type": "function", "function": {**function, "parameters": {}}}])
+        except TemplateError:
+            return False
+        return "{'k': 'v'}" not in text
+
     def answered(self, text: str, reasoning: str, raw: str) -> dict[str, str]:
         """An answer as a message for this template: with its thinking apart where it knows that, else as it was written
         (`raw`), so that the template strips or keeps it. Marks that are control tokens would become letters in a

@@ -1,0 +1,96 @@
+"""What is to be known of a JSON schema to write its values in other forms than JSON. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+ANY: Schema = {}
+_DEPTH = 16  # of references to references
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """The schema that local references lead to; one that leads nowhere allows anything."""
+    for _ in range(_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            break
+        path, found = schema["$ref"].removeprefix("#").split("/"), root
+        for name in path[1:]:
+            found = found.get(name.replace("~1", "/").replace("~0", "~"), ANY) if isinstance(found, Mapping) else ANY
+        schema = found
+    return schema if isinstance(schema, Mapping) else ANY
+
+
+def alone(schema: Any, root: Schema) -> dict[str, Any]:
+    """A part of `root` as a schema of its own."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**shared, **schema} if isinstance(schema, Mapping) else dict(shared)
+
+
+def kinds(schema: Any, root: Schema) -> frozenset[str]:
+    """The types that its values may have; all of them where it says nothing."""
+    found = resolved(schema, root)
+    types = found.get("type")
+    if isinstance(types, str):
+        return frozenset({types})
+    if isinstance(types, list):
+        return frozenset(map(str, types))
+    if isinstance(values := choices(found), list):
+        return frozenset(_kind(value) for value in values)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(found.get(key), list) and found[key]:
+            return frozenset().union(*(kinds(each, root) for each in found[key]))
+    return frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+
+
+def choices(schema: Schema) -> list[Any] | None:
+    """The values of which it allows one; None = it does not list them."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _kind(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", type(None): "null"}
+    return names.get(type(value), "object")
+
+
+def properties(schema: Schema, root: Schema) -> dict[str, Schema] | None:
+    """The properties that its objects may have and no others; None = any."""
+    found = resolved(schema, root)
+    listed, more = found.get("properties"), found.get("additionalProperties", False)
+    if not isinstance(listed, Mapping) or more not in (False, None):
+        return None
+    return {str(key): value if isinstance(value, Mapping) else ANY for key, value in listed.items()}
+
+
+_PLAIN = frozenset({"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions"})
+
+
+def closed(schema: Schema) -> Schema:
+    """The schema of an object without other properties than those it lists, where it says nothing of others."""
+    return {**schema, "additionalProperties": False} if "properties" in schema and set(schema) <= _PLAIN else schema
+
+
+def required(schema: Schema, root: Schema) -> set[str]:
+    found = resolved(schema, root).get("required")
+    return set(map(str, found)) if isinstance(found, list) else set()
+
+
+def value_of(text: str, allowed: frozenset[str]) -> Any:
+    """The value that a text without quotes stands for: JSON where that is allowed, else the text itself."""
+    if allowed == {"string"}:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    fits = _kind(value) in allowed or (_kind(value) == "integer" and "number" in allowed)
+    return value if fits or "string" not in allowed else text
+
+
+def dumped(value: Any) -> str:
+    """JSON as grammars and templates write it."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,186 @@
+"""Calls of tools: read from texts of every family, whole and in pieces, and written under a grammar."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+import toolcases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toolcases import BY_NAME, SCHEMAS, TRANSCRIPTS, expected, tokenizer
+
+from kvcli.errors import UsageError
+from kvcli.runtime.text.grammar import Constraint
+from kvcli.runtime.text.tokenizer import StreamDecoder
+from kvcli.runtime.text.tools.forms import FORMS, Form
+from kvcli.runtime.text.tools.reader import CallReader
+from kvcli.runtime.text.tools.use import Tool, ToolChoice, tools_of
+
+Call = tuple[str, str]
+
+
+def read(form: Form, pieces: list[str]) -> tuple[str, list[Call], int]:
+    """The text, the calls with their arguments as they were told, and how many are whole."""
+    reader, text, calls = CallReader(form, SCHEMAS), "", list[Call]()
+    for found in [*map(reader.push, pieces), reader.flush()]:
+        text += found[0]
+        for part in found[1]:
+            if part.number == len(calls):
+                calls.append((part.name, ""))
+            calls[part.number] = (calls[part.number][0], calls[part.number][1] + part.arguments)
+    return text, calls, reader.whole
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_calls_of_every_family_are_read(form: Form) -> None:
+    for lead, behind in (("", ""), ("" if form.first else "I'll see.\n\n", "\n")):
+        text, calls, whole = read(form, [lead + TRANSCRIPTS[form.name] + behind])
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == expected(form)
+        assert whole == len(calls) and text.strip() == lead.strip()
+
+
+HOSTILE = [
+    "<tool_call>", "<tool_call>\n{", "</tool_call>", '{"name": "get_weather"', "get_weather", "}}", "[",
+    '"arguments": {', '{"name": "nobody", "arguments": {}}', "\\", '"', "'", "<", "[TOOL_CALLS]", "\n", " ", "now()",
+    "]", "<|", "<|tool_call>call:now{", '<|"|>', "<function=now>", "</function>", "<｜tool▁calls▁begin｜>", "text",
+    "[ARGS]", ",", "é",
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_pieces_are_read_as_the_whole(data: st.DataObject) -> None:
+    """Whatever the text, and wherever it is cut, what is told is the same."""
+    form = data.draw(st.sampled_from(FORMS))
+    transcript = TRANSCRIPTS[form.name]
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(transcript))] * 2)))
+    junk = data.draw(st.lists(st.sampled_from(HOSTILE), max_size=6))
+    at = data.draw(st.integers(0, len(junk)))
+    text = "".join([*junk[:at], transcript[begin:end], *junk[at:]])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(form, pieces) == read(form, [text]) == read(form, list(text))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_call_that_is_cut_is_no_whole_call(form: Form) -> None:
+    first = TRANSCRIPTS[form.name]
+    for end in range(len(first)):
+        text, calls, whole = read(form, [first[:end]])
+        for name, arguments in calls[:whole]:
+            assert json.loads(arguments) == dict(expected(form))[name]
+        assert whole <= len(calls) <= whole + 1
+        assert calls or text == first[:end]  # nothing is lost
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3-coder", "llama3", "gemma4", "lfm2"])
+def test_what_is_no_call_is_text(name: str) -> None:
+    form = BY_NAME[name]
+    for text in (
+        TRANSCRIPTS[name].replace("get_weather", "nobody").replace("now", "none"),
+        f"{form.marks(['now'])[0]}!\nand more\n",
+        "  plain text, with < and [ and { in it\n\n",
+    ):
+        assert read(form, [text]) == (text, [], 0)
+
+
+# --- grammars
+
+
+CLOSERS = (
+    *(
+        "\n</parameter>\n",
+        "</parameter>\n",
+        "</arg_value>\n",
+        "</｜DSML｜parameter>\n",
+        "</function>\n</tool_call>",
+        '"',
+    ),
+    *(
+        "</function>\n</seed:tool_call>",
+        "</tool_call>",
+        "</invoke>\n",
+        "}",
+        "]",
+        ")",
+        '<|"|>',
+        "<escape>",
+        "<tool_call|>",
+    ),
+)
+
+
+def wander(form: Form, seed: int) -> str:
+    """A text of the form's grammar, at random."""
+    draw, words = random.Random(seed), tokenizer()
+    constraint = Constraint(toolcases.use(form).followed("")[0], words, words.vocab_size)
+    closers = [words.encode_segments([(text, True)], add_bos=False) for text in CLOSERS]
+    ids: list[int] = []
+    while not constraint.stopped and len(ids) < 1500:
+        allowed = [int(i) for i in constraint.allowed().nonzero()[0]]
+        closing = [each for each in closers if constraint._matcher.validate_tokens(each) == len(each)]
+        new = draw.choice(closing) if closing and draw.random() < 0.3 else [draw.choice(allowed)]
+        if (any(i in words.eog_ids for i in allowed) and draw.random() < 0.7) or new[0] in words.eog_ids:
+            break
+        for token in new:
+            constraint.accept(token)
+        ids += new
+    assert len(ids) < 1500
+    decoder = StreamDecoder(words, True, frozenset(words.vocabulary.control))
+    return "".join(map(decoder.push, ids)) + decoder.flush()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_what_a_grammar_allows_is_a_call_that_its_schema_allows(form: Form) -> None:
+    for seed in range(6):
+        text = wander(form, seed)
+        left, calls, whole = read(form, [text])
+        assert left.strip() == "" and whole == len(calls) >= 1, text
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_grammar_allows_what_models_write(form: Form) -> None:
+    words = tokenizer()
+    ids = words.encode_segments([(TRANSCRIPTS[form.name].replace("'", '"'), True)], add_bos=False)
+    for several in (True, False):
+        source, lazy = toolcases.use(form, choice=ToolChoice(True, (), several)).followed("")
+        assert not lazy
+        constraint = Constraint(source, words, words.vocab_size)
+        count = constraint._matcher.try_consume_tokens(ids)
+        assert (count == len(ids)) == (several or form.single)
+        if several:
+            assert constraint.stopped or constraint._matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [
+        ([5], r"`tools\[0\]` must be a function"),
+        ([{"type": "web_search"}], r"`tools\[0\]` must be a function"),
+        ([{"type": "function", "function": {}}], r"`tools\[0\].function.name` is missing"),
+        ([{"name": "a b"}], "no name of a tool"),
+        ([{"name": "a"}, {"name": "a"}], "two tools have the name 'a'"),
+        ([{"name": "a", "parameters": {"type": "string"}}], "must be the schema of an object"),
+        ("x", "must be a list"),
+    ],
+)
+def test_tools_that_are_none(tools: object, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        tools_of(tools)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2", "gemma4"])
+def test_a_schema_that_cannot_be_followed_is_refused_with_its_path(name: str) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strin"}}}}
+    with pytest.raises(UsageError, match=r"items: Invalid type: strin"):
+        toolcases.use(BY_NAME[name], (Tool("f", parameters=bad, called="`tools[0].parameters`"),))
+    odd = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+    toolcases.use(BY_NAME[name], (Tool("f", parameters=odd),))
+    if name != "gemma4":
+        with pytest.raises(UsageError, match="uniqueItems"):
+            toolcases.use(BY_NAME[name], (Tool("f", parameters=odd, strict=True),))
