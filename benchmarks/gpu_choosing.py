@@ -1,7 +1,8 @@
-"""What `--attend pages:K` costs a token on a CUDA machine, whole and by kernel.
+"""What `--attend pages:K`, and noting what rows get of queries, cost a token on a CUDA machine, whole and by kernel.
 
     python benchmarks/gpu_choosing.py MODEL.gguf                        # f16, int8, int4 at 32k and 120k
     python benchmarks/gpu_choosing.py MODEL.gguf --types f16 --tokens 32768
+    python benchmarks/gpu_choosing.py MODEL.gguf --noting               # as --evict h2o does, at 8k
 
 K is a quarter of all pages. Beside it stands a context a quarter as long of which everything is read; `speed` is its
 time over that of `pages:K`. Microseconds a layer are those that a profiler sees, in which kernels that are launched
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from kvcli import environment
 
@@ -23,23 +25,27 @@ environment.prepare()  # before torch is imported
 
 import torch  # noqa: E402
 
-from kvcli.options import AttendOptions, CacheOptions, LoadOptions  # noqa: E402
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions  # noqa: E402
 from kvcli.runtime.engine.engine import Engine  # noqa: E402
 from kvcli.runtime.engine.loaded import LoadedModel  # noqa: E402
 from kvcli.runtime.engine.opened import Opened  # noqa: E402
 
 TOKENS, REPEATS = 40, 5
-KERNELS = ("_score", "_rank", "_attend", "_combine")
+CHOOSING, NOTING = ("_score", "_rank", "_attend", "_combine"), ("_attend", "_note", "_combine")
 
 
 def token_ms(engine: Engine, rows: int) -> tuple[float, dict[str, float]]:
     """Milliseconds of a token behind so many rows, and microseconds of a layer by kernel."""
     seq, graph = engine.new_sequence(), engine.graph
     assert graph is not None
+    if seq.selector:
+        seq.selector.expect(rows)
     ids = torch.randint(5, 30000, (rows,), generator=torch.manual_seed(1)).tolist()
     for start, end in engine.chunks(0, rows):
         engine.forward(seq, ids[start:end])
     graph.unbind()
+    if seq.selector:
+        assert seq.selector.notes(rows + 1)
 
     def some(n: int) -> None:
         for i in range(n):
@@ -65,16 +71,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--types", default="f16,int8,int4")
-    parser.add_argument("--tokens", default="32768,122880")
+    parser.add_argument("--tokens")
+    parser.add_argument("--noting", action="store_true")
     options = parser.parse_args()
     load, rows = LoadOptions(str(options.model)), []
-    loaded = None
-    print(f"{'tokens':>7} {'cache':5} {'pages:K':>8} {'quarter':>8} {'speed':>6}  us a layer")
-    for tokens in map(int, options.tokens.split(",")):
+    loaded, noting = None, options.noting
+    (one, other_one), kernels = (("noted", "not") if noting else ("pages:K", "quarter")), NOTING if noting else CHOOSING
+    print(f"{'tokens':>7} {'cache':5} {one:>8} {other_one:>8} {'speed':>6}  us a layer")
+    for tokens in map(int, (options.tokens or ("8192" if noting else "32768,122880")).split(",")):
         for kind in options.types.split(","):
             found = []
-            for length, pages in ((tokens, tokens // 256), (tokens // 4, 0)):
-                cache = CacheOptions(length + 1024, kind, kind, attend=AttendOptions(pages=pages))
+            all_stay = EvictOptions("h2o", budget="100%")
+            pages = AttendOptions(pages=tokens // 256)
+            more: dict[str, Any] = {"evict": all_stay} if noting else {"attend": pages}
+            for length, asked in ((tokens, more), (tokens if noting else tokens // 4, {})):
+                cache = CacheOptions(length + 1024, kind, kind, **asked)
                 if loaded is None:
                     loaded = LoadedModel(Opened(options.model, load), load, cache)
                     engine = Engine(loaded)
@@ -84,10 +95,10 @@ def main() -> None:
                 del engine
                 torch.cuda.empty_cache()
             (chosen, by_kernel), (whole, other) = found
-            each, of_quarter = ({n: round(us, 1) for n, us in x.items() if us > 0.5} for x in (by_kernel, other))
-            row = {"tokens": tokens, "cache": kind, "pages": chosen, "quarter": whole, "speed": whole / chosen}
-            rows.append({**row, "us": each, "us of a quarter": of_quarter})
-            few = " ".join(f"{n} {each.get(n, 0):.1f} ({of_quarter.get(n, 0):.1f})" for n in KERNELS)
+            each, of_other = ({n: round(us, 1) for n, us in x.items() if us > 0.5} for x in (by_kernel, other))
+            row = {"tokens": tokens, "cache": kind, one: chosen, other_one: whole, "speed": whole / chosen}
+            rows.append({**row, "us": each, "us of the other": of_other})
+            few = " ".join(f"{n} {each.get(n, 0):.1f} ({of_other.get(n, 0):.1f})" for n in kernels)
             print(f"{tokens:7} {kind:5} {chosen:8.3f} {whole:8.3f} {whole / chosen:6.2f}  {few}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
 

@@ -8,15 +8,19 @@ from support import tiny
 from support.gpucases import DEVICE, OPS
 from support.kernelcases import one_thread
 
-from kvcli.kernels import Backend
+from kvcli.kernels import MASS_UNIT, Backend
 from kvcli.kernels.gpu.backend import GpuBackend
-from kvcli.options import EvictOptions
+from kvcli.options import EvictOptions, SampleOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.selecting import LayerFacts
 from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.decoding import graph_tokens
+from kvcli.runtime.engine.graph.nexttoken import NextToken
+from kvcli.runtime.engine.graph.rowgraph import RowGraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
+from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.decoder import Attention, Decoder
@@ -91,3 +95,35 @@ def test_nearly_the_same_rows_stay(policy: str):
     (_, _, theirs, _), (_, _, ours, _) = (selected("llama", "f16", policy, x) for x in (OPS, gpu))
     (a,), (b,) = stays(theirs), stays(ours)
     assert len(a) == len(b) and len(a & b) > 0.95 * len(a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "types", "kind"), [("gpt-oss", "f16", TokenGraph), ("llama", "int4", RowGraph)])
+def test_tokens_by_graph_give_rows_what_steps_give_them(arch: str, types: str, kind: type[NextToken]):
+    model, layout, ours, _ = selected(arch, types, "h2o", GpuBackend(torch.device(DEVICE)))
+    twin, graph, tokens = ours.fork(), kind(model, layout, CONTEXT), (9, 3)
+    assert ours.selector is not None and twin.selector is not None
+    before = {group: mass.clone() for group, mass in ours.selector._mass.items()}
+    for token in tokens:
+        graph.run(ours, token)
+        model.hidden(Step((twin.reserve([token]),)))
+        twin.commit([token])
+    for group, first in before.items():
+        found, expected = (x.selector._mass[group][..., : first.shape[-1]] - first for x in (ours, twin))
+        assert expected.any() and float((found - expected).double().norm() / expected.double().norm()) < 0.03
+        if arch == "llama":  # without sinks each query gives all of its probability to rows
+            heads = model.config.n_heads // layout.groups[group].kv_heads
+            assert float((found.sum(-1).double() / MASS_UNIT / (heads * len(tokens)) - 1).abs().max()) < 1e-3
+
+
+@pytest.mark.slow
+def test_the_last_row_before_a_selection_is_not_computed_ahead():
+    """What its query gives others could not be taken back."""
+    model, layout, seq, hidden = selected("llama", "f16", "h2o", GpuBackend(torch.device(DEVICE)))
+    graph, history = TokenGraph(model, layout, CONTEXT), [*PROMPT, 5]
+    sampler = Sampler(SampleOptions(temperature=0.0, repeat_penalty=1.0), {}, VOCAB)
+    assert seq.selector is not None
+    seq.selector.due = seq.length + 3
+    for token in graph_tokens(graph, VOCAB, seq, history, sampler, model.logits(hidden.to(DEVICE))[0]):
+        history.append(token)
+    assert len(history) == seq.selector.due and seq.length == seq.selector.due - 1

@@ -41,10 +41,10 @@ def tile_end(edges, hi, newest, TILES: tl.constexpr, BN: tl.constexpr):
     return (hi - 1) * TILES + tl.maximum(tl.minimum(tl.cdiv(rows, BN), TILES), 1)
 
 
-@triton.jit(do_not_specialize=["rows_end", "offset", "open_offset", "window", "room"])
+@triton.jit(do_not_specialize=["rows_end", "offset", "open_offset", "window", "room", "noted_room", "noted_edges"])
 def _attend(
-    q, qc, qb, position, work, table, chosen, edges, angles, scale_k, scale_v, out, tops, totals,
-    rows_end, offset, open_offset, window, softcap, room,
+    q, qc, qb, position, work, table, chosen, edges, angles, scale_k, scale_v, out, tops, totals, noted,
+    rows_end, offset, open_offset, window, softcap, room, noted_room, noted_edges,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
     CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
@@ -54,7 +54,7 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, EDGED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, NOTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     parts = tl.num_programs(1)
@@ -81,6 +81,9 @@ def _attend(
         oldest = first - window + 1
     TILES: tl.constexpr = SIZE // BN
     OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
+    noted_at = noted + row[:, None] * noted_room
+    if kind != WHOLE:
+        noted_at += noted_edges
     if kind == WHOLE:
         if CHOSEN:
             wait_for_previous(PDL)  # the kernel before has written what is chosen, a row of `room` words of each head
@@ -88,17 +91,17 @@ def _attend(
                 table = chosen + head.to(tl.int64) * room
         span(
             lo * TILES, hi * TILES, q, qc, qb, ok, asks, at, oldest, newest, window, head, table, offset, angles,
-            scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V,
-            NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V, CENTRED, ROPE,
-            ROPE_PAD, WINDOWED, CAPPED, False, TILES, BN, STAGES, PDL,
+            scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
+            CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
+            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, False, TILES, BN, STAGES, NOTED, PDL,
         )  # fmt: skip
     elif kind == OPEN:
         stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
             lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, open_offset, angles,
-            scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, OPEN_K, OPEN_V,
-            OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0, 0.0, 0.0, 0.0, 0.0, False, ROPE,
-            ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
+            scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
+            OPEN_K, OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0, 0.0, 0.0, 0.0,
+            0.0, False, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, PDL,
         )  # fmt: skip
     elif kind != EDGES:
         wait_for_previous(PDL)
@@ -108,9 +111,9 @@ def _attend(
         stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
             lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, offset, angles,
-            scale_k, scale_v, out, tops, totals, cell, softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V,
-            NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K, FACTOR_V, CENTRED, ROPE,
-            ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
+            scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
+            CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
+            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, PDL,
         )  # fmt: skip
 
 
@@ -210,7 +213,8 @@ def attend(
     """Causal attention of the T queries of a step over pages: partial results.
 
     `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. `entries`: of the
-    table, at most, where a token chooses among them; 0 = as many as it has room for.
+    table, at most, where a token chooses among them; 0 = as many as it has room for. Where a token's probabilities are
+    noted, its scores are left in `Noted.scores`.
     """
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]
     rows = len(lists.shift)
@@ -223,14 +227,16 @@ def attend(
     if tiles is None:
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), rows == 1)
     rope = 0 if pages.angles is None else pages.angles.shape[1]
-    some = queries.q  # stands for what is not there
+    some, noted = queries.q, lists.noted if rows == 1 else None
     chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1
     chosen = choose(queries, pages, entries or len(lists.table), pdl) if chooses else lists.table[None]
     launch(_attend, (r.kv_heads, out.tops.shape[2], len(lists.work)))(
         queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, chosen, lists.edges,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
         some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
+        out.tops if noted is None else noted.scores,
         rows, pages.offset, opened.offset, window, softcap * LOG2_E, chosen.shape[1],
+        0 if noted is None else noted.scores.shape[1], 0 if noted is None else noted.edges_from,
         heads, group, block, m, r.page_size, r.dim_k, pad_k, r.dim_v, pad_v,
         r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_k), tile_parts(r.codec_v), r.record_bytes,
         r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, left_centre(r.codec_k),
@@ -238,7 +244,7 @@ def attend(
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
         lists.edged, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, pdl,
+        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, noted is not None, pdl,
         **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
 from kvcli.kernels.gpu.mass import add_mass
+from kvcli.kernels.gpu.noting import note
 from kvcli.kernels.gpu.pages import (
     Asked,
     BoundStretch,
@@ -356,6 +357,8 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer)
     if record.joined:
         return latents.combine(latents.attend(queries, pages, layer.softcap, partials), pages)
     out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages, sinks=layer.sinks)
+    if pages.lists.noted is not None:
+        note(partials, pages, layer.sinks)
     assert out is not None
     return out
 

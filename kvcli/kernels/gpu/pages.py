@@ -61,6 +61,22 @@ class Selected:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Where the probabilities of a token's query go, of each layer (noting.py).
+
+    `places`: int64 [n], beside the table: the place of slot 0 of each entry, see `kernels.Watch`. `scores`: float32
+    [heads, room], which attention leaves: those of the slots of the table, and from number `edges_from` on of the
+    edges. `target`: int64 [2], where the mass of the group's first layer begins, 0 = nowhere, and how far apart those
+    of KV heads stand in it.
+    """
+
+    places: torch.Tensor
+    scores: torch.Tensor
+    edges_from: int
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PageLists:
     """The page lists of the layers of a group for one step, on the device.
 
@@ -69,7 +85,8 @@ class PageLists:
     [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
     position of slot 0 of the first of these. `past`: the entries of the table that are read apart. `turns`: whether
     there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
-    the last rows of the step may be none, for which there are no pages. `selection`: where not all is read.
+    the last rows of the step may be none, for which there are no pages. `selection`: where not all is read. `noted`:
+    where a token's probabilities are noted.
     """
 
     position: torch.Tensor
@@ -85,6 +102,7 @@ class PageLists:
     edged: bool = False
     spare: bool = False
     selection: Selected | None = None
+    noted: Noted | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,7 @@ class DevicePages:
     `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a head. `angles`: float16 [n, rope_dim], cosines
     then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE. Where queries
     choose pages, each has so many `means` of keys, which stand `summary_offset` bytes behind those of the first layer.
+    `layer`: which one it is of the group's layers, where a token's probabilities are noted.
     """
 
     record: RecordLayout
@@ -107,6 +126,7 @@ class DevicePages:
     angles: torch.Tensor | None = None
     summary_offset: int = 0
     means: int = 0
+    layer: int = 0
 
     @property
     def rotated(self) -> tuple[bool, bool]:
@@ -155,6 +175,7 @@ class HostLists(NamedTuple):
     past: tuple[int, int]
     summaries: np.ndarray
     limits: tuple[int, int, int]
+    places: np.ndarray
 
     @classmethod
     def of(cls, kv: PagedKV, shift: np.ndarray | None, asked: Asked, blocks: Blocks, slots: Slots | None) -> HostLists:
@@ -181,6 +202,7 @@ class HostLists(NamedTuple):
             past=past,
             summaries=table.summaries,
             limits=limits,
+            places=table.edges[:, 1],
         )
 
 

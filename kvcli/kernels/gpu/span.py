@@ -92,21 +92,22 @@ def centre_scores(s, qc, qb, angles, t, ROPE: tl.constexpr, ROPE_PAD: tl.constex
 @triton.jit
 def span(
     lo, hi, q, qc, qb, ok, row, position, oldest, newest, window, head, table, offset, angles, scale_k, scale_v, out,
-    tops, totals, cell, softcap,
+    tops, totals, cell, softcap, noted,
     BLOCK: tl.constexpr, M: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, NOTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries over the rows of tiles [lo, hi), lo < hi: writes one partial result.
 
     A tile is BN rows; TILES make a page. `ok`, `row`, `position`, `cell` [M]: whether there is such a query, where it
     stands in q, its position, and where its result goes. `table`: the words of pages, all of whose rows every query
     sees; with MASKED `edges` (see `Shares`) of such as not every query sees wholly: none sees rows before `oldest` or
-    behind `newest`. Tables are read before the kernel that was launched before has ended: none of this token writes
-    them.
+    behind `newest`. With NOTED scores are written: those of tile t from `noted` [M, 1] + t * BN on. Tables are read
+    before the kernel that was launched before has ended: none of this token writes them.
     """
     PITCH: tl.constexpr = EDGE if MASKED else 1
     SCALES: tl.constexpr = K_SCALES > 0 or V_SCALES > 0
@@ -195,6 +196,8 @@ def span(
                 if WINDOWED:
                     visible = visible & (place[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
+        if NOTED:
+            tl.store(noted + (t * BN + tl.arange(0, BN))[None, :], s, mask=ok[:, None])
         higher = tl.maximum(top, tl.max(s, 1))
         decay = tl.exp2(top - higher)
         p = tl.exp2(s - higher[:, None])

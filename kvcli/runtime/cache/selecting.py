@@ -78,6 +78,10 @@ class Selector:
         wants = bool(scorer.watches) or (scorer.queries and not self._answering)
         return wants and self.due != NEVER and end > self.since
 
+    def notes_queries(self, end: int) -> bool:
+        """Whether a step up to row `end` has queries that are noted themselves, not only what rows get of them."""
+        return self.selection.scorer.queries and self.notes(end)
+
     def watches(self, lists: list[PageList], end: int) -> Watches:
         """What attention notes in a step of rows up to `end`; the same object as long as it stays the same."""
         if not self.notes(end):

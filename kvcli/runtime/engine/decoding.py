@@ -90,6 +90,10 @@ class DeviceTokens:
 
     @property
     def _has_room(self) -> bool:
+        """Whether another row may be computed: not the last one before rows are selected by score."""
+        selector = self.seq.selector
+        if selector is not None and self.seq.length + 1 >= selector.due:
+            return False
         return bool(self.seq.retention) or self.seq.kept < self.graph.ctx_size
 
     def _next_logits(self, known: int | None) -> torch.Tensor:

@@ -380,5 +380,5 @@ def _answers(request: Request) -> bool:
 
 
 def _notes(seq: Sequence) -> bool:
-    """Whether attention notes the query of the next row, which the fast way of single tokens does not."""
-    return seq.selector is not None and seq.selector.notes(seq.length + 1)
+    """Whether the query of the next row is noted itself, which the fast way of single tokens does not do."""
+    return seq.selector is not None and seq.selector.notes_queries(seq.length + 1)

@@ -219,9 +219,12 @@ class Request:
         self._go_on(logits)
 
     def _selects(self) -> bool:
-        """Whether rows are to be selected, or queries noted for that, before the next token."""
-        selector, length, ahead = self.seq.selector, self.seq.length, self._tokens is not None
-        return selector is not None and (length >= selector.due or (ahead and selector.notes(length)))
+        """Whether rows are to be selected before the next token, or the last row before that is to be computed, which
+        no device computes ahead: what its query gives other rows could not be taken back."""
+        selector, length = self.seq.selector, self.seq.length
+        if selector is None or self._tokens is None:
+            return selector is not None and length >= selector.due
+        return len(self.history) > length >= selector.due - 1
 
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""

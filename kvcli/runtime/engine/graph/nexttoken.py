@@ -13,7 +13,7 @@ import torch
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
@@ -21,7 +21,7 @@ from kvcli.runtime.model.sealing import fixes_basis
 from kvcli.runtime.model.summarizing import summarize
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
-SEALING = 0
+SEALING = (0, False)
 
 
 class NextToken:
@@ -34,7 +34,8 @@ class NextToken:
         self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.logits = self._floats(model.config.vocab_size)
         self._pages = GraphPages(model, layout, ctx_size, self.position)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context; SEALING: of the page that got full
+        # By context, and whether probabilities are noted; SEALING: of the page that got full.
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._next: tuple[Sequence | None, int] = (None, -1)
 
@@ -69,7 +70,7 @@ class NextToken:
         if self._next != (seq, part.start):
             self.position.fill_(part.start)
             self._pages.bind_bases(part)
-        logits = self._replay(bucket)
+        logits = self._replay(bucket, part)
         if any(fixes_basis(layers[0], part.end) for layers in part.groups):  # this row sees the page in 16 bits yet
             self._pages.fix_bases()
             self._pages.take_bases(part)
@@ -79,14 +80,19 @@ class NextToken:
         self.position.add_(1)
         return logits
 
-    def _replay(self, bucket: int) -> torch.Tensor:
-        """Compute a row that sees up to `bucket` rows, by the graph for that many."""
+    def _replay(self, bucket: int, part: Part) -> torch.Tensor:
+        """Compute the part's row, which sees up to `bucket` rows, by the graph for that many."""
+        noting = bool(part.watches)
+        self._pages.set_noting(noting)
         if self.device.type != "cuda":  # Triton's interpreter
+            self._pages.note(part)
             self.launch(bucket)
             return self.logits
-        graph = self._graphs.get(bucket)
+        graph = self._graphs.get((bucket, noting))
         if graph is None:
-            graph = self._capture(bucket, lambda: self.launch(bucket))
+            self._pages.note(None)  # what is added up must not be added twice
+            graph = self._capture((bucket, noting), lambda: self.launch(bucket))
+        self._pages.note(part)
         graph.replay()
         return self.logits
 
@@ -107,7 +113,7 @@ class NextToken:
         for pages, layers, strides in self._pages.sealed_runs():
             seal_step(pages, layers=layers, strides=strides)
 
-    def _capture(self, key: int, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: tuple[int, bool], launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
         launch()
         torch.cuda.synchronize(self.device)
@@ -127,5 +133,9 @@ class NextToken:
             while bucket < self.ctx_size:
                 bucket *= 2
                 self.launch(bucket)
+            if self._pages.notes:
+                self._pages.set_noting(True)
+                self.launch(bucket)
+                self._pages.set_noting(False)
             self._launch_sealing()
         compile_all(variants, len(usable_cpus()))

@@ -18,6 +18,7 @@ from kvcli.kernels.gpu.pages import (
     Asked,
     DevicePages,
     HostLists,
+    Noted,
     PageLists,
     Sealing,
     half_angles,
@@ -26,12 +27,13 @@ from kvcli.kernels.gpu.pages import (
 )
 from kvcli.kernels.gpu.places import check_slots
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
-from kvcli.kernels.paged import CENTRE_ROWS, Basis
+from kvcli.kernels.paged import CENTRE_ROWS, Basis, Watch
 from kvcli.options import AttendOptions
 from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part
+from kvcli.runtime.config import WINDOWED
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
@@ -84,6 +86,7 @@ class GroupTables:
 
     What kernels are launched for, `PageLists.turns` and `edged`, is what the layout's eviction asks for, until a list
     wants more. `alike`: the lists of several rows are those that a step without a graph has; see `GpuBackend.block`.
+    `noting`: the next row's probabilities are noted.
     """
 
     def __init__(
@@ -95,8 +98,10 @@ class GroupTables:
         rows: int = 1,
         alike: bool = False,
         attend: int = 0,
+        notes: bool = False,
     ) -> None:
-        """`attend`: how many pages a token chooses where not all are read."""
+        """`attend`: how many pages a token chooses where not all are read; `notes`: whether the probabilities of tokens
+        may be noted, where rows are selected."""
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         self.alike = alike and rows > 1
         self.chosen = attend if group.summarized and rows == 1 else 0
@@ -124,9 +129,34 @@ class GroupTables:
             selection=selected(self._table_of(2 * slots, device), limits, group.kv_heads, self.chosen)
             if self.chosen else None,
         )  # fmt: skip
-        self._sent = {"table": np.zeros(0, np.int64), "summaries": np.zeros(0, np.int64)}  # so far
+        self.noting, self._noted = False, self._noted_of(heads, ctx_size) if notes and rows == 1 else None
+        self._sent = {name: np.zeros(0, np.int64) for name in ("table", "summaries", "places")}  # so far
         self._bound: tuple[Layers, int] | None = None
+        self._target = (0, 0)
         self._positions = range(0)
+
+    def _noted_of(self, heads: int, ctx_size: int) -> Noted | None:
+        """Room for the probabilities of a token; None = rows of such layers are not selected."""
+        if self.group.kind in WINDOWED:
+            return None
+        table, most = self.lists.table, self.group.page_size * (self.entries(ctx_size) + EDGES_EACH)
+        scores = torch.zeros(heads, 2 * most, dtype=torch.float32, device=table.device)
+        return Noted(torch.zeros_like(table), scores, most, self._table_of(2, table.device))
+
+    @property
+    def noted(self) -> Noted | None:
+        """Where the next row's probabilities go; None = they are not noted."""
+        return self._noted if self.noting else None
+
+    def note(self, watches: tuple[Watch, ...] | None) -> None:
+        """Have probabilities added to what the group's layers watch, or nowhere."""
+        if self._noted is None:
+            return
+        mass = watches[0].mass if watches else None
+        found = (0, 0) if mass is None else (mass.data_ptr(), mass.stride(0))
+        if found != self._target:
+            self._noted.target.copy_(sent(torch.tensor(found), self.head.device))
+            self._target = found
 
     @staticmethod
     def _table_of(size: int, device: torch.device) -> torch.Tensor:
@@ -179,11 +209,15 @@ class GroupTables:
         self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
         parts = self.parts(bucket)
         work, edges = lists.shares.padded(parts) if self.alike else lists.shares.spread(parts)
+        if self._noted is not None and max(len(lists.table), len(edges)) * size > self._noted.edges_from:
+            raise NoRoom("more pages than scores are noted of")
         into, opened = (x[: self.pages] for x in (lists.into, lists.open_into))
         self._upload(lists.shift, into, opened, np.array(lists.limits), work.view(np.int64), edges)
         self._upload_table("table", lists.table, self.lists.table)
         if self.lists.selection is not None:
             self._upload_table("summaries", lists.summaries, self.lists.selection.summaries)
+        if self._noted is not None:
+            self._upload_table("places", lists.places, self._noted.places)
         self._bound, self._positions = (layers, bucket), positions
         return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
 
@@ -210,7 +244,8 @@ class GraphPages:
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor, rows: int = 1) -> None:
         self.model, self.layout = model, layout
-        sizes = ctx_size, position, model.config.n_heads, rows, layout.grain > 1, layout.attend.pages
+        self.notes = rows == 1 and layout.selection is not None and bool(layout.selection.scorer.watches)
+        sizes = ctx_size, position, model.config.n_heads, rows, layout.grain > 1, layout.attend.pages, self.notes
         self.tables = [GroupTables(g, *sizes) for g in layout.groups]
         self._bases = [self._empty_bases(g, position.device) for g in layout.groups]
         self._based: list[Basis | None] = [None] * model.config.n_layers  # whose known numbers are there
@@ -218,6 +253,19 @@ class GraphPages:
 
     def _made(self) -> list[DevicePages]:
         return [self._layer(i) for i in range(self.model.config.n_layers)]
+
+    def set_noting(self, noting: bool) -> None:
+        """Whether what is launched next notes the probabilities of its row; nowhere, until `note` says where."""
+        if noting == self.tables[0].noting:
+            return
+        for tables in self.tables:
+            tables.noting = noting
+        self.layers = self._made()
+
+    def note(self, part: Part | None) -> None:
+        """Where probabilities go: to what the part watches, or nowhere."""
+        for g, tables in enumerate(self.tables):
+            tables.note(part.watches[g] if part and part.watches else None)
 
     def of(self, layer: int) -> tuple[GroupTables, int]:
         """The tables of a layer's group, and which one it is of the group's layers."""
@@ -228,14 +276,14 @@ class GraphPages:
     def _layer(self, layer: int) -> DevicePages:
         """The layer's pages, with a mean and scales that `bind_bases` fills in."""
         tables, i = self.of(layer)
-        group, lists, opened = tables.group, tables.lists, tables.group.open_class()
+        group, lists, opened = tables.group, replace(tables.lists, noted=tables.noted), tables.group.open_class()
         centre, scale_k, scale_v = (None if x is None else x[i] for x in self._bases[self.tables.index(tables)])
         rope = self.model.ropes.table(self.model.config.layers[layer].rope)
         return DevicePages(
             group.record, lists, i * group.layer_stride,
             DevicePages(opened.record, lists, i * opened.layer_stride) if opened else None, centre, scale_k, scale_v,
             tables.centres.of(rope) if tables.centres and rope else None,
-            i * summary_bytes(group.record, group.means), group.means,
+            i * summary_bytes(group.record, group.means), group.means, i,
         )  # fmt: skip
 
     def _empty_bases(self, group: GroupLayout, device: torch.device) -> tuple[torch.Tensor | None, ...]:

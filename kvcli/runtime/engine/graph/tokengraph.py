@@ -19,6 +19,7 @@ from kvcli.kernels.gpu.combine import combine
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
+from kvcli.kernels.gpu.noting import note
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
 from kvcli.kernels.gpu.rows import Queries, normed_together, prepare
 from kvcli.kernels.gpu.seal import seal_step
@@ -151,7 +152,10 @@ class TokenGraph(NextToken):
             seal_step(pages, pdl, by_row=True)
         partials = self._partials_of(layer, tables.parts(bucket))
         attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket))
-        combine(partials, pages, self.heads[layer], pdl, how.sinks)
+        noted = pages.lists.noted is not None
+        combine(partials, pages, self.heads[layer], LEADING if noted and pdl else pdl, how.sinks)
+        if noted:
+            note(partials, pages, how.sinks, BESIDE if pdl else SERIAL)
         return self.heads[layer]
 
     def _partials_of(self, layer: int, parts: int) -> Partials:
