@@ -10,6 +10,7 @@ from kvcli.cli.interrupt import FINISH, Interrupts
 from kvcli.cli.overflow import Cut
 from kvcli.cli.report import CacheFacts, MemoryFacts, Result, logprobs_object
 from kvcli.cli.sinks import Sink
+from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.verification import verify
 from kvcli.errors import KVError, OutputError
 from kvcli.options import SampleOptions
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.promptcache.caches import Caches
     from kvcli.runtime.promptcache.marks import Mark
     from kvcli.runtime.text.reasoning import Thinking
+    from kvcli.runtime.text.tools.use import ToolUse
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Job:
     thinking: Thinking | None = None  # how the answer is told apart from it
     marks: Sequence[Mark] = ()  # places of the prompt that later ones may start from
     told: list[str] = field(default_factory=list)  # what the user heard, or would have at a terminal
+    tools: ToolUse | None = None  # which the answer may call
 
 
 def settle(loaded: LoadedModel, options: SampleOptions) -> SampleOptions:
@@ -57,7 +60,7 @@ def answer(engine: Engine, sequence: Rows, ids: list[int], job: Job) -> Result:
     """
     job.sink.start(job.model, job.sampling)
     parts: list[Token] = []
-    asked = job.sampling, job.interrupts.cancelled, job.history, job.caches, job.thinking, job.marks
+    asked = job.sampling, job.interrupts.cancelled, job.history, job.caches, job.thinking, job.marks, job.tools
     try:
         for event in engine.generate(sequence, ids, *asked):
             if isinstance(event, Prefill):
@@ -88,7 +91,9 @@ def result_of(engine: Engine, sequence: Rows, job: Job, parts: list[Token], end:
     told = [logprobs_object(part.logprobs) for part in parts if part.logprobs is not None]
     logprobs = None if job.sampling.logprobs is None else told
     facts = cache_facts(engine, sequence), job.sampling, list(job.told), memory, None, job.cut
-    return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs)
+    told_of_calls = [*(each for part in parts for each in part.calls), *end.calls]
+    calls = None if job.tools is None else ToolCalls.of(told_of_calls, end.called)
+    return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs, calls=calls)
 
 
 def cache_facts(engine: Engine, sequence: Rows) -> CacheFacts:

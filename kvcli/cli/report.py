@@ -11,6 +11,7 @@ from typing import Any
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.overflow import Cut
 from kvcli.cli.render import is_terminal
+from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.verification import Verification, as_json
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns
@@ -100,6 +101,7 @@ class Result:
     error: KVError | None = None  # that the run ends with, although the answer is whole
     reasoning: str = ""  # what the model thought before it
     logprobs: list[dict[str, Any]] | None = None  # of each token, where they are asked for
+    calls: ToolCalls | None = None  # None = there were no tools to call
 
     @property
     def losses(self) -> list[str]:
@@ -291,6 +293,7 @@ def result_object(result: Result) -> dict[str, Any]:
         "sampling": sampling_object(result.params),
         "warnings": result.warnings,
         **({"logprobs": result.logprobs} if result.logprobs is not None else {}),
+        **({"tool_calls": result.calls.whole} if result.calls is not None else {}),
         **({"error": result.error.as_object()} if result.error else {}),
     }
 

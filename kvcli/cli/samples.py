@@ -82,7 +82,7 @@ def answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Result
     for each in reversed(jobs):  # the first one reads the prompt for those that exist already
         seq, cancelled = engine.new_sequence(), job.interrupts.cancelled
         twins = requests if each is jobs[0] else ()
-        how = each.sampling, cancelled, False, twins, job.caches, job.thinking, job.marks
+        how = each.sampling, cancelled, False, twins, job.caches, job.thinking, job.marks, job.tools
         requests = [engine.request(seq, ids, *how), *requests]
 
     def predicted() -> int:

@@ -102,7 +102,11 @@ class TextSink:
         self.progress.close()
         self._write(result.end)
         self.thoughts.end()
-        if self.newline:
+        if lines := result.calls.lines if result.calls else "":
+            if not self.out.empty:
+                self.out.end_line()
+            self.out.write(lines)
+        elif self.newline:
             self.out.end_line()
         self.out.flush()
 
@@ -137,7 +141,11 @@ class CopySink:
 
     def end(self, result: Result) -> None:
         self.file.write(result.end.text)
-        if self.newline:
+        if lines := result.calls.lines if result.calls else "":
+            if result.text and not self.file.at_line_start:
+                self.file.end_line()
+            self.file.write(lines)
+        elif self.newline:
             self.file.end_line()
         self.file.whole = result.end.finish_reason != "interrupted"
         self.left -= 1

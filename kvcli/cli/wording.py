@@ -25,10 +25,10 @@ _OTHER = {
     "ubatch": "--ubatch-size",
 }
 _SAME = """
-attend backend bandwidth budget device dry_allowed_length dry_base dry_multiplier dry_penalty_last_n evict exact
-frequency_penalty gpu grammar keep logit_bias logprobs lora margin min_p model offline page_size prefill_sparse
-prefill_sparse_from presence_penalty quantize raw reasoning reasoning_budget repeat_last_n repeat_penalty seed spec
-stop strict_repeat threads top_k top_p window
+attend backend bandwidth budget chat_template device dry_allowed_length dry_base dry_multiplier dry_penalty_last_n
+evict exact frequency_penalty gpu grammar keep logit_bias logprobs lora margin min_p model offline page_size
+prefill_sparse prefill_sparse_from presence_penalty quantize raw reasoning reasoning_budget repeat_last_n repeat_penalty
+seed spec stop strict_repeat threads top_k top_p window
 """
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | _OTHER
 

@@ -250,6 +250,7 @@ class FakeEngine:
         caches: object = None,
         thinking: object = None,
         marks: object = (),
+        tools: object = None,
     ) -> Iterator[Prefill | Token | End]:
         if len(prompt_ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(prompt_ids)} tokens, the context {self.ctx_size}")

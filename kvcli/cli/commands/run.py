@@ -25,6 +25,7 @@ from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, Chunks, FileFlag
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
+from kvcli.cli.flags.tools import ToolFlags
 from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
 from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag, json_option
@@ -163,8 +164,9 @@ class BatchFlags:
     ] = None
 
     def refuse(
-        self, prompt: PromptFlags, instruction: str | None, output: OutputFlags, named: FileFlags, policy: str
-    ) -> None:
+        self, prompt: PromptFlags, instruction: str | None, output: OutputFlags, named: FileFlags, policy: str,
+        tools: bool,
+    ) -> None:  # fmt: skip
         """Raises UsageError for what makes no sense with or without a batch."""
         if self.batch is None:
             if self.parallel is not None:
@@ -179,6 +181,7 @@ class BatchFlags:
             "--n-samples": output.n_samples > 1,
             "--verify-estimate": output.verify_estimate,
             "--assistant": prompt.assistant is not None,
+            "--tools": tools,
             "--logprobs": output.logprobs is not None,
             "--prompt-cache-all": named.prompt_cache_all,
         }
@@ -273,6 +276,7 @@ def run(
     thought: ThinkingFlags,
     sample: SampleFlags,
     shape: GrammarFlags,
+    calls: ToolFlags,
     output: OutputFlags,
     many: BatchFlags,
     cache_mark: CacheMarks = None,
@@ -288,7 +292,8 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         load, policy = model.options(invocation.offline), overflow.on_overflow
-        load = replace(load, chat=template.options(prompt.raw, thought.reasoning_budget))
+        chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
+        load = replace(load, chat=tools.told(chat) if tools else chat)
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
         sampling = replace(sampling, logprobs=output.asked_logprobs(), grammar=shape.source())
         evicting = evict.options(cache.page_size)
@@ -296,7 +301,7 @@ def run(
             replace(cache.options(evicting, attend.options(evicting)), sequences=output.n_samples),
             replace(named.add_to(store.options(invocation)), awaited=invocation.json),
         )
-        many.refuse(prompt, instruction, output, named, policy)
+        many.refuse(prompt, instruction, output, named, policy, tools is not None)
         _check_chunks(chunks, prompt, named, many)
         if many.batch is not None:
             form = Form(
@@ -320,6 +325,7 @@ def run(
         if cut is not None:
             render.warn(str(cut), invocation)
         thinking = question.thinking(loaded.text)
+        use = tools.use(loaded.text, question.raw) if tools else None
         engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
         sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
@@ -327,13 +333,15 @@ def run(
         kept = replace(kept, source=prompt.source, lead=question.text(loaded.text, ids)[0])
         opened = closing(_caches(engine, question, kept, chunks, invocation))
         with opened as caches, copy or nullcontext():
-            how = output.verify_estimate, False, cut, thinking, marks, told
+            how = output.verify_estimate, False, cut, thinking, marks, told, use
             job = Job(load.model, sampling, sink, interrupts, caches, *how)
             interrupts.stage = UNWIND if caches.keeps(len(ids)) else interrupts.stage
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code
     for number, result in enumerate(results, 1):
+        if result.calls and result.calls.cut:
+            say(f"the call of {result.calls.cut} was cut, and is left out")
         if result.ended_early:
             say(result.ended_early if len(results) == 1 else f"sample {number}: {result.ended_early}")
         if result.end.finish_reason == "context":

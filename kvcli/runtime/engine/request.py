@@ -3,10 +3,8 @@ does not know who computes them, nor what else runs in the same step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Some
-from dataclasses import replace
 
 import torch
 
@@ -14,7 +12,8 @@ from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.answertext import AnswerText, Shown
-from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Timings, Token, Usage
+from kvcli.runtime.engine.clock import Clock
+from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
 from kvcli.runtime.engine.host import Host
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.sampler import Sampler
@@ -72,8 +71,7 @@ class Request:
         self._calls_begun = False
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
-        self._start = self._first = self._last = time.perf_counter()
-        self._prefill_s = 0.0
+        self._clock = Clock()
         self._written = Written()
         self._prompt_evicted = 0  # tokens that are forgotten
 
@@ -183,21 +181,11 @@ class Request:
 
     def _begin(self) -> None:
         """Look for rows of the prompt."""
-        self._start = self._first = self._last = time.perf_counter()
+        self._clock.start()
         self._ledger = self.caches.restore(self.seq, self.history, self.marks)
         if self.seq.selector:
-            self._expect(self._ledger)
+            self._ledger.expect(self.seq, self.n_prompt)
         self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
-
-    def _expect(self, ledger: Ledger) -> None:
-        """Rows are selected when the prompt is there; those whose queries are to be noted before are computed again."""
-        assert self.seq.selector is not None
-        self.seq.selector.expect(self.n_prompt)
-        first = self.seq.observable
-        if first < self.seq.length:
-            have, reuse = self.seq.rewind_to(first), ledger.reuse
-            why = "" if have else f"{self.seq.selector.selection.policy} looks at all queries"
-            ledger.reuse = replace(reuse, tokens=have, disk=min(reuse.disk, have), reason=reuse.reason or why)
 
     def _prefilled_to(self, length: int) -> None:
         """Rows of the prompt were computed."""
@@ -205,14 +193,15 @@ class Request:
         self._ledger.follow(self.seq)
         if self.newest:
             self.host.synchronize()
-            self._prefill_s, self._prompt_evicted = time.perf_counter() - self._start, self.seq.evicted
+            self._clock.prefilled()
+            self._prompt_evicted = self.seq.evicted
         reused = self.reuse.tokens
         self._events.append(Prefill(max(0, length - reused), self.n_prompt - reused, reused))
 
     def _answer(self, logits: torch.Tensor | None) -> None:
         """The prompt is there, and `logits` [1, vocab] of its last row."""
         assert self._ledger is not None
-        self._ledger.prefilled(self.seq, self._prefill_s)
+        self._ledger.prefilled(self.seq, self._clock.prefill_s)
         self.host.select(self.seq)
         for twin in self.twins:
             twin._join(self, logits)
@@ -232,7 +221,7 @@ class Request:
         self._ledger = self.caches.ledger(self.n_prompt)
         self._ledger.reuse = Reuse(self.n_prompt)
         self._prompt_evicted = first._prompt_evicted
-        self._start = self._first = self._last = time.perf_counter()
+        self._clock.start()
         try:
             self._go_on(logits)
         except KVError as error:
@@ -278,7 +267,7 @@ class Request:
 
     def _accept(self, token: int) -> bool:
         """This is the next token. Whether one may follow that goes by it alone."""
-        self._tell_time()
+        self._clock.token(len(self.history) == self.n_prompt)
         if token in self.host.tokenizer.eog_ids and not self.options.ignore_eos:
             self._finish("stop")
             return False
@@ -310,11 +299,6 @@ class Request:
             self.seq.rewind(len(self.history) - 1)  # a device has computed the row, and its logits are gone
         return True
 
-    def _tell_time(self) -> None:
-        self._last = time.perf_counter()
-        if len(self.history) == self.n_prompt:
-            self._first = self._last
-
     def _put(self, token: int, logprobs: Logprobs | None = None) -> None:
         """Append a token to the answer. A grammar is for what comes behind the thinking."""
         self.history.append(token)
@@ -332,7 +316,7 @@ class Request:
         if thinking is None or style is None or not 0 <= thinking.budget <= self._thought:
             return False
         self.close()
-        self._tell_time()
+        self._clock.token(len(self.history) == self.n_prompt)
         for token in thinking.ids(style.closing or style.close):
             if self._full():
                 break
@@ -407,14 +391,7 @@ class Request:
     def _told(self, reason: str) -> End:
         text, reasoning, calls = self._text.rest(reason == "stop")
         ids, reuse = self.history[self.n_prompt :], self.reuse
-        timings = Timings(
-            load_s=self.host.load_s,
-            prefill_s=self._prefill_s,
-            ttft_s=self._first - self._start,
-            decode_s=self._last - self._first,
-            prefill_tokens=self.n_prompt - reuse.tokens,
-            decode_tokens=max(0, len(ids) - 1),
-        )
+        timings = self._clock.timings(self.host.load_s, self.n_prompt - reuse.tokens, len(ids))
         tried, ledger = self._guesses, self._ledger or Ledger(reuse)
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,

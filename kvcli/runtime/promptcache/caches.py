@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvcli.runtime.cache.pool import PagePool
@@ -45,6 +45,17 @@ class Ledger:
 
     def __init__(self, reuse: Reuse = NOTHING) -> None:
         self.reuse = reuse
+
+    def expect(self, seq: Sequence, prompt_tokens: int) -> None:
+        """Rows of `seq` are selected when all of the prompt is there; those whose queries are to be noted before are
+        computed again."""
+        assert seq.selector is not None
+        seq.selector.expect(prompt_tokens)
+        first = seq.observable
+        if first < seq.length:
+            have, reuse = seq.rewind_to(first), self.reuse
+            why = "" if have else f"{seq.selector.selection.policy} looks at all queries"
+            self.reuse = replace(reuse, tokens=have, disk=min(reuse.disk, have), reason=reuse.reason or why)
 
     def follow(self, seq: Sequence) -> None:
         """More rows of the prompt were computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -13,3 +14,14 @@ class CallPart:
     number: int
     name: str
     arguments: str
+
+
+def joined(parts: Iterable[CallPart]) -> list[tuple[str, str]]:
+    """The name and the arguments of each call."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if part.number == len(found):
+            found.append((part.name, ""))
+        name, text = found[part.number]
+        found[part.number] = name, text + part.arguments
+    return found
