@@ -13,11 +13,12 @@ from unittest import mock
 import torch
 
 from kvcli.blockformats import FORMATS
-from kvcli.kernels import Carried, DeltaLayer, ExpertTensor, QuantTensor
+from kvcli.kernels import DeltaLayer, ExpertTensor, QuantTensor
 from kvcli.kernels.gpu import past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
+from kvcli.kernels.gpu.legs import BoundLegs, Legs
 from kvcli.options import CacheOptions
 from kvcli.runtime.config import ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
@@ -104,16 +105,15 @@ class HollowWeights(Weights):
 @torch.inference_mode()
 def launched_by_states(chip: Chip) -> set[Variant]:
     """Every kernel that layers with a state launch on that card, for LFM2 1.2B and Qwen3.5 27B."""
-    d, rows, kernel = 2048, 2, 3
-    x, weight, state = (torch.empty(*shape, device=META) for shape in ((rows, 3 * d), (d, kernel), ((kernel - 1) * d,)))
+    d, kernel = 2048, 3
+    vectors = (torch.empty(*shape, device=META) for shape in ((10240, 4), (48,), (48,), (128,)))
+    layer = DeltaLayer(16, 48, 128, 128, *vectors, 1e-6, True)
+    weight = torch.empty(d, kernel, device=META)
     with assumed(chip), collecting() as found:
-        states.short_conv(x, weight, None, [Carried(0, rows, None, state)])
-        states.short_conv(x, weight, None, [Carried(0, rows, state, state)])
-        vectors = (torch.empty(*shape, device=META) for shape in ((10240, 4), (48,), (48,), (128,)))
-        layer = DeltaLayer(16, 48, 128, 128, *vectors, 1e-6, True)
-        x, state = (torch.empty(*shape, device=META) for shape in ((rows, 16480), (3 * 10240 + 48 * 128 * 128,)))
-        states.delta_net(x, layer, [Carried(0, rows, None, state)])
-        states.delta_net(x, layer, [Carried(0, rows, state, state)])
+        for rows in (1, PROMPT):
+            legs = [BoundLegs(Legs.empty(rows, META))]
+            states.short_conv(torch.empty(rows, 3 * d, device=META), weight, None, legs)
+            states.delta_net(torch.empty(rows, 16480, device=META), layer, legs)
     return found
 
 

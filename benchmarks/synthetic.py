@@ -4,6 +4,7 @@
     python benchmarks/synthetic.py 8b OUT.gguf --quant Q8_0     # Llama-3.1-8B: 8.5 GB, 4.9 GB as Q4_K_M
     python benchmarks/synthetic.py 8b OUT.gguf --vocab 4096     # small embeddings: quicker to write
     python benchmarks/synthetic.py 30b-a3b OUT.gguf             # Qwen3-30B-A3B: 128 experts, 8 a token, 18.6 GB
+    python benchmarks/synthetic.py 9b-delta OUT.gguf            # Qwen3.5-9B: gated delta networks, 5.6 GB
 
 Every block is a valid one with finite scales, so `kv run` computes with real cost and says nonsense. `--vocab` is the
 number of tokens; the tokenizer is a byte-level one of exactly that size. Blocks are written in pieces: memory stays
@@ -36,7 +37,8 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: a llama, or with `experts` a qwen3moe, of which a token has `used`, `ffn` wide each."""
+    """Sizes of a model: a llama; with `experts` a qwen3moe, of which a token has `used`, `ffn` wide each; with `delta`
+    (key heads, value heads, size of each) a qwen35, which has attention in every fourth layer."""
 
     layers: int
     hidden: int
@@ -49,9 +51,12 @@ class Shape:
     tied: bool = False
     experts: int = 0
     used: int = 0
+    delta: tuple[int, int, int] | None = None
 
     @property
     def arch(self) -> str:
+        if self.delta:
+            return "qwen35"
         return "qwen3moe" if self.experts else "llama"
 
 
@@ -59,6 +64,8 @@ SHAPES = {
     "1b": Shape(16, 2048, 8192, 32, 8, 64, tied=True),
     "8b": Shape(32, 4096, 14336, 32, 8, 128),
     "30b-a3b": Shape(48, 2048, 768, 32, 4, 128, vocab=151936, context=40960, experts=128, used=8),
+    "9b-delta": Shape(32, 4096, 12288, 16, 4, 256, vocab=248320, context=262144, delta=(16, 32, 128)),
+    "tiny-delta": Shape(4, 256, 512, 4, 2, 64, vocab=512, context=2048, delta=(2, 4, 64)),
     "tiny-experts": Shape(2, 256, 256, 4, 2, 64, vocab=512, context=2048, experts=8, used=2),
     "tiny": Shape(2, 256, 512, 4, 2, 64, vocab=512, context=2048),
 }
@@ -87,6 +94,9 @@ def tensors(shape: Shape, quant: str) -> list[Tensor]:
         eighth = shape.layers // 8
         more = i < eighth or i >= 7 * shape.layers // 8 or (i - eighth) % 3 == 2
         sensitive, p = better if more else base, f"blk.{i}."
+        if shape.delta:
+            found += _hybrid(p, shape, i, base, sensitive)
+            continue
         found += [
             Tensor(p + "attn_norm.weight", (d,), "F32"),
             Tensor(p + "attn_q.weight", (q, d), base),
@@ -109,6 +119,30 @@ def _dense(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]
     ]
 
 
+def _hybrid(prefix: str, shape: Shape, layer: int, base: str, sensitive: str) -> list[Tensor]:
+    """A layer of a qwen35."""
+    assert shape.delta is not None
+    d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    keys, values, size = shape.delta
+    channels = (2 * keys + values) * size
+    if (layer + 1) % 4:
+        inner = [
+            ("attn_qkv.weight", (channels, d), base), ("attn_gate.weight", (values * size, d), base),
+            *((f"ssm_{x}.weight", (values, d), "F32") for x in ("beta", "alpha")),
+            ("ssm_conv1d.weight", (channels, 4), "F32"), ("ssm_a", (values,), "F32"), ("ssm_dt.bias", (values,), "F32"),
+            ("ssm_norm.weight", (size,), "F32"), ("ssm_out.weight", (d, values * size), base),
+        ]  # fmt: skip
+    else:
+        inner = [
+            ("attn_q.weight", (2 * q, d), base), ("attn_k.weight", (kv, d), base),
+            ("attn_v.weight", (kv, d), sensitive), ("attn_output.weight", (d, q), base),
+            *((f"attn_{x}_norm.weight", (shape.head_dim,), "F32") for x in "qk"),
+        ]  # fmt: skip
+    norms = [(f"{x}_norm.weight", (d,), "F32") for x in ("attn", "post_attention")]
+    return [*(Tensor(prefix + name, sizes, kind) for name, sizes, kind in inner + norms),
+            *_dense(prefix, shape, base, sensitive)]  # fmt: skip
+
+
 def _experts(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]:
     """The experts of a layer, and the norms of heads that a qwen3moe has."""
     n, f, d = shape.experts, shape.ffn, shape.hidden
@@ -126,6 +160,8 @@ def random_blocks(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarr
     if tensor.type == "F32":
         router = len(tensor.shape) > 1
         values = rng.standard_normal(tensor.shape) * tensor.shape[-1] ** -0.5 if router else np.ones(tensor.shape)
+        if tensor.name.endswith(("ssm_a", "ssm_dt.bias")):  # states forget a half in some ten tokens, or in thousands
+            values = -(10.0 ** rng.uniform(-2, 1, tensor.shape)) if tensor.name.endswith("ssm_a") else values * -4
         yield values.astype("<f4").view(np.uint8)
         return
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]
@@ -206,7 +242,14 @@ def _write_header(path: Path, shape: Shape, quant: str, table: list[Tensor]) -> 
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.delta else shape.head_dim)
+    if shape.delta:
+        keys, values, size = shape.delta
+        writer.add_ssm_state_size(size)
+        writer.add_ssm_group_count(keys)
+        writer.add_ssm_time_step_rank(values)
+        writer.add_ssm_inner_size(values * size)
+        writer.add_ssm_conv_kernel(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500000.0)
     writer.add_vocab_size(shape.vocab)

@@ -55,7 +55,8 @@ runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.s
 runtime.cache.shown runtime.cache.states
 runtime.engine.chunkcaches runtime.engine.chunks
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
-runtime.engine.graph.nexttoken runtime.engine.graph.pages runtime.engine.graph.rowgraph
+runtime.engine.graph.capture runtime.engine.graph.legs runtime.engine.graph.nexttoken
+runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
 runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute

@@ -3,6 +3,8 @@ reference, without graphs and with those of the decoder's own pass."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import tiny
 import torch
@@ -103,6 +105,8 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
         ("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("gemma3n-three", "f16", (30, 1, 1, 1)),
         ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
+        ("lfm2", "f16", (1, 1, 13, 1, 1, 13, 1, 1, 1)),
+        ("qwen35", "f16", (14, 1, 1, 1, 30, 1, 1)),
     ],
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
@@ -125,3 +129,29 @@ def test_a_graph_where_old_rows_go_and_each_row_is_sealed(monkeypatch: pytest.Mo
         ours, theirs = OnGpu("gemma3n", "int8", True, retention, tail=0), Loaded(tiny.make("gemma3n").path, "reference")
         theirs.pool = PagePool(KVLayout.build(theirs.config, "int8", "int8", 16, tail=0).evicting(retention))
         alike(ours, theirs, (46, 1, 1, 1), LIMITS["int8"])
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_graph_that_is_captured_changes_no_state():
+    """It is launched before it is replayed; and rows that are spare are nobody's."""
+    with one_thread():
+        ours = OnGpu("qwen35", "f16", True)
+        assert ours.token is not None and ours.steps is not None
+        seq = Sequence(ours.pool)
+        ours.run(seq, IDS[:20])
+        token, rows = ours.token, ours.steps._of(16)
+        for ids, graph, pages, legs in (
+            (IDS[20:21], token, token._pages, token._legs), (IDS[21:30], rows, rows.pages, rows.legs)
+        ):  # fmt: skip
+            part = seq.reserve(ids)
+            assert part.states is not None and legs is not None
+            states = [state for _, _, state in part.states.legs]
+            kept = [state.clone() for state in states]
+            pages.bind(part, 64)
+            legs.bind(part)
+            for changes in (False, True):
+                with nullcontext() if changes else legs.idle():
+                    graph.launch(64)
+                assert changes != any(torch.equal(a, b) for a, b in zip(kept, states, strict=True))
+            seq.commit(ids)

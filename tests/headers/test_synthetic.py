@@ -33,7 +33,9 @@ def test_sizes_are_those_of_the_published_models(name: str, parameters: int, qua
     assert abs(sum(tensor.nbytes for tensor in table) / size - 1) < 0.02
 
 
-@pytest.mark.parametrize(("name", "quant"), [("tiny", "Q4_K_M"), ("tiny", "Q8_0"), ("tiny-experts", "Q4_K_M")])
+@pytest.mark.parametrize(
+    ("name", "quant"), [("tiny", "Q4_K_M"), ("tiny", "Q8_0"), ("tiny-experts", "Q4_K_M"), ("tiny-delta", "Q4_K_M")]
+)
 def test_a_tiny_one_runs(name: str, quant: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     assert module().write(path, module().SHAPES[name], quant) == path.stat().st_size

@@ -11,6 +11,7 @@ from gpucases import DEVICE
 
 from kvcli.kernels import Carried
 from kvcli.kernels.gpu import states
+from kvcli.kernels.gpu.legs import lists
 from kvcli.kernels.reference import deltanet as reference
 from kvcli.kernels.reference.shortconv import short_conv
 
@@ -39,20 +40,53 @@ def test_short_convolutions(d: int, kernel: int, biased: bool):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3])
-def test_delta_networks(shape: tuple[int, int, int, int, int, bool]):
-    """In place, at the start of a text, and with fewer rows than the convolution reads."""
+def both_nets(
+    shape: tuple[int, int, int, int, int, bool], rows: int, cuts: tuple[int, int], x: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and states of the reference, and those of the kernels: of a text that begins, and of one that goes on, in
+    place and with a checkpoint."""
     layer = delta_layer(*shape)
     size = (shape[4] - 1) * layer.channels + layer.value_heads * layer.dim_k * layer.dim_v
-    x, past = projections(layer, 9), random(size, seed=9)
+    x, past = projections(layer, rows) if x is None else x, random(size, seed=9)
     on_device = replace(
         layer, **{name: getattr(layer, name).to(DEVICE) for name in ("conv", "decay", "time_bias", "norm")}
     )
     found = []
     for each, where, compute in ((layer, "cpu", reference.delta_net), (on_device, DEVICE, states.delta_net)):
         first, kept = (torch.full((size,), float("nan"), device=where) for _ in range(2))
-        state = past.clone().to(where)
-        carried = [Carried(0, 4, None, first), Carried(4, 5, state, kept), Carried(5, 9, kept, state)]
-        found.append((compute(x.to(where), each, carried), first, kept, state))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-5)
+        state, (one, two) = past.clone().to(where), cuts
+        carried = [Carried(0, one, None, first), Carried(one, two, state, kept), Carried(two, rows, kept, state)]
+        out = compute(x.to(where), each, carried)
+        found.append([each.cpu() for each in (out, first, kept, state)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_delta_networks(shape: tuple[int, int, int, int, int, bool]):
+    """In place, at the start of a text, and with fewer rows than the convolution reads."""
+    for a, b in zip(*both_nets(shape, 9, (4, 5)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "rows", "cuts"), [(SHAPES[0], 150, (70, 72)), (SHAPES[3], 70, (3, 67))])
+def test_delta_networks_in_chunks(shape: tuple[int, int, int, int, int, bool], rows: int, cuts: tuple[int, int]):
+    """Whole chunks and parts of some, of a text that begins and of one that goes on."""
+    for a, b in zip(*both_nets(shape, rows, cuts), strict=True):
+        assert (b - a).abs().max() < 1e-5 * a.abs().max()
+
+
+def test_chunks_of_one_token_over_and_over():
+    """Keys that are all the same, hardly decayed and wholly written: sums of powers of L would lose everything."""
+    layer = delta_layer(*SHAPES[0])
+    x = projections(layer, 1).repeat(64, 1)
+    heads = layer.value_heads
+    x[:, -2 * heads : -heads], x[:, -heads:] = 20.0, -20.0
+    for a, b in zip(*both_nets(SHAPES[0], 64, (20, 21), x), strict=True):
+        assert (b - a).abs().max() < 1e-5 * a.abs().max()
+
+
+def test_lists_of_legs():
+    """A leg that goes on from the one before it goes back to where that one began, with as many chunks as it needs."""
+    table, chunks = lists([(0, 70, 0, 8), (70, 72, 24, 16), (72, 150, 16, 24)])
+    assert table.tolist() == [[0, 70, 0, 8, 0, 0, 0], [70, 72, 24, 16, 70, 24, 2], [72, 150, 16, 24, 70, 24, 3]]
+    assert chunks.tolist() == [[0, 64], [64, 70], [70, 72], [72, 136], [136, 150]]

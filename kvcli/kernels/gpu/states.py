@@ -1,120 +1,122 @@
-"""Layers that keep a state, on a GPU: short convolutions and gated delta networks."""
+"""Layers that keep a state, on a GPU: causal convolutions of all rows at once, and gated delta networks row by row or
+in chunks (deltachunks.py)."""
 
 # mypy: disable-error-code="no-untyped-def,misc"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu import deltachunks
 from kvcli.kernels.gpu.launching import launch
+from kvcli.kernels.gpu.legs import BoundLegs, Legs, ends_of, load_state, rows_of, start_of, state_at
 from kvcli.kernels.states import Carried, DeltaLayer
 
-COLUMNS = 512  # of a row that a program convolves
+COLUMNS = 128  # of a row that a program convolves
+ROWS = 8  # that it convolves at most
 DELTA_COLUMNS = 8  # of a head's matrix that a program of one warp has in registers
+IN_CHUNKS = 16  # rows of a step that is computed in chunks
+
+Carrying = Sequence[Carried] | Sequence[BoundLegs]
 
 
 @triton.jit
-def _input(x, source, row, columns, there, D: tl.constexpr, KERNEL: tl.constexpr, FRESH: tl.constexpr):
-    """What is convolved, of a row counted from the first one of x: b * z, or what the state has of earlier rows."""
-    row = row + tl.zeros_like(columns)
-    at, now = row.to(tl.int64) * (3 * D) + columns, there & (row >= 0)
-    found = tl.load(x + at, mask=now, other=0.0) * tl.load(x + at + 2 * D, mask=now, other=0.0)
-    if not FRESH:
-        found += tl.load(source + (row + KERNEL - 1) * D + columns, mask=there & (row < 0), other=0.0)
-    return found
+def _input(x, origin, offset, since, row, columns, there, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
+           GATED: tl.constexpr):  # fmt: skip
+    """What is convolved, of rows counted as those of x: a part of x, or b * z where it has b, c and z side by side;
+    before row `since` what the state at `origin` has, zeros where that is 0."""
+    row = (row + tl.zeros_like(columns)).to(tl.int64)
+    at, now = x + row * LDX + columns, there & (row >= since)
+    found = tl.load(at, mask=now, other=0.0)
+    if GATED:
+        found *= tl.load(at + 2 * D, mask=now, other=0.0)
+    return found + load_state(origin, offset, (row - since + KERNEL - 1) * D + columns, there & (row < since))
 
 
 @triton.jit
-def _short_conv(x, weight, bias, source, out, D: tl.constexpr, KERNEL: tl.constexpr, FRESH: tl.constexpr,
-                BIASED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    there = columns < D
-    total = tl.zeros([WIDTH], tl.float32)
-    for k in tl.static_range(KERNEL):
-        tap = tl.load(weight + columns * KERNEL + k, mask=there, other=0.0)
-        total += tap * _input(x, source, row - (KERNEL - 1 - k), columns, there, D, KERNEL, FRESH)
-    if BIASED:
-        total += tl.load(bias + columns, mask=there, other=0.0)
-    c = tl.load(x + row.to(tl.int64) * (3 * D) + D + columns, mask=there, other=0.0)
-    tl.store(out + row.to(tl.int64) * D + columns, c * total, mask=there)
+def _convolve(x, weight, bias, table, offset, out, n, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
+              GATED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Some rows and columns of x [T, LDX] -> out [T, D]; of what is no leg's row, nothing."""
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    for leg in range(n):
+        lo, hi = rows_of(table, leg)
+        if (lo < first + ROWS) & (hi > first):
+            since, origin = start_of(table, leg)
+            there = (row >= lo) & (row < hi) & (columns < D)
+            total = tl.zeros([ROWS, WIDTH], tl.float32)
+            for k in tl.static_range(KERNEL):
+                tap = tl.load(weight + columns * KERNEL + k, mask=columns < D, other=0.0)
+                before = row - (KERNEL - 1 - k)
+                total += tap * _input(x, origin, offset, since, before, columns, there, LDX, D, KERNEL, GATED)
+            if BIASED:
+                total += tl.load(bias + columns, mask=columns < D, other=0.0)
+            if GATED:
+                total *= tl.load(x + row.to(tl.int64) * LDX + D + columns, mask=there, other=0.0)
+            else:
+                total = total / (1.0 + tl.exp(-total))
+            tl.store(out + row.to(tl.int64) * D + columns, total, mask=there)
 
 
 @triton.jit
-def _short_conv_state(x, source, target, rows, D: tl.constexpr, KERNEL: tl.constexpr, FRESH: tl.constexpr,
-                      WIDTH: tl.constexpr):  # fmt: skip
-    """The state behind `rows` rows of x. It may take the place of the one before: each column is one thread's, which
-    moves its rows from the oldest on."""
+def _leave(x, table, offset, n, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
+    """The rows before the one that follows each leg. They may take the place of those before the first one: each column
+    is one thread's, which moves its rows from the oldest on, and the leg that does so is the last of its sequence."""
     columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     there = columns < D
-    for k in tl.static_range(KERNEL - 1):
-        found = _input(x, source, rows - (KERNEL - 1) + k, columns, there, D, KERNEL, FRESH)
-        tl.store(target + k * D + columns, found, mask=there)
+    for leg in range(n):
+        _, hi = rows_of(table, leg)
+        _, target = ends_of(table, leg)
+        if target != 0:
+            since, origin = start_of(table, leg)
+            for k in tl.static_range(KERNEL - 1):
+                found = _input(x, origin, offset, since, hi - (KERNEL - 1) + k, columns, there, LDX, D, KERNEL, GATED)
+                tl.store(state_at(target, offset) + k * D + columns, found, mask=there)
 
 
-def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carried: Sequence[Carried]
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, legs: Legs, gated: bool
 ) -> torch.Tensor:
-    """See `reference.shortconv.short_conv`; x in one piece."""
-    d, kernel = weight.shape
-    out, blocks = torch.empty(x.shape[0], d, device=x.device), triton.cdiv(d, COLUMNS)
-    for each in carried:
-        rows, given = x[each.lo : each.hi], each.target if each.source is None else each.source
-        fresh, n = each.source is None, each.hi - each.lo
-        launch(_short_conv, (n, blocks))(
-            rows, weight, weight if bias is None else bias, given, out[each.lo : each.hi], D=d, KERNEL=kernel,
-            FRESH=fresh, BIASED=bias is not None, WIDTH=COLUMNS, num_warps=4,
-        )  # fmt: skip
-        launch(_short_conv_state, (blocks,))(
-            rows, given, each.target, n, D=d, KERNEL=kernel, FRESH=fresh, WIDTH=COLUMNS, num_warps=4
-        )
+    """x [T, LDX] -> [T, D], and the states behind each leg; weight [D, K]. `gated`: see `_input`, else SiLU of it."""
+    (d, kernel), t = weight.shape, x.shape[0]
+    out, n = _new(legs, t, d), len(legs.table)
+    sizes = {"LDX": x.stride(0), "D": d, "KERNEL": kernel, "GATED": gated}
+    rows = min(ROWS, triton.next_power_of_2(t))
+    launch(_convolve, (triton.cdiv(t, rows), triton.cdiv(d, COLUMNS)))(
+        x, weight, weight if bias is None else bias, legs.table, legs.offset, out, n, **sizes, BIASED=bias is not None,
+        ROWS=rows, WIDTH=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    launch(_leave, (triton.cdiv(d, COLUMNS),))(x, legs.table, legs.offset, n, **sizes, WIDTH=COLUMNS, num_warps=4)
     return out
 
 
-@triton.jit
-def _conv_silu(x, weight, source, out, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr, FRESH: tl.constexpr,
-               WIDTH: tl.constexpr):  # fmt: skip
-    """A row of x [T, LDX], its first D columns convolved and activated: out [T, D]."""
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    there = columns < D
-    total = tl.zeros([WIDTH], tl.float32)
-    for k in tl.static_range(KERNEL):
-        tap = tl.load(weight + columns * KERNEL + k, mask=there, other=0.0)
-        total += tap * _channel(x, source, row - (KERNEL - 1 - k), columns, there, LDX, D, KERNEL, FRESH)
-    tl.store(out + row.to(tl.int64) * D + columns, total / (1.0 + tl.exp(-total)), mask=there)
+def _new(legs: Legs, *shape: int) -> torch.Tensor:
+    """For something of each row; rows of graphs may be spare, which nothing writes."""
+    make = torch.zeros if legs.rows > 1 else torch.empty
+    return make(*shape, device=legs.table.device)
+
+
+def _legs(carried: Carrying, device: torch.device) -> Legs:
+    first = carried[0]
+    return first.legs if isinstance(first, BoundLegs) else Legs.of(carried, device)  # type: ignore[arg-type]
+
+
+def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carried: Carrying) -> torch.Tensor:
+    """See `reference.shortconv.short_conv`; x in one piece."""
+    return _convolved(x, weight, bias, _legs(carried, x.device), True)
 
 
 @triton.jit
-def _channel(x, source, row, columns, there, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
-             FRESH: tl.constexpr):  # fmt: skip
-    """Of a row counted from the first one of x, or what the state has of earlier rows."""
-    row = row + tl.zeros_like(columns)
-    found = tl.load(x + row.to(tl.int64) * LDX + columns, mask=there & (row >= 0), other=0.0)
-    if not FRESH:
-        found += tl.load(source + (row + KERNEL - 1) * D + columns, mask=there & (row < 0), other=0.0)
-    return found
-
-
-@triton.jit
-def _conv_state(x, source, target, rows, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr, FRESH: tl.constexpr,
-                WIDTH: tl.constexpr):  # fmt: skip
-    """The rows before the one that follows x; see `_short_conv_state`."""
-    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    there = columns < D
-    for k in tl.static_range(KERNEL - 1):
-        found = _channel(x, source, rows - (KERNEL - 1) + k, columns, there, LDX, D, KERNEL, FRESH)
-        tl.store(target + k * D + columns, found, mask=there)
-
-
-@triton.jit
-def _delta(x, mixed, decays, time_bias, source, target, out, rows, LDX: tl.constexpr, KEYS: tl.constexpr,
+def _delta(x, mixed, decays, time_bias, table, offset, out, n, LDX: tl.constexpr, KEYS: tl.constexpr,
            HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
-           TILED: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+           TILED: tl.constexpr):  # fmt: skip
     """Some columns of one value head's matrix, row after row; see reference/deltanet.py."""
     head = tl.program_id(0)
     i, j = tl.arange(0, PAD), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -126,26 +128,28 @@ def _delta(x, mixed, decays, time_bias, source, target, out, rows, LDX: tl.const
     channels: tl.constexpr = 2 * KEYS * DK + HEADS * DV
     at = head.to(tl.int64) * (DK * DV) + i[:, None] * DV + j[None, :]
     both = in_k[:, None] & in_v[None, :]
-    if FRESH:
-        state = tl.zeros([PAD, WIDTH], tl.float32)
-    else:
-        state = tl.load(source + at, mask=both, other=0.0)
     decay, bias = tl.load(decays + head), tl.load(time_bias + head)
-    for t in range(rows):
-        row = mixed + tl.cast(t, tl.int64) * channels
-        gates = x + tl.cast(t, tl.int64) * LDX + channels + HEADS * DV + head
-        q = tl.load(row + key_head * DK + i, mask=in_k, other=0.0)
-        k = tl.load(row + KEYS * DK + key_head * DK + i, mask=in_k, other=0.0)
-        v = tl.load(row + 2 * KEYS * DK + head * DV + j, mask=in_v, other=0.0)
-        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates)))
-        step = tl.load(gates + HEADS) + bias
-        state = state * tl.exp(decay * tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0)))))
-        change = (v - tl.sum(state * k[:, None], 0)) * beta
-        state += k[:, None] * change[None, :]
-        tl.store(out + (tl.cast(t, tl.int64) * HEADS + head) * DV + j, tl.sum(state * q[:, None], 0), mask=in_v)
-    tl.store(target + at, state, mask=both)
+    for leg in range(n):
+        lo, hi = rows_of(table, leg)
+        if hi > lo:
+            source, target = ends_of(table, leg)
+            tl.debug_barrier()  # it may be what the leg before it has left
+            state = load_state(source, offset, at, both)
+            for t in range(lo, hi):
+                row = mixed + t * channels
+                gates = x + t * LDX + channels + HEADS * DV + head
+                q = tl.load(row + key_head * DK + i, mask=in_k, other=0.0)
+                k = tl.load(row + KEYS * DK + key_head * DK + i, mask=in_k, other=0.0)
+                v = tl.load(row + 2 * KEYS * DK + head * DV + j, mask=in_v, other=0.0)
+                q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5)
+                k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+                beta = 1.0 / (1.0 + tl.exp(-tl.load(gates)))
+                state = state * tl.exp(decay * deltachunks.softplus(tl.load(gates + HEADS) + bias))
+                change = (v - tl.sum(state * k[:, None], 0)) * beta
+                state += k[:, None] * change[None, :]
+                tl.store(out + (t * HEADS + head) * DV + j, tl.sum(state * q[:, None], 0), mask=in_v)
+            if target != 0:
+                tl.store(state_at(target, offset) + at, state, mask=both)
 
 
 @triton.jit
@@ -160,36 +164,25 @@ def _gate_heads(x, y, norm, eps, LDX: tl.constexpr, FIRST: tl.constexpr, HEADS: 
     tl.store(at, v * (z / (1.0 + tl.exp(-z))), mask=there)
 
 
-def delta_net(x: torch.Tensor, layer: DeltaLayer, carried: Sequence[Carried]) -> torch.Tensor:
-    """See `reference.deltanet.delta_net`; x in one piece. Rows follow each other, and programs share out the columns of
-    the heads' matrices, which stay in registers."""
-    t, width = x.shape
-    c, heads, dv, kernel = layer.channels, layer.value_heads, layer.dim_v, layer.conv.shape[1]
-    mixed, out = torch.empty(t, c, device=x.device), torch.empty(t, heads * dv, device=x.device)
-    blocks, pad = triton.cdiv(c, COLUMNS), triton.next_power_of_2(layer.dim_k)
-    columns = min(DELTA_COLUMNS, triton.next_power_of_2(dv))
-    for e in carried:
-        rows, fresh, n = x[e.lo : e.hi], e.source is None, e.hi - e.lo
-        left = layer.parts(e.target)
-        past = left if e.source is None else layer.parts(e.source)
-        sizes = {"LDX": width, "D": c, "KERNEL": kernel, "FRESH": fresh, "WIDTH": COLUMNS}
-        launch(_conv_silu, (n, blocks))(rows, layer.conv, past[0], mixed[e.lo : e.hi], **sizes, num_warps=4)
-        launch(_conv_state, (blocks,))(rows, past[0], left[0], n, **sizes, num_warps=4)
+def delta_net(x: torch.Tensor, layer: DeltaLayer, carried: Carrying) -> torch.Tensor:
+    """See `reference.deltanet.delta_net`; x in one piece. Few rows follow each other, and programs share out the
+    columns of the heads' matrices, which stay in registers."""
+    t, c, heads, dv = x.shape[0], layer.channels, layer.value_heads, layer.dim_v
+    legs = _legs(carried, x.device)
+    mixed = _convolved(x, layer.conv, None, legs, False)
+    behind = replace(legs, offset=legs.offset + 4 * (layer.conv.shape[1] - 1) * c)  # matrices stand behind channels
+    out = _new(legs, t, heads * dv)
+    if t >= IN_CHUNKS:
+        deltachunks.delta(x, mixed, layer, behind, out)
+    else:
+        columns = min(DELTA_COLUMNS, triton.next_power_of_2(dv))
         launch(_delta, (heads, triton.cdiv(dv, columns)))(
-            rows, mixed[e.lo : e.hi], layer.decay, layer.time_bias, past[1], left[1], out[e.lo : e.hi], n, LDX=width,
-            KEYS=layer.key_heads, HEADS=heads, DK=layer.dim_k, DV=dv, PAD=pad, WIDTH=columns, TILED=layer.tiled,
-            FRESH=fresh, num_warps=1,
+            x, mixed, layer.decay, layer.time_bias, legs.table, behind.offset, out, len(legs.table), LDX=x.stride(0),
+            KEYS=layer.key_heads, HEADS=heads, DK=layer.dim_k, DV=dv, PAD=triton.next_power_of_2(layer.dim_k),
+            WIDTH=columns, TILED=layer.tiled, num_warps=1,
         )  # fmt: skip
     launch(_gate_heads, (t, heads))(
-        x,
-        out,
-        layer.norm,
-        layer.eps,
-        LDX=width,
-        FIRST=c,
-        HEADS=heads,
-        DV=dv,
-        PAD=triton.next_power_of_2(dv),
+        x, out, layer.norm, layer.eps, LDX=x.stride(0), FIRST=c, HEADS=heads, DV=dv, PAD=triton.next_power_of_2(dv),
         num_warps=1,
-    )
+    )  # fmt: skip
     return out

@@ -42,6 +42,14 @@ class Part:
         self.states.begun = True
         return self.states.carried(index, lo)
 
+    def legs(self) -> Iterator[tuple[int, int, int, int]]:
+        """The same for all layers at once: rows [lo, hi) of the part, and the addresses of the states before them, 0 =
+        zeros, and behind them, as pages have them."""
+        if self.states is None:
+            raise ValueError("no layer has a state")
+        self.states.begun = True
+        return self.states.addresses()
+
     @property
     def chooses(self) -> bool:
         """Whether its queries leave out pages that they could see."""

@@ -33,6 +33,13 @@ class StateStep:
         """What is the same of two steps that read and write the same memory."""
         return tuple((None if a is None else a.data_ptr(), b.data_ptr()) for _, a, b in self.legs)
 
+    def addresses(self) -> Iterator[tuple[int, int, int, int]]:
+        """See `Part.legs`."""
+        start = 0
+        for rows, source, target in self.legs:
+            yield start, rows, 0 if source is None else source.data_ptr(), target.data_ptr()
+            start = rows
+
     def carried(self, index: int, lo: int) -> list[Carried]:
         """The same for the layer of that index, with rows counted from row `lo` of the whole step on."""
         found, start = list[Carried](), lo

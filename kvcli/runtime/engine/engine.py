@@ -130,8 +130,6 @@ class Engine:
         one, if it is not."""
         if self.device.kind != CUDA or self.loaded.exact:
             return "", None
-        if self.layout.states:
-            return "slower path (each token as a prompt of one): some layers keep a state", None
         from kvcli.runtime.engine.graph import rowgraph, stepgraph, tokengraph
 
         sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)

@@ -14,6 +14,8 @@ from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
+from kvcli.runtime.engine.graph.capture import captured
+from kvcli.runtime.engine.graph.legs import graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
@@ -34,6 +36,7 @@ class NextToken:
         self.token, self.position = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.logits = self._floats(model.config.vocab_size)
         self._pages = GraphPages(model, layout, ctx_size, self.position)
+        self._legs = graph_legs(layout, 1, self.device)
         # By context, and whether probabilities are noted; SEALING: of the page that got full.
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -70,6 +73,8 @@ class NextToken:
         if self._next != (seq, part.start):
             self.position.fill_(part.start)
             self._pages.bind_bases(part)
+        if self._legs is not None:
+            self._legs.bind(part)
         logits = self._replay(bucket, part)
         if any(fixes_basis(layers[0], part.end) for layers in part.groups):  # this row sees the page in 16 bits yet
             self._pages.fix_bases()
@@ -114,13 +119,7 @@ class NextToken:
             seal_step(pages, layers=layers, strides=strides)
 
     def _capture(self, key: tuple[int, bool], launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Launch once, which compiles what is new and changes nothing that a replay would not write again; capture."""
-        launch()
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            launch()
-        self._graphs[key] = graph
+        self._graphs[key] = graph = captured(launch, self._legs, self._memory)
         return graph
 
     def compile(self, others: tuple[Callable[[], None], ...]) -> None:

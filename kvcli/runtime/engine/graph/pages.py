@@ -251,8 +251,8 @@ class GraphPages:
         self._based: list[Basis | None] = [None] * model.config.n_layers  # whose known numbers are there
         self.layers = self._made()
 
-    def _made(self) -> list[DevicePages]:
-        return [self._layer(i) for i in range(self.model.config.n_layers)]
+    def _made(self) -> dict[int, DevicePages]:
+        return {i: self._layer(i) for i, slot in enumerate(self.layout.slots) if slot is not None}
 
     def set_noting(self, noting: bool) -> None:
         """Whether what is launched next notes the probabilities of its row; nowhere, until `note` says where."""
@@ -316,14 +316,15 @@ class GraphPages:
 
     def fix_bases(self) -> None:
         """Launch what finds the means and scales of a sequence whose first page was filled; see `take_bases`."""
-        for pages, layer in zip(self.layers, self.model.config.layers, strict=True):
+        for i, pages in self.layers.items():
+            layer = self.model.config.layers[i]
             if pages.open is not None and layer.shares_kv_with is None:
                 rope = self.model.ropes.table(layer.rope)
                 fix_basis(pages, None if rope is None else rope.frequencies_on(self.model.ops.device))
 
     def take_bases(self, part: Part) -> None:
         """Give the part's sequence the means and scales that were found."""
-        for i, pages in enumerate(self.layers):
+        for i, pages in self.layers.items():
             basis = part.kv(i).basis
             if pages.open is not None and not basis.known:
                 copies = (None if x is None else x.clone() for x in (pages.centre, pages.scale_k, pages.scale_v))
@@ -333,7 +334,7 @@ class GraphPages:
 
     def bind_bases(self, part: Part) -> None:
         """The means and scales of the part's sequence, where they are known: else no page is sealed yet."""
-        for i, pages in enumerate(self.layers):
+        for i, pages in self.layers.items():
             basis = part.kv(i).basis
             if self._based[i] is basis:
                 continue

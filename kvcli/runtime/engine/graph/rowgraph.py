@@ -15,5 +15,7 @@ class RowGraph(NextToken):
 
     def launch(self, bucket: int) -> None:
         """See `NextToken.launch`."""
-        step = cast(Step, BoundPart(self.token, self._pages, bucket))  # all that the decoder asks of one
+        step = cast(
+            Step, BoundPart(self.token, self._pages, bucket, legs=self._legs)
+        )  # all that the decoder asks of one
         self.logits.copy_(self.model.logits(self.model.hidden(step))[0])

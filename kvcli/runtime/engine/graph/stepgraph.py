@@ -12,10 +12,13 @@ from typing import Any, cast
 
 import torch
 
+from kvcli.kernels.gpu.legs import BoundLegs
 from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.kernels.gpu.shares import NoRoom
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Step
+from kvcli.runtime.engine.graph.capture import captured
+from kvcli.runtime.engine.graph.legs import GraphLegs, graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
@@ -27,13 +30,14 @@ SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a pow
 
 @dataclass(frozen=True)
 class BoundPart:
-    """Rows whose pages a graph finds on the device; see `Part` and `Step`, which it stands for. `fixes`: see
+    """Rows whose pages and states a graph finds on the device; see `Part` and `Step`, which it stands for. `fixes`: see
     `BoundStretch`."""
 
     ids: torch.Tensor
     pages: GraphPages
     bucket: int
     fixes: bool = False
+    legs: GraphLegs | None = None
 
     @property
     def rows(self) -> tuple[tuple[tuple[int, int], BoundPart], ...]:
@@ -45,6 +49,11 @@ class BoundPart:
         tables, _ = self.pages.of(layer)
         return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts(self.bucket), tables.sealing, self.fixes)
 
+    def carried(self, index: int, lo: int) -> list[BoundLegs]:
+        """See `Part.carried`."""
+        assert self.legs is not None
+        return [self.legs.of(index)]
+
 
 class Rows:
     """The buffers and graphs of steps of so many rows."""
@@ -53,6 +62,7 @@ class Rows:
         self.model, device = model, model.ops.device
         self.ids, self.position = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, 1))
         self.pages = GraphPages(model, layout, ctx_size, self.position, rows)
+        self.legs = graph_legs(layout, rows, device)
         self.hidden = torch.zeros(rows, model.config.d_model, device=device)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
@@ -61,12 +71,14 @@ class Rows:
         if self.pages.bind(part, bucket):
             self.graphs.clear()
         self.pages.bind_bases(part)
+        if self.legs is not None:
+            self.legs.bind(part)
         self.position.fill_(part.start)
         self.ids[: len(part.ids)] = part.ids.to(self.ids.device, non_blocking=True)
 
     def launch(self, bucket: int, fixes: bool = False) -> None:
         """Every kernel of a step that sees up to `bucket` rows."""
-        step = cast(Step, BoundPart(self.ids, self.pages, bucket, fixes))  # all that the decoder asks of one
+        step = cast(Step, BoundPart(self.ids, self.pages, bucket, fixes, self.legs))  # all that the decoder asks of one
         self.hidden.copy_(self.model.hidden(step))
 
     def replay(self, bucket: int, fixes: bool, memory: Any) -> None:
@@ -75,12 +87,7 @@ class Rows:
             self.launch(bucket, fixes)
             return
         if (bucket, fixes) not in self.graphs:
-            self.launch(bucket, fixes)  # compiles what is new, and changes nothing that a replay would not write again
-            torch.cuda.synchronize(self.hidden.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                self.launch(bucket, fixes)
-            self.graphs[bucket, fixes] = graph
+            self.graphs[bucket, fixes] = captured(lambda: self.launch(bucket, fixes), self.legs, memory)
         self.graphs[bucket, fixes].replay()
 
 

@@ -52,6 +52,8 @@ def _unlike(c: ModelConfig) -> str:
         return "a dense part stands beside the experts"
     if c.latents:
         return "attention is over latents"
+    if any(x.state_bytes for x in c.layers):
+        return "some layers keep a state"
     if c.d_token:
         return "layers have embeddings of tokens of their own"
     if c.block.v_norm:
