@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_few.py                  # what is launched, at the shapes of an 8B model
     python benchmarks/gpu_few.py --tiles          # other tiles and stages, too
-    python benchmarks/gpu_few.py --unfenced       # without `fence_copies`, to see what it is there for
 
 Each product runs RUNS times between others, which must give the same bits. A time is the median of replays of a CUDA
 graph over matrices that no cache holds together. A table, then one JSON line; the exit code is 1 if any run is off.
@@ -16,10 +15,9 @@ import sys
 
 import torch
 import triton
-import triton.language as tl
 from gpu_products import SHAPES, graph_us, random_matrix, relative
 
-from kvcli.kernels.gpu import expand, few, language
+from kvcli.kernels.gpu import expand, few
 from kvcli.kernels.gpu.formats import DeviceMatrix, constants
 from kvcli.kernels.gpu.matvec import GATED
 from kvcli.kernels.gpu.wide import HalfRows, weave
@@ -69,15 +67,12 @@ def check(m: DeviceMatrix, t: int, tiles: tuple[int, int] | None, runs: int, par
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--unfenced", action="store_true")
     parser.add_argument("--shapes", default=",".join(NAMES))
     parser.add_argument("--formats", default="Q4_K,Q6_K")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--runs", type=int, default=RUNS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    if options.unfenced:
-        language.UNFENCED = tl.constexpr(False)  # type: ignore[attr-defined]
     rows: list[dict[str, object]] = []
     print(f"{'product':12} {'format':6} rows   tiles parts {'error':>8}  off {'us':>7} {'GB/s':>6}")
     for name in options.shapes.split(","):

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, Selected, padded
@@ -52,47 +53,79 @@ def summarize(keys: torch.Tensor, summaries: torch.Tensor, offset: int, means: i
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offset", "first", "room"])
-def _score(
-    q, summaries, limits, scores, offset, room,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: a head, BN entries of the table and a block of queries, q [blocks, kv_heads * GROUP, DIM]."""
-    head = tl.program_id(0)
-    block = tl.program_id(2)
+@triton.jit
+def _load_means(summaries, at, lo, hi, offset, head, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr,
+                BN: tl.constexpr):  # fmt: skip
+    """Means of BN entries from `at` on, float16 [BN * MEANS, PAD], and what their scores are at most, [BN * MEANS]."""
     row = tl.arange(0, BN * MEANS)
     d = tl.arange(0, PAD)
-    at = tl.program_id(1) * BN + row // MEANS
-    lo = tl.load(limits)
-    hi = tl.load(limits + 1)
-    there = (at >= lo) & (at < hi)
-    base = tl.load(summaries + at, mask=there, other=0)
-    known = base != 0
+    entry = at + row // MEANS
+    there = (entry >= lo) & (entry < hi)
+    base = tl.load(summaries + entry, mask=there, other=0)
     p = (base + offset).to(tl.pointer_type(tl.float16)) + ((head * MEANS + row % MEANS) * DIM)
-    means = tl.load(p[:, None] + d[None, :], mask=known[:, None] & (d < DIM)[None, :], other=0.0)
+    means = tl.load(p[:, None] + d[None, :], mask=(base != 0)[:, None] & (d < DIM)[None, :], other=0.0)
+    return means, tl.where(base != 0, 0.0, tl.where(there, FORCED, NEVER))
+
+
+@triton.jit
+def _store_scores(to, means, beside, pooled, at, room, MEANS: tl.constexpr, BN: tl.constexpr):
+    s = tl.sum(means.to(tl.float32) * pooled[None, :], 1)
+    s = tl.where(beside == 0.0, s, beside)
+    best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
+    best = tl.where(best == best, best, LEAST)  # no number would have no rank
+    entry = at + tl.arange(0, BN)
+    tl.store(to + entry, best, mask=entry < room)
+
+
+@triton.jit(do_not_specialize=["offset", "room"])
+def _score(
+    q, summaries, limits, scores, offset, room,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a head, TILES times BN entries of the table and a block of queries, q [blocks, kv_heads * GROUP,
+    DIM]. All means are on their way before it waits for the queries."""
+    head = tl.program_id(0)
+    block = tl.program_id(2)
+    at = tl.program_id(1) * (BN * TILES)
+    lo = tl.load(limits).to(tl.int32)
+    hi = tl.load(limits + 1).to(tl.int32)
+    m0, b0 = _load_means(summaries, at, lo, hi, offset, head, DIM, PAD, MEANS, BN)
+    m1, b1, m2, b2, m3, b3 = m0, b0, m0, b0, m0, b0
+    if TILES > 1:
+        m1, b1 = _load_means(summaries, at + BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
+    if TILES > 2:
+        m2, b2 = _load_means(summaries, at + 2 * BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
+        m3, b3 = _load_means(summaries, at + 3 * BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
     wait_for_previous(PDL)
+    d = tl.arange(0, PAD)
     pooled = tl.zeros((PAD,), tl.float32)
     first = q + (block * tl.num_programs(0) + head) * GROUP * DIM
     for g in tl.static_range(GROUP):
         pooled += tl.load(first + g * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
-    s = tl.sum(means.to(tl.float32) * (pooled / GROUP)[None, :], 1)
-    s = tl.where(known, s, FORCED)
-    s = tl.where(there, s, NEVER)
-    best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
-    best = tl.where(best == best, best, LEAST)  # no number would have no rank
-    entry = tl.program_id(1) * BN + tl.arange(0, BN)
-    tl.store(scores + (block * tl.num_programs(0) + head) * room + entry, best, mask=entry < room)
+    pooled = pooled / GROUP
+    to = scores + (block * tl.num_programs(0) + head) * room
+    _store_scores(to, m0, b0, pooled, at, room, MEANS, BN)
+    if TILES > 1:
+        _store_scores(to, m1, b1, pooled, at + BN, room, MEANS, BN)
+    if TILES > 2:
+        _store_scores(to, m2, b2, pooled, at + 2 * BN, room, MEANS, BN)
+        _store_scores(to, m3, b3, pooled, at + 3 * BN, room, MEANS, BN)
 
 
 @triton.jit
-def _scores(scores, first, entries, N: tl.constexpr):
-    """float32 [1, N] from entry `first` on."""
-    at = first + tl.arange(0, N)
-    return tl.load(scores + at, mask=at < entries, other=NEVER)[None, :]
+def _below(x):
+    """The largest float32 below x."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0, bits - 1, tl.where(x < 0, bits + 1, -2147483647))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["room", "entries"])
-def _rank(scores, table, limits, chosen, room, entries, BN: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+def _rank(
+    scores, table, limits, chosen, room, entries, BN: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """One program: a head and BN entries, each of which goes to the place of its rank if it is one that is read.
 
     An entry's rank is how many score higher, or as high and stand before it. All are compared with all: of a few
@@ -101,22 +134,22 @@ def _rank(scores, table, limits, chosen, room, entries, BN: tl.constexpr, N: tl.
     head = tl.program_id(0)
     at = tl.program_id(1) * BN + tl.arange(0, BN)
     own = tl.program_id(1) * BN // N * N  # where the N entries begin that have these among them
+    n = tl.arange(0, N)
     words = tl.load(table + at, mask=at < entries, other=0)
     count = tl.load(limits + 2).to(tl.int32)
     of_head = scores + head * room
     wait_for_previous(PDL)
-    mine = tl.load(of_head + at, mask=at < entries, other=NEVER)[:, None]
-    ahead = tl.zeros((BN, N), tl.int32)
-    for first in tl.range(0, bound(own), N):
-        ahead += (_scores(of_head, first, entries, N) >= mine).to(tl.int32)
-    others = _scores(of_head, own, entries, N)
-    before = (own + tl.arange(0, N))[None, :] < at[:, None]
-    ahead += ((others > mine) | ((others == mine) & before)).to(tl.int32)
-    for first in tl.range(bound(own + N), bound(entries), N):
-        ahead += (_scores(of_head, first, entries, N) > mine).to(tl.int32)
+    mine = tl.load(of_head + at, mask=at < entries, other=NEVER)
+    below = _below(mine)
+    others = tl.load(of_head + own + n, mask=own + n < entries, other=NEVER)[None, :]
+    ahead = ((others == mine[:, None]) & ((own + n)[None, :] < at[:, None])).to(tl.int32)
+    for first in tl.range(0, bound(entries), CHUNKS * N):
+        for i in tl.static_range(CHUNKS):
+            start = first + i * N
+            others = tl.load(of_head + start + n, mask=start + n < entries, other=NEVER)[None, :]
+            ahead += (others > tl.where(start < own, below, mine)[:, None]).to(tl.int32)
     rank = tl.sum(ahead, 1)
-    there = tl.max(mine, 1) > NEVER
-    tl.store(chosen + head * room + rank, words, mask=there & (rank < count))
+    tl.store(chosen + head * room + rank, words, mask=(mine > NEVER) & (rank < count))
 
 
 def score(
@@ -127,9 +160,11 @@ def score(
     limits[0] to limits[1] are there. q float16 or float32 [blocks, kv_heads * group, dim_k]."""
     r, blocks = pages.record, scores.shape[0]
     each = max(1, TILE // pages.means)
-    launch(_score, (r.kv_heads, triton.cdiv(entries, each), blocks))(
+    programs = triton.cdiv(entries, each) * r.kv_heads * blocks
+    tiles = min(4, 1 << (programs // (2 * Chip.of(q.device).multiprocessors)).bit_length())  # so many programs run
+    launch(_score, (r.kv_heads, triton.cdiv(entries, each * tiles), blocks))(
         q, summaries, limits, scores, pages.summary_offset, scores.shape[2],
-        group, r.dim_k, padded(r.dim_k), pages.means, each, pdl, **launch_options(pdl, 4),
+        group, r.dim_k, padded(r.dim_k), pages.means, each, tiles, pdl, **launch_options(pdl, 4),
     )  # fmt: skip
 
 
@@ -148,8 +183,10 @@ def choose(queries: Queries, pages: DevicePages, entries: int, pdl: int = SERIAL
 def take_best(some: Selected, table: torch.Tensor, entries: int, pdl: int = SERIAL) -> None:
     """The words of the best of the first `entries` of the table, by `some.scores`, to `some.chosen`."""
     heads, room = some.chosen.shape
+    chunks = min(16, triton.next_power_of_2(triton.cdiv(entries, COMPARED)))
     launch(_rank, (heads, triton.cdiv(entries, RANKED)))(
-        some.scores, table, some.limits, some.chosen, room, entries, RANKED, COMPARED, pdl, **launch_options(pdl, 4)
+        some.scores, table, some.limits, some.chosen, room, entries, RANKED, COMPARED, chunks, pdl,
+        **launch_options(pdl, 4),
     )  # fmt: skip
 
 

@@ -67,8 +67,7 @@ def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
     """Woven float16 x [T, ...] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be
     summed.
 
-    Weights and their scales are rounded to float16, sums are float32. Programs of 128 rows with three stages or more
-    were a little faster on an H200, and wrong by 2e-3 to 4e-3 now and then: none is launched.
+    Weights and their scales are rounded to float16, sums are float32.
     """
     count, t, _ = out.shape
     each = triton.cdiv(triton.cdiv(matrix.cols, BLOCK), count)

@@ -65,6 +65,19 @@ def fence_copies(M: tl.constexpr):
 
 
 @triton.jit
+def finished(acc):
+    """The float32 result of a product whose left side was made in registers, in a loop: when it is there.
+
+    Else the compiler (Triton 3.6) leaves the last product of a turn running into the next one, which makes the next
+    left side in the same registers while they may still be read.
+    """
+    if INTERPRET:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def dot4(a, b):
     """int32 words as four signed bytes each -> their dot product, int32."""
     if INTERPRET:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.codes import D_M, E4M3, OF_16, PAIR, QUARTERS, factors, load_planar, unpack, values_of
-from kvcli.kernels.gpu.language import INTERPRET, fence_copies
+from kvcli.kernels.gpu.language import INTERPRET, fence_copies, finished
 
 BLOCK = 128  # columns
 GROUPS = tl.constexpr(4)  # as many groups
@@ -156,7 +156,7 @@ def _words(at, seen, N: tl.constexpr):
 def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
              KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
              N: tl.constexpr):  # fmt: skip
-    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], woven: float16 [N, 64] each half."""
+    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], woven: float16 [N, 128]."""
     g, j = tl.arange(0, GROUPS) + step * GROUPS, tl.arange(0, 4 * GROUPS)
     of_words = j // 4 + step * GROUPS
     n = row[:, None]
@@ -202,7 +202,8 @@ def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, COD
     if CODING < 4 or CODING > 6:
         b0, b2, b1, b3 = _halves_of_bytes(a0, low, OFFSET)
         c0, c2, c1, c3 = _halves_of_bytes(a1, high, OFFSET)
-    return _operand(b0, b2, b1, b3, N), _operand(c0, c2, c1, c3, N)
+    halves = tl.join(_operand(b0, b2, b1, b3, N), _operand(c0, c2, c1, c3, N))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (N, 128))
 
 
 @triton.jit
@@ -213,14 +214,11 @@ def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, l
     blocks [first, last) of 128 columns -> float32 [N, T].
 
     Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
-    x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, 64)[None, :]
+    x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, 128)[None, :]
     acc = tl.zeros((N, T), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        low, high = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT,
-                             N)  # fmt: skip
-        x_low = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
-        x_high = tl.load(x_at + step * 128 + 64, mask=there[:, None], other=0.0)
+        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N)
+        x = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
         fence_copies(N)
-        acc = tl.dot(low, tl.trans(x_low), acc)
-        acc = tl.dot(high, tl.trans(x_high), acc)
+        acc = finished(tl.dot(w, tl.trans(x), acc))
     return acc
