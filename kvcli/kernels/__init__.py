@@ -108,8 +108,10 @@ def backend(name: str, threads: int, device: str = "cpu", exact: bool = False, b
     if device != "cpu":
         import torch
 
+        from kvcli.kernels.gpu import compiled
         from kvcli.kernels.gpu.backend import GpuBackend
 
+        compiled.begin()
         torch.cuda.set_device(device)  # where kernels are launched, and graphs captured
         return GpuBackend(torch.device(device), block), ""
     return _cpu_backend(name, threads, exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,9 +18,11 @@ from kvcli.runtime.engine import guard, repeating, sampling
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats import adapter
+from kvcli.runtime.formats.ggufheader import TensorInfo
 from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
 from kvcli.runtime.host.memory import CPU, CUDA, process_bytes
+from kvcli.runtime.host.upload import Upload
 from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
@@ -69,12 +72,12 @@ class LoadedModel:
         ops = self._on_cpu(load) if self.device.kind == CPU else None
         interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
         weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind, self.adapters, interleaved)
-        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index, opened.cards)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
         self.sampling_defaults = sampling.model_defaults(file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
-        self._read_weights(ops or self._on_gpu(load), cache)
+        self._read_weights(ops or self._on_gpu(load), cache, opened.upload)
         file.check()
         self.load_s = time.perf_counter() - opened.began
 
@@ -99,9 +102,10 @@ class LoadedModel:
         block = self.grain if self.grain > 1 else 0
         return kernels.backend(load.backend, self.threads, str(self.device), block=block)[0]
 
-    def _read_weights(self, ops: kernels.Backend, cache: CacheOptions) -> None:
+    def _read_weights(self, ops: kernels.Backend, cache: CacheOptions, upload: Upload | None) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
-        self.backend, self.weights = ops.name, Weights(self.file, self.adapters)
+        sent = None if upload is None or self.device.kind == CPU else partial(self._sent, upload)
+        self.backend, self.weights = ops.name, Weights(self.file, self.adapters, sent)
         if isinstance(ops, kernels.NativeBackend):
             ops.release = self.weights.release
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
@@ -112,7 +116,17 @@ class LoadedModel:
         if self.device.kind == CPU:
             self.weights.release()
         if self.device.kind == CUDA:
+            torch.cuda.synchronize(ops.device)
             torch.cuda.empty_cache()  # what repacking needed for a while
+        if upload is not None:
+            upload.close()
+
+    def _sent(self, upload: Upload, name: str) -> torch.Tensor | None:
+        """The packed bytes of a tensor where they were sent to: uint8 [nbytes]; None = they were not."""
+        info = self.file.tensors[name]
+        assert isinstance(info, TensorInfo)
+        found = upload.bytes_at(info.offset, info.nbytes)
+        return None if found is None else torch.as_tensor(found, device=str(self.device))
 
     @property
     def interleaved_bytes(self) -> int:

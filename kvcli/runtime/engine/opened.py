@@ -7,11 +7,13 @@ from pathlib import Path
 
 from kvcli.errors import ModelError
 from kvcli.options import LoadOptions
+from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers.opening import open_model
 from kvcli.runtime.headers.titles import title_of
-from kvcli.runtime.host import ahead, machine
-from kvcli.runtime.host.device import AUTO, check_there, parse_device
+from kvcli.runtime.host import ahead, machine, upload
+from kvcli.runtime.host.device import AUTO, check_there, parse_device, promising
 from kvcli.runtime.host.memory import CUDA, gpus
+from kvcli.runtime.host.upload import Upload
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.tokenizer import import_library
@@ -30,13 +32,14 @@ class Opened:
         self.began = time.perf_counter()
         self.cards = gpus()
         self.file = file = open_model(path, load.quantize)
-        import_library(file.metadata)
-        ahead.load_torch()
-        self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
             check_there(load.device, index, len(machine.graphics()))
+        self.upload = self._upload(load)
+        import_library(file.metadata)
+        ahead.load_torch()
+        self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.notices: list[str] = list(file.notices)
         self.tell = self.notices.append
         how = load.force, load.chat_anyway, load.chat, lambda text: self.tell(text)
@@ -44,3 +47,11 @@ class Opened:
         if self.text.tokenizer.vocab_size > self.config.vocab_size:
             rows = f"the embedding {self.config.vocab_size} rows"
             raise ModelError(f"the vocabulary has {self.text.tokenizer.vocab_size} tokens, {rows}")
+
+    def _upload(self, load: LoadOptions) -> Upload | None:
+        """The file on its way to the GPU that will probably compute; None = it is read as its tensors are wanted."""
+        own = load.backend == AUTO and load.memory_limit is None
+        index, file = promising(load.device) if own else None, self.file
+        if index is None or not isinstance(file, GGUFFile) or len(file.paths) > 1 or self.config.latents:
+            return None
+        return upload.begin(file.paths[0], file.size, index, self.cards[index].free)

@@ -75,6 +75,17 @@ def check_there(name: str, index: int, count: int) -> None:
         raise DeviceError(f"`device={name}`: there is no such GPU", f"devices: {known}")
 
 
+def promising(name: str) -> int | None:
+    """The GPU that `choose` will probably take, found without torch; None = none, or no GPU is asked for."""
+    kind, index = parse_device(name)
+    cards = machine.graphics() if kind != CPU else []
+    for card in cards if kind == AUTO else cards[index : index + 1]:
+        capability = _capability(card)
+        if capability is not None and capability >= LEAST_CAPABILITY and not _triton_reason():
+            return int(card["index"])
+    return None
+
+
 def _first_usable(cards: list[dict[str, Any]]) -> Device:
     reasons = []
     for card in cards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,8 +22,14 @@ class Weights:
     """Tensors of an open model. Matrices stay packed, and mapped where the file has them so; vectors are decoded to
     float32."""
 
-    def __init__(self, file: ModelFile, adapters: Sequence[Adapter] = ()) -> None:
-        self.file, self.adapters = file, adapters
+    def __init__(
+        self,
+        file: ModelFile,
+        adapters: Sequence[Adapter] = (),
+        sent: Callable[[str], torch.Tensor | None] | None = None,
+    ) -> None:
+        """`sent` gives the packed bytes of a matrix where they are on a device already."""
+        self.file, self.adapters, self._sent = file, adapters, sent
         self.used: set[str] = set()  # names that were asked for
         self.changed: set[str] = set()  # those of matrices that came with what adapters change
 
@@ -39,7 +45,7 @@ class Weights:
         self.changed.add(name)
         pairs = [(each.file, each.pairs[name]) for each in self.adapters if name in each.pairs]
         changes = tuple(_low_rank(file, pair, name == EMBEDDING) for file, pair in pairs)
-        return QuantTensor(info.type, self._bytes(name).view(info.shape[0], -1), cols, changes).part(0, rows)
+        return QuantTensor(info.type, self._packed(name).view(info.shape[0], -1), cols, changes).part(0, rows)
 
     def experts(self, name: str, experts: int, rows: int, cols: int) -> ExpertTensor:
         """The matrices [rows, cols] of that name, one of each expert. Raises ModelError likewise.
@@ -53,10 +59,10 @@ class Weights:
                 raise ModelError(
                     f"the experts of {name} are stored as {' and '.join(sorted(types))}", "convert it again"
                 )
-            blocks = tuple(self._bytes(each).view(rows, -1) for each in apart)
+            blocks = tuple(self._packed(each).view(rows, -1) for each in apart)
             return ExpertTensor(types.pop(), blocks, cols)
         info = self._info(name, (experts, rows, cols))
-        return ExpertTensor(info.type, self._bytes(name).view(experts, rows, -1), cols)
+        return ExpertTensor(info.type, self._packed(name).view(experts, rows, -1), cols)
 
     def row(self, name: str, cols: int) -> QuantTensor:
         """The vector of that name as a matrix of one row."""
@@ -88,6 +94,11 @@ class Weights:
         There are no logits of rows that belong to no token, so nothing can draw one and no softmax counts it.
         """
         return self.matrix(HEAD, config.vocab_size, config.d_model, padded=True)
+
+    def _packed(self, name: str) -> torch.Tensor:
+        """The packed bytes of a matrix, on a device if they are there."""
+        found = self._sent(name) if self._sent else None
+        return self._bytes(name) if found is None else found
 
     def _bytes(self, name: str) -> torch.Tensor:
         """The packed bytes of a tensor: uint8 [nbytes]."""

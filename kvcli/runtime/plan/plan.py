@@ -6,6 +6,7 @@ No torch. Cache bytes come from `KVLayout`, the class that the allocator itself 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcli.errors import DoesNotFit, UsageError
@@ -13,7 +14,7 @@ from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, CacheOptions,
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import ADDRESS_BYTES, KVLayout
 from kvcli.runtime.config import LATENT, ModelConfig
-from kvcli.runtime.host.memory import CPU, process_bytes
+from kvcli.runtime.host.memory import CPU, Memory, process_bytes
 from kvcli.runtime.plan import footprint, overheads
 from kvcli.runtime.plan.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
 from kvcli.runtime.plan.overheads import assumed_bytes
@@ -276,15 +277,16 @@ def plan_for_engine(
     return EnginePlan(setting, setting.settled(layout, fits), fits, setting.whole(layout, fits), notice)
 
 
-def engine_budget(limit: str | None, kind: str = CPU, index: int = 0) -> Budget:
+def engine_budget(limit: str | None, kind: str = CPU, index: int = 0, cards: Sequence[Memory] | None = None) -> Budget:
     """What an engine may use of the CPU's memory, or of GPU `index`: `limit` (--vram-limit) as it is, else what is
-    free and, on a CPU, ours already. To be asked before a CUDA context is made, which the plan counts. UsageError."""
+    free and, on a CPU, ours already. `cards`: the GPUs as they were before a CUDA context was made, which the plan
+    counts; None = as they are. Raises UsageError."""
     from kvcli.runtime.host import memory as memories
 
     if kind == CPU:
         memory, ours = memories.main_memory(), process_bytes()
     else:
-        memory, ours = memories.gpus()[index], 0
+        memory, ours = (memories.gpus() if cards is None else cards)[index], 0
     measured = overheads.load(CPU if kind == CPU else memory.name)[0].runtime_bytes
     if limit is not None:
         size = memories.parse_size(limit, "`memory_limit`", memory.total)
