@@ -19,10 +19,12 @@ from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
 from kvcli.kernels.gpu.legs import BoundLegs, Legs
+from kvcli.kernels.gpu.sample import uniforms
 from kvcli.options import CacheOptions
 from kvcli.runtime.config import ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.graph import nexttoken
+from kvcli.runtime.engine.graph.batchgraph import BatchGraph
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.headers.shapes import config_from_recipe
 from kvcli.runtime.host.device import Device
@@ -151,5 +153,9 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
                 seq.selector.expect(2 * PROMPT)
             for rows in (PROMPT, PROMPT):
                 engine.forward(seq, [0] * rows)
+            if engine.one_by_one == "":
+                batch = BatchGraph(decoder, engine.layout, engine.ctx_size, 16)
+                batch.dry_run()
+                uniforms(batch.tokens, batch.tokens, batch.position, torch.empty(16, device=META))
         found.update(more)
     return found

@@ -375,4 +375,4 @@ def _device_tokens(model: Model, options: SampleOptions) -> DeviceTokens:
 
     sampler = Sampler(options, {}, VOCAB)
     assert model.graph is not None
-    return DeviceTokens(model.graph, model.seq, sampler, DeviceSampler(sampler.effective, VOCAB, DEVICE))
+    return DeviceTokens(model.graph, model.seq, sampler, DeviceSampler([sampler.effective], VOCAB, DEVICE))

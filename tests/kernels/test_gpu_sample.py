@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from gpucases import DEVICE
 from kernelcases import one_thread
 
 from kvcli.errors import KVError
-from kvcli.kernels.gpu.sample import DeviceSampler
+from kvcli.kernels.gpu.sample import DeviceSampler, uniforms
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.sampler import Sampler, uniform
 
@@ -29,7 +30,7 @@ def _one_thread():
 def drawn_on_device(options: SampleOptions, logits: torch.Tensor, history: list[int] | None = None) -> list[int]:
     """Draw i is that of position i."""
     host = Sampler(options, {}, logits.shape[1])
-    sampler, drawn = DeviceSampler(host.effective, logits.shape[1], DEVICE, history or []), []
+    sampler, drawn = DeviceSampler([host.effective], logits.shape[1], DEVICE, [history or []]), []
     out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for i, row in enumerate(logits):
         sampler.launch(row.to(DEVICE), torch.tensor([uniform(host.seed, 0, i)], device=DEVICE), out)
@@ -98,6 +99,42 @@ def test_penalised_tokens_are_those_of_the_sampler(options: SampleOptions, known
         assert drawn_on_device(options, logits, before) == chosen
         changed.append(drawn_on_device(replace(options, repeat_last_n=0), logits, before) != chosen)
     assert any(changed)
+
+
+SIDE_BY_SIDE = {
+    "drawn": [
+        SampleOptions(0.0), SampleOptions(0.8, 40, 0.9, 0.0, seed=1 << 40),
+        SampleOptions(1.3, 5, 1.0, 0.1, seed=(1 << 64) - 3),
+        SampleOptions(0.7, 300, 0.5, 0.0, 1.3, 3, logit_bias={2: 3.5}, seed=5, sequence=7),
+        SampleOptions(0.0, repeat_penalty=0.7, repeat_last_n=-1), SampleOptions(2.0, 1, 1.0, 0.0, 1.1, 64, 0.1, 1.5),
+    ],
+    "greedy": [SampleOptions(0.0), SampleOptions(0.0, repeat_penalty=1.4, repeat_last_n=2), SampleOptions(0.0)],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SIDE_BY_SIDE)
+def test_rows_side_by_side_have_options_of_their_own(kind: str) -> None:
+    """Each row is that of a sampler alone; positions are far apart, and beyond 32 bits."""
+    vocab, options = 701, SIDE_BY_SIDE[kind]
+    hosts = [Sampler(replace(x, seed=i if x.seed == -1 else x.seed), {}, vocab) for i, x in enumerate(options)]
+    before = [torch.randint(vocab, (3 * i,), generator=torch.manual_seed(i)).tolist() for i in range(len(hosts))]
+    histories, n = [list(x) for x in before], len(hosts)
+    device = DeviceSampler([x.effective for x in hosts], vocab, DEVICE, before)
+    seeds = np.array([x.seed for x in hosts], np.uint64).view(np.int64)
+    numbers = seeds.tolist(), [x.sequence for x in hosts], [i << 33 | 5 for i in range(n)]
+    seeds, sequences, position = (torch.tensor(x, device=DEVICE) for x in numbers)
+    drawn, out = torch.zeros(n, device=DEVICE), torch.zeros(n, dtype=torch.int64, device=DEVICE)
+    favourites = logits_like("ties", n, vocab, 3)
+    for step in range(4):
+        logits = favourites + logits_like("ties", n, vocab, 20 + step) / 8
+        uniforms(seeds, sequences, position + step, drawn)
+        device.launch(logits.to(DEVICE), drawn, out)
+        at = [int(x) + step for x in position]
+        expected = [h.sample(row, text, p) for h, row, text, p in zip(hosts, logits, histories, at, strict=True)]
+        assert out.tolist() == expected
+        for text, token in zip(histories, expected, strict=True):
+            text.append(token)
 
 
 @pytest.mark.slow

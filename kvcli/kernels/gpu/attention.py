@@ -41,6 +41,17 @@ def tile_end(edges, hi, newest, TILES: tl.constexpr, BN: tl.constexpr):
     return (hi - 1) * TILES + tl.maximum(tl.minimum(tl.cdiv(rows, BN), TILES), 1)
 
 
+@triton.jit
+def cells_of(t, head, parts, starts, HEADS: tl.constexpr, APART: tl.constexpr):
+    """Where the partial results of a head of row t begin among those of all, and how many they are; APART: see
+    `Partials`."""
+    if APART:
+        first = tl.load(starts + t)
+        return (head * parts + first).to(tl.int64), tl.load(starts + t + 1) - first
+    else:
+        return (t * HEADS + head) * parts, parts
+
+
 @triton.jit(do_not_specialize=["rows_end", "offset", "open_offset", "window", "room", "noted_room", "noted_edges"])
 def _attend(
     q, qc, qb, position, work, table, chosen, edges, angles, scale_k, scale_v, out, tops, totals, noted,
@@ -54,27 +65,39 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, EDGED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, NOTED: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, NOTED: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     parts = tl.num_programs(1)
     share = tl.program_id(1)
-    start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
-    item = work + (tl.program_id(2) * parts + share) * 4
+    ITEM: tl.constexpr = 6 if APART else 4
+    item = work + (tl.program_id(2) * parts + share) * ITEM
     kind = tl.load(item)
     turned = tl.load(item + 1)
     lo = tl.load(item + 2)
     hi = tl.load(item + 3)
-    end = start + rows_end
     r = tl.arange(0, M)
-    base = (start // BLOCK + tl.program_id(2)) * BLOCK
-    at = base + r // GROUP  # positions
-    ok = (r < BLOCK * GROUP) & (at >= start) & (at < end)
-    first = tl.maximum(base, start)
-    newest = tl.minimum(base + BLOCK, end) - 1
-    at = tl.minimum(tl.maximum(at, first), newest)
-    row = (at - start).to(tl.int64) * HEADS + head * GROUP + r % GROUP
-    cell = row * parts + share
+    if APART:
+        own = tl.load(item + 4)
+        first = tl.load(position + own).to(tl.int32)
+        newest = first
+        at = first + r * 0
+        ok = r < tl.where(kind == 0, 0, GROUP)
+        row = own.to(tl.int64) * HEADS + head * GROUP + r % GROUP
+        cell = (head * GROUP + r % GROUP).to(tl.int64) * parts + share
+        scale_k += own * tl.num_programs(0)
+        scale_v += own * tl.num_programs(0)
+    else:
+        start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
+        end = start + rows_end
+        base = (start // BLOCK + tl.program_id(2)) * BLOCK
+        at = base + r // GROUP  # positions
+        ok = (r < BLOCK * GROUP) & (at >= start) & (at < end)
+        first = tl.maximum(base, start)
+        newest = tl.minimum(base + BLOCK, end) - 1
+        at = tl.minimum(tl.maximum(at, first), newest)
+        row = (at - start).to(tl.int64) * HEADS + head * GROUP + r % GROUP
+        cell = row * parts + share
     asks = row + turned * rows_end * HEADS  # where the query stands in q
     oldest = 0
     if WINDOWED:
@@ -120,7 +143,8 @@ def _attend(
 @dataclass(frozen=True)
 class Partials:
     """Results over parts of the rows: float32 `out` [T, heads, parts, dim_v] (undefined where nothing was seen), and
-    `tops`, `totals` [T, heads, parts]: the largest score and the sum of 2 ** (score - largest)."""
+    `tops`, `totals` [T, heads, parts]: the largest score and the sum of 2 ** (score - largest). Where rows are `apart`
+    (`PageLists`) they are of the items of work: [1, heads, items, ...]."""
 
     out: torch.Tensor
     tops: torch.Tensor
@@ -135,6 +159,15 @@ class Partials:
             torch.empty(rows, heads, parts, device=device),
             torch.empty(rows, heads, parts, device=device),
         )
+
+    @classmethod
+    def of(cls, pages: DevicePages, rows: int, heads: int, parts: int = 0) -> Partials:
+        """Buffers for what the lists of `pages` say; `parts` of each row, where rows are not apart, 0 = all that are
+        listed."""
+        work = pages.lists.work
+        if pages.lists.apart:
+            return cls.empty(1, heads, pages, len(work))
+        return cls.empty(rows, heads, pages, parts or work.shape[1])
 
 
 def part_count(splits: int, sealed: bool, turns: bool) -> int:
@@ -221,16 +254,17 @@ def attend(
     opened = pages.open or pages
     o, group = opened.record, heads // r.kv_heads
     if out is None:
-        out = Partials.empty(rows, heads, pages, lists.work.shape[1])
+        out = Partials.of(pages, rows, heads)
     pad_k, pad_v = padded(r.dim_k), padded(r.dim_v)
-    block, m = block_rows(r, heads, rows, Chip.of(queries.q.device))
+    alone = rows == 1 or lists.apart
+    block, m = block_rows(r, heads, 1 if alone else rows, Chip.of(queries.q.device))
     if tiles is None:
-        tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), rows == 1)
+        tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), alone)
     rope = 0 if pages.angles is None else pages.angles.shape[1]
-    some, noted = queries.q, lists.noted if rows == 1 else None
-    chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1
+    some, noted = queries.q, lists.noted if rows == 1 else None  # `some` stands for what is not there
+    chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1 and not lists.apart
     chosen = choose(queries, pages, entries or len(lists.table), pdl) if chooses else lists.table[None]
-    launch(_attend, (r.kv_heads, out.tops.shape[2], len(lists.work)))(
+    launch(_attend, (r.kv_heads, out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, chosen, lists.edges,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
         some if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
@@ -244,7 +278,7 @@ def attend(
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
         lists.edged, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, noted is not None, pdl,
+        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, noted is not None, lists.apart, pdl,
         **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out

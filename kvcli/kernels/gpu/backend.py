@@ -353,10 +353,11 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer)
         seal(pages, 0, len(pages.lists.into) * record.page_size)
     elif layer.stores and bound.sealing == Sealing.ROW:
         seal_step(pages, by_row=True)
-    partials = Partials.empty(len(qkv), layer.heads, pages, bound.parts)
+    partials = Partials.of(pages, len(qkv), layer.heads, bound.parts)
     if record.joined:
-        return latents.combine(latents.attend(queries, pages, layer.softcap, partials), pages)
-    out = combine(attend(queries, pages, layer.window, layer.softcap, partials), pages, sinks=layer.sinks)
+        return latents.combine(latents.attend(queries, pages, layer.softcap, partials), pages, bound.parts)
+    found = attend(queries, pages, layer.window, layer.softcap, partials)
+    out = combine(found, pages, sinks=layer.sinks, most=bound.parts)
     if pages.lists.noted is not None:
         note(partials, pages, layer.sinks)
     assert out is not None

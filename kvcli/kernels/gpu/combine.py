@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.attention import Partials
+from kvcli.kernels.gpu.attention import Partials, cells_of
 from kvcli.kernels.gpu.language import SERIAL, store_activations, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
@@ -31,14 +31,14 @@ def most_parts(dim: int) -> int:
 
 @triton.jit(do_not_specialize=["parts"])
 def _combine(
-    out, tops, totals, sinks, result, codes, scales, sums, parts,
+    out, tops, totals, sinks, starts, result, codes, scales, sums, parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none."""
+    """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none. APART: see `PageLists`."""
     head = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
-    cell = (t * HEADS + head) * parts
+    cell, parts = cells_of(t, head, parts, starts, HEADS, APART)
     s = tl.arange(0, MOST)
     j = tl.arange(0, PAD)
     wait_for_previous(PDL)
@@ -55,7 +55,10 @@ def _combine(
         highest = tl.maximum(highest, sink)
         beside = tl.exp2(sink - highest)
     e = tl.where(seen, tl.exp2(top - highest), 0.0)
-    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / (tl.sum(weights * e, 0) + beside)
+    total = tl.sum(weights * e, 0) + beside
+    if APART:  # a row that is none sees nothing
+        total = tl.where(total > 0, total, 1.0)
+    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / total
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
     if KEEP:
@@ -87,14 +90,18 @@ def combine(
     into: Activations | None = None,
     pdl: int = SERIAL,
     sinks: torch.Tensor | None = None,
+    most: int = 0,
 ) -> torch.Tensor | None:
     """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated.
 
-    With `into` (T = 1) the result goes there instead. `sinks`: see `AttentionLayer`.
+    With `into` (T = 1) the result goes there instead. `sinks`: see `AttentionLayer`. `most`: parts that a row has,
+    where rows are apart.
     """
     rows, heads, parts, dim = partials.out.shape
-    if parts > most_parts(dim):
-        raise ValueError(f"{parts} partial results are more than the {most_parts(dim)} that are merged")
+    lists = pages.lists
+    rows, most = (len(lists.shift), most) if lists.apart else (rows, parts)
+    if most > most_parts(dim):
+        raise ValueError(f"{most} partial results are more than the {most_parts(dim)} that are merged")
     fused = into is not None and dim % 32 == 0
     turn = block(dim) if pages.rotated[1] else 0
     out = some = partials.out  # stands for what is not there
@@ -105,11 +112,12 @@ def combine(
     if keep:
         out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
         outputs[0] = out
-    most = max(4, triton.next_power_of_2(parts))
+    most = max(4, triton.next_power_of_2(most))
     warps = max(1, most * padded(dim) // EACH_WARP)
     launch(_combine, (heads, rows))(
-        partials.out, partials.tops, partials.totals, some if sinks is None else sinks, *outputs, parts, heads, dim,
-        padded(dim), turn, most, keep, fused, sinks is not None, pdl, **launch_options(pdl, warps),
+        partials.out, partials.tops, partials.totals, some if sinks is None else sinks,
+        some if lists.starts is None else lists.starts, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
+        fused, sinks is not None, lists.apart, pdl, **launch_options(pdl, warps),
     )  # fmt: skip
     if into is None:
         return out

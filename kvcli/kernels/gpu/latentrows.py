@@ -13,7 +13,7 @@ from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
-from kvcli.kernels.gpu.rows import LOG2_E, Queries, hadamard, head_of, store_row, turning
+from kvcli.kernels.gpu.rows import LOG2_E, Queries, hadamard, head_of, row_and_page, store_row, turning
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.reference.rotation import block
 
@@ -24,7 +24,7 @@ def _prepare(
     HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
     ROPE: tl.constexpr, SIZE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, GAIN: tl.constexpr,
-    SPARE: tl.constexpr, PDL: tl.constexpr,
+    SPARE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head; the one behind the heads writes the row, those behind it make second queries."""
     WIDTH: tl.constexpr = (HEADS + 1) * (DIM_K + DIM_V)
@@ -32,9 +32,7 @@ def _prepare(
     head = tl.program_id(1)
     i = tl.arange(0, PAD_K)
     j = tl.arange(0, PAD_V)
-    start = tl.load(position)  # no kernel of this token writes it
-    at = start + t
-    word = tl.load(into + (at // SIZE - start // SIZE))
+    at, word = row_and_page(t, position, into, SIZE, APART)
     if SPARE:  # noqa: SIM102 - a constant: else the test is not compiled
         if word == 0:
             return
@@ -90,6 +88,6 @@ def prepare(
         padded(r.dim_v), 0 if frequencies is None else 2 * frequencies.shape[0], r.page_size,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k.numbers, o.codec_v.numbers,
         block(r.dim_v) if rotated else 0, layer.v_norm is not None,
-        layer.amplitude != 1 or layer.temperature is not None, lists.spare, pdl, **launch_options(pdl, 1),
+        layer.amplitude != 1 or layer.temperature is not None, lists.spare, lists.apart, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out

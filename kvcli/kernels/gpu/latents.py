@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvcli.codecs import RecordLayout
 from kvcli.kernels.gpu import shares
-from kvcli.kernels.gpu.attention import LOG2_E, Partials, Tiling, tile_end
+from kvcli.kernels.gpu.attention import LOG2_E, Partials, Tiling, cells_of, tile_end
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.language import SERIAL, fence_copies, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
@@ -214,28 +214,37 @@ def _attend(
     V_SCALES: tl.constexpr, OFF_V: tl.constexpr, FACTOR_V: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr, EDGED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of heads, part, and block of positions; see attention.py."""
     parts = tl.num_programs(1)
     share = tl.program_id(1)
-    start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
-    item = work + (tl.program_id(2) * parts + share) * 4
+    ITEM: tl.constexpr = 6 if APART else 4
+    item = work + (tl.program_id(2) * parts + share) * ITEM
     kind = tl.load(item)
     turned = tl.load(item + 1)
     lo = tl.load(item + 2)
     hi = tl.load(item + 3)
-    end = start + rows_end
     r = tl.arange(0, M)
     head = tl.program_id(0) * TILE + r % TILE
-    base = (start // BLOCK + tl.program_id(2)) * BLOCK
-    at = base + r // TILE  # positions
-    ok = (r < BLOCK * TILE) & (head < HEADS) & (at >= start) & (at < end)
-    first = tl.maximum(base, start)
-    newest = tl.minimum(base + BLOCK, end) - 1
-    at = tl.minimum(tl.maximum(at, first), newest)
-    row = (at - start).to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
-    cell = row * parts + share
+    if APART:
+        own = tl.load(item + 4)
+        newest = tl.load(position + own).to(tl.int32)
+        at = newest + r * 0
+        ok = (r < tl.where(kind == 0, 0, TILE)) & (head < HEADS)
+        row = own.to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
+        cell = tl.minimum(head, HEADS - 1).to(tl.int64) * parts + share
+        scale_v += own
+    else:
+        start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
+        end = start + rows_end
+        base = (start // BLOCK + tl.program_id(2)) * BLOCK
+        at = base + r // TILE  # positions
+        ok = (r < BLOCK * TILE) & (head < HEADS) & (at >= start) & (at < end)
+        newest = tl.minimum(base + BLOCK, end) - 1
+        at = tl.minimum(tl.maximum(at, tl.maximum(base, start)), newest)
+        row = (at - start).to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
+        cell = row * parts + share
     asks = row + turned * rows_end * HEADS  # where the query stands in q
     TILES: tl.constexpr = SIZE // BN
     OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
@@ -286,18 +295,18 @@ def attend(
     rows, opened = len(lists.shift), pages.open or pages
     o, tile = opened.record, tile_of_heads(heads)
     if out is None:
-        out = Partials.empty(rows, heads, pages, lists.work.shape[1])
-    positions, m = block_rows(r, heads, rows)
+        out = Partials.of(pages, rows, heads)
+    positions, m = block_rows(r, heads, 1 if lists.apart else rows)
     tiles = tiles or tiling(r, Chip.of(queries.q.device))
-    launch(_attend, (-(-heads // tile), out.tops.shape[2], len(lists.work)))(
+    launch(_attend, (-(-heads // tile), out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, lists.position, lists.work, lists.table, lists.edges,
         queries.q if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
         rows, pages.offset, opened.offset, softcap * LOG2_E, heads, tile, positions, m, r.page_size, r.dim_k,
         padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_v),
         r.k_row_bytes, r.v_row_bytes, r.v_offset, r.v_scales, left_centre(r.codec_v), head_factor(r.codec_v),
         o.codec_k.numbers, o.codec_v.numbers, o.k_row_bytes, o.v_row_bytes, o.v_offset, lists.edged, softcap > 0,
-        min(tiles.rows, r.page_size), tiles.stages, min(tiles.open_rows, r.page_size), tiles.open_stages, pdl,
-        **launch_options(pdl, tiles.warps, tiles.registers),
+        min(tiles.rows, r.page_size), tiles.stages, min(tiles.open_rows, r.page_size), tiles.open_stages, lists.apart,
+        pdl, **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out
 
@@ -306,12 +315,14 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _combine(out, tops, totals, result, parts, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-             TURN: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program a head, row, and PAD of the dims. TURN: the block of the Hadamard rotation; 0 = none."""
+def _combine(out, tops, totals, starts, result, parts, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+             TURN: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
+    """One program a head, row, and PAD of the dims. TURN: the block of the Hadamard rotation; 0 = none. APART: see
+    `PageLists`."""
     head = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
-    cell = (t * HEADS + head) * parts
+    cell, parts = cells_of(t, head, parts, starts, HEADS, APART)
     s = tl.arange(0, MOST)
     j = tl.program_id(2) * PAD + tl.arange(0, PAD)
     wait_for_previous(PDL)
@@ -327,23 +338,31 @@ def _combine(out, tops, totals, result, parts, HEADS: tl.constexpr, DIM: tl.cons
         e = tl.where(seen, tl.exp2(tl.load(tops + cell + i, mask=there, other=-1.0e30) - highest), 0.0)
         at = out + (cell + i)[:, None] * DIM + j[None, :]
         x += tl.sum(tl.load(at, mask=seen[:, None] & (j < DIM)[None, :], other=0.0) * e[:, None], 0)
+    if APART:  # a row that is none sees nothing
+        total = tl.where(total > 0, total, 1.0)
     x = x / total
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
     tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
 
 
-def combine(partials: Partials, pages: DevicePages, out: torch.Tensor | None = None, pdl: int = SERIAL) -> torch.Tensor:
-    """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated."""
+def combine(
+    partials: Partials, pages: DevicePages, most: int = 0, out: torch.Tensor | None = None, pdl: int = SERIAL
+) -> torch.Tensor:
+    """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated. `most`:
+    see `combine.combine`."""
     rows, heads, parts, dim = partials.out.shape
-    if parts > MOST_PARTS:
-        raise ValueError(f"{parts} partial results are more than the {MOST_PARTS} that are merged")
+    lists = pages.lists
+    rows, most = (len(lists.shift), most) if lists.apart else (rows, parts)
+    if most > MOST_PARTS:
+        raise ValueError(f"{most} partial results are more than the {MOST_PARTS} that are merged")
     turn = block(dim) if pages.rotated[1] else 0
     pad = padded(dim) if turn else min(DIMS_AT_ONCE, padded(dim))
     if out is None:
         out = torch.empty(rows, heads * dim, device=partials.out.device)
     launch(_combine, (heads, rows, triton.cdiv(dim, pad)))(
-        partials.out, partials.tops, partials.totals, out, parts, heads, dim, pad, turn,
-        max(4, triton.next_power_of_2(parts)), MERGED // pad, pdl, **launch_options(pdl, 4),
+        partials.out, partials.tops, partials.totals, out if lists.starts is None else lists.starts, out, parts, heads,
+        dim, pad, turn, max(4, triton.next_power_of_2(most)), MERGED // pad, lists.apart, pdl,
+        **launch_options(pdl, 4),
     )  # fmt: skip
     return out

@@ -87,6 +87,10 @@ class PageLists:
     there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
     the last rows of the step may be none, for which there are no pages. `selection`: where not all is read. `noted`:
     where a token's probabilities are noted.
+
+    `apart`: where each row is the next one of a sequence of its own. Then `position`, `into` and `open_into` are of
+    each row, `work` is int32 [items, 6], with the row behind the four numbers of `Shares`, and those from `starts`,
+    int32 [rows + 1], on are a row's. `sealing`, int64 [n]: rows whose pages, or which themselves, are sealed.
     """
 
     position: torch.Tensor
@@ -103,6 +107,9 @@ class PageLists:
     spare: bool = False
     selection: Selected | None = None
     noted: Noted | None = None
+    apart: bool = False
+    starts: torch.Tensor | None = None
+    sealing: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class DevicePages:
     then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE. Where queries
     choose pages, each has so many `means` of keys, which stand `summary_offset` bytes behind those of the first layer.
     `layer`: which one it is of the group's layers, where a token's probabilities are noted.
+    Where rows are `apart`, `centre`, `scale_k` and `scale_v` are of each: [rows, kv_heads, ...].
     """
 
     record: RecordLayout
@@ -151,8 +159,8 @@ class Sealing(Enum):
 
 class BoundStretch(NamedTuple):
     """Rows [lo, hi) of a step over one layer's pages whose lists stand on the device already; the last rows may be
-    none. `parts`: programs that each block of queries has, of each head. `fixes`: whether they fill the sequence's
-    first page, which fixes what pages are sealed with (basis.py)."""
+    none. `parts`: programs that each block of queries has, of each head, and of rows `apart` the most that one has.
+    `fixes`: whether they fill the sequence's first page, which fixes what pages are sealed with (basis.py)."""
 
     lo: int
     hi: int

@@ -122,6 +122,19 @@ def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
         tl.store(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + i, x, mask=i < DIM)
 
 
+@triton.jit
+def row_and_page(t, position, into, SIZE: tl.constexpr, APART: tl.constexpr):
+    """The position of row t of a step, and the word of the page that it goes into: no kernel of the step writes them.
+
+    APART: see `PageLists`."""
+    if APART:
+        return tl.load(position + t), tl.load(into + t)
+    else:
+        start = tl.load(position)
+        at = start + t
+        return at, tl.load(into + (at // SIZE - start // SIZE))
+
+
 @triton.jit(do_not_specialize=["offset", "length", "past"])
 def _prepare(
     qkv, position, shift, into, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, offset, eps, factor, amplitude,
@@ -130,18 +143,16 @@ def _prepare(
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, STORES: tl.constexpr,
-    PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, APART: tl.constexpr,
+    STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
-    Hadamard rotation; 0 = none. SPARE: see `PageLists`. Without STORES there are queries alone."""
+    Hadamard rotation; 0 = none. SPARE, APART: see `PageLists`. Without STORES there are queries alone."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V if STORES else HEADS * DIM_K
     i = tl.arange(0, PAD_K)
-    start = tl.load(position)  # no kernel of this token writes it
-    at = start + t
-    word = tl.load(into + (at // SIZE - start // SIZE))
+    at, word = row_and_page(t, position, into, SIZE, APART)
     if SPARE:  # noqa: SIM102 - a constant: else the test is not compiled
         if word == 0:  # what is written into a slot that no row has is written again when one comes
             return
@@ -162,6 +173,8 @@ def _prepare(
     own, other = 0.0, 0.0
     if CENTRED:
         mean = centre + (tl.minimum(head, HEADS - 1) // (HEADS // KV_HEADS)) * DIM_K  # keys and values do without
+        if APART:
+            mean += t * (KV_HEADS * DIM_K)
         own = tl.load(mean + i, mask=i < DIM_K, other=0.0)
         if ROPE > 0:
             other = tl.load(mean + tl.where(i < half, i + half, i - half), mask=i < ROPE, other=0.0)
@@ -234,7 +247,7 @@ def prepare(
         o.v_offset, o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0,
         block(r.dim_v) if rotated_v else 0, layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None,
         pages.centre is not None, layer.norms_last, layer.amplitude != 1 or layer.temperature is not None, lists.turns,
-        lists.spare, layer.stores, pdl, **launch_options(pdl, 1),
+        lists.spare, lists.apart, layer.stores, pdl, **launch_options(pdl, 1),
     )  # fmt: skip
     return out
 

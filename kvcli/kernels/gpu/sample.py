@@ -4,7 +4,8 @@ Two kernels. `_maxima` takes the largest logit of every block. Greedy: `_greedy`
 Otherwise `_draw`, one program: a threshold on the blocks, the candidates above it, the k best of them in ascending
 order of ids (of equals at the edge those with the lowest ids), then top-p, min-p, temperature and the draw in
 float64 as the sampler does them. Logits are penalised and biased wherever they are read; for penalties the device
-counts the tokens that it has chosen itself.
+counts the tokens that it has chosen itself. The rows of several sequences are chosen for side by side, each with
+options of its own.
 
 Floats are compared as integers of the same order ("keys"): NaN is the largest, -0.0 equals 0.0.
 """
@@ -34,37 +35,44 @@ _LEAST = tl.constexpr(-0x80000000)  # below the key of every number
 
 
 class DeviceSampler:
-    """Sampling with fixed options over a vocabulary of `vocab` tokens. Its buffers are allocated once, here.
+    """Sampling with fixed options of each of n rows over a vocabulary of `vocab` tokens. Its buffers are allocated
+    once, here.
 
-    `effective`: `Sampler.effective`, for which `supports` says "" (ValueError otherwise). `history`: the tokens so far;
-    those that `launch` chooses follow them.
+    `each`: `Sampler.effective` of the rows, for which `supports` says "" (ValueError otherwise). `histories`: the
+    tokens so far; those that `launch` chooses follow them.
     """
 
     def __init__(
-        self, effective: Mapping[str, Any], vocab: int, device: torch.device | str, history: Sequence[int] = ()
+        self,
+        each: Sequence[Mapping[str, Any]],
+        vocab: int,
+        device: torch.device | str,
+        histories: Sequence[Sequence[int]] = (),
     ) -> None:
-        reason = self.supports(effective)
-        if reason:
+        if reason := next(filter(None, map(self.supports, each)), ""):
             raise ValueError(reason)
-        self.vocab, self.greedy = vocab, effective["temperature"] == 0
-        self.k = min(effective["top_k"], vocab)
-        self.top_p, self.min_p = effective["top_p"] < 1, effective["min_p"] > 0
+        n, self.vocab, self.greedy = len(each), vocab, all(x["temperature"] == 0 for x in each)
+        self.rows = n
         self.block = max(8, triton.next_power_of_2(triton.cdiv(vocab, _MOST_BLOCKS)))
         self.n_blocks = triton.cdiv(vocab, self.block)
-        self.bias = _dense_bias(effective["logit_bias"], vocab, device)
-        self.seen = _Seen(effective, vocab, device, history) if _penalises(effective) else None
-        rows = triton.cdiv(vocab, _PROGRAM) * (_PROGRAM // self.block)
-        self.maxima = torch.empty(rows, dtype=torch.int32, device=device)
+        self.bias = _dense_bias([x["logit_bias"] for x in each], vocab, device)
+        self.seen = _Seen(each, vocab, device, histories or [()] * n) if any(map(_penalises, each)) else None
+        blocks = triton.cdiv(vocab, _PROGRAM) * (_PROGRAM // self.block)
+        self.maxima = torch.empty(n, blocks, dtype=torch.int32, device=device)
         if self.greedy:
             return
-        numbers = [effective["temperature"], effective["top_p"], effective["min_p"]]
+        # The largest logit is the best one of one, whatever the temperature.
+        numbers = [(x["temperature"], x["top_p"], x["min_p"]) if x["temperature"] else (1.0, 1.0, 0.0) for x in each]
+        most = [min(x["top_k"], vocab) if x["temperature"] else 1 for x in each]
+        self.top_p, self.min_p = any(x[1] < 1 for x in numbers), any(x[2] > 0 for x in numbers)
         self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
-        self.width = max(16, triton.next_power_of_2(self.k))
-        self.blocks = torch.empty(self.n_blocks, dtype=torch.int32, device=device)
-        self.candidates = torch.empty(2, vocab, dtype=torch.int32, device=device)  # keys, ids
-        self.best = torch.empty(2, self.width, dtype=torch.int32, device=device)
-        self.order = torch.empty(self.width, dtype=torch.int64, device=device)
-        self.shares = torch.empty(self.width, dtype=torch.float64, device=device)
+        self.k = torch.tensor(most, dtype=torch.int32, device=device)
+        self.width = max(16, triton.next_power_of_2(max(most)))
+        self.blocks = torch.empty(n, self.n_blocks, dtype=torch.int32, device=device)
+        self.candidates = torch.empty(2, n, vocab, dtype=torch.int32, device=device)  # keys, ids
+        self.best = torch.empty(2, n, self.width, dtype=torch.int32, device=device)
+        self.order = torch.empty(n, self.width, dtype=torch.int64, device=device)
+        self.shares = torch.empty(n, self.width, dtype=torch.float64, device=device)
 
     @staticmethod
     def supports(effective: Mapping[str, Any]) -> str:
@@ -87,27 +95,32 @@ class DeviceSampler:
         return "the model's output is not a number"
 
     def launch(self, logits: Tensor, uniform: Tensor, out: Tensor) -> None:
-        """Write the token after float32 `logits` [vocab] to int64 `out` [1]; `uniform`: float32 [1], unused if greedy.
+        """Write the tokens after float32 `logits` [n, vocab], contiguous, to int64 `out` [n]; `uniform`: float32 [n],
+        unused if all are greedy.
 
         All on the device; nothing waits, nothing is allocated: it can be captured in a graph. A negative `out`
         (NOT_A_NUMBER, NOTHING_LEFT) stands for the `error` that `Sampler.sample` raises on these logits.
         """
+        n, room = self.rows, self.maxima.shape[1]
         changes = {"BIASED": self.bias is not None, "PENALISED": self.seen is not None}
         bias = logits if self.bias is None else self.bias
         counts, penalties = (logits, logits) if self.seen is None else (self.seen.counts, self.seen.penalties)
         raw = logits, bias, counts, penalties
-        launch(_maxima, (triton.cdiv(self.vocab, _PROGRAM),))(
-            *raw, self.maxima, self.vocab, BLOCK=self.block, ROWS=_PROGRAM // self.block, **changes
+        launch(_maxima, (triton.cdiv(self.vocab, _PROGRAM), n))(
+            *raw, self.maxima, self.vocab, room, BLOCK=self.block, ROWS=_PROGRAM // self.block, **changes
         )
         held = triton.next_power_of_2(self.n_blocks)
         shape = {"BLOCK": self.block, "HELD": held, "num_warps": 8, **changes}
-        window = (logits, logits, 0) if self.seen is None else (self.seen.ring, self.seen.slot, self.seen.last_n)
+        window: tuple[Tensor | int, ...] = logits, logits, logits, 1
+        if self.seen is not None:
+            window = self.seen.ring, self.seen.slot, self.seen.last_n, self.seen.ring.shape[1]
+        counted = *window, self.vocab, self.n_blocks, room
         if self.greedy:
-            launch(_greedy, (1,))(*raw, self.maxima, out, *window, self.vocab, self.n_blocks, **shape)
+            launch(_greedy, (n,))(*raw, self.maxima, out, *counted, **shape)
             return
-        launch(_draw, (1,))(
-            *raw, self.maxima, self.numbers, uniform, out, *window, self.blocks, *self.candidates, *self.best,
-            self.order, self.shares, self.vocab, self.n_blocks, self.k,
+        launch(_draw, (n,))(
+            *raw, self.maxima, self.numbers, uniform, out, self.k, self.blocks, *self.candidates, *self.best,
+            self.order, self.shares, *counted,
             WIDTH=self.width, CHUNK=max(_CHUNK, self.width), TOP_P=self.top_p, MIN_P=self.min_p, **shape,
         )  # fmt: skip
 
@@ -119,33 +132,61 @@ def _penalises(effective: Mapping[str, Any]) -> bool:
 
 
 class _Seen:
-    """The tokens that penalties look back on: how often each is among them, and the last ones in a ring.
+    """The tokens that penalties look back on: how often each is among them, and the last ones in a ring, of each row.
 
     `last_n` of them; 0 = all, and then no ring is needed.
     """
 
     def __init__(
-        self, effective: Mapping[str, Any], vocab: int, device: torch.device | str, history: Sequence[int]
+        self,
+        each: Sequence[Mapping[str, Any]],
+        vocab: int,
+        device: torch.device | str,
+        histories: Sequence[Sequence[int]],
     ) -> None:
-        self.last_n = max(0, effective["repeat_last_n"])
-        recent = torch.tensor(history[-self.last_n :], dtype=torch.int64)  # all of them where last_n is 0
-        self.counts = torch.bincount(recent, minlength=vocab).to(torch.int32).to(device)
-        ring = torch.full((self.last_n or 1,), -1)  # without a window nobody reads it
-        if self.last_n:
-            ring[: len(recent)] = recent
+        last_n = [max(0, x["repeat_last_n"]) for x in each]
+        recent = [list(history[-n:]) for history, n in zip(histories, last_n, strict=True)]  # all where that is 0
+        self.counts = torch.zeros(len(each), vocab, dtype=torch.int32, device=device)
+        for row, tokens in enumerate(recent):
+            self.counts[row] = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab)
+        ring = torch.full((len(each), max(1, *last_n)), -1)  # without a window nobody reads it
+        for row, tokens in enumerate(recent):
+            if last_n[row]:
+                ring[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         self.ring = ring.to(device)
-        self.slot = torch.tensor([len(recent) % len(ring)], device=device)  # of the oldest token, or free
+        slots = [len(tokens) % n if n else 0 for tokens, n in zip(recent, last_n, strict=True)]
+        self.slot = torch.tensor(slots, device=device)  # of the oldest token, or free
+        self.last_n = torch.tensor(last_n, dtype=torch.int32, device=device)
         names = ("repeat_penalty", "frequency_penalty", "presence_penalty")
-        self.penalties = torch.tensor([effective[name] for name in names], dtype=torch.float64, device=device)
+        penalties = [[x[name] for name in names] if _penalises(x) else [1.0, 0.0, 0.0] for x in each]
+        self.penalties = torch.tensor(penalties, dtype=torch.float64, device=device)
 
 
-def _dense_bias(bias: Mapping[int, float], vocab: int, device: torch.device | str) -> Tensor | None:
-    """float32 [vocab], or None where no token has a bias."""
-    if not bias:
+def _dense_bias(each: Sequence[Mapping[int, float]], vocab: int, device: torch.device | str) -> Tensor | None:
+    """float32 [n, vocab], or None where no token has a bias."""
+    if not any(each):
         return None
-    dense = torch.zeros(vocab)
-    dense[list(bias)] = torch.tensor(list(bias.values()))
+    dense = torch.zeros(len(each), vocab)
+    for row, bias in zip(dense, each, strict=True):
+        row[list(bias)] = torch.tensor(list(bias.values()))
     return dense.to(device)
+
+
+@triton.jit
+def _uniforms(seeds, sequences, position, out, n, N: tl.constexpr):
+    row = tl.arange(0, N)
+    there = row < n
+    at = tl.load(position + row, mask=there, other=0)
+    low, high = (at & 0xFFFFFFFF).to(tl.uint32), (at >> 32).to(tl.uint32)
+    sequence = tl.load(sequences + row, mask=there, other=0).to(tl.uint32)
+    word, _, _, _ = tl.philox(tl.load(seeds + row, mask=there, other=0), low, high, sequence, low * 0)
+    tl.store(out + row, tl.uint_to_uniform_float(word), mask=there)
+
+
+def uniforms(seeds: Tensor, sequences: Tensor, position: Tensor, out: Tensor) -> None:
+    """`kvcli.runtime.engine.sampler.uniform` of each row: int64 [n] each -> float32 `out` [n]."""
+    n = len(out)
+    launch(_uniforms, (1,))(seeds, sequences, position, out, n, triton.next_power_of_2(n), num_warps=1)
 
 
 @triton.jit
@@ -185,9 +226,12 @@ def _checked(token, top):
 
 
 @triton.jit
-def _note(token, counts, ring, slot, last_n):
+def _note(token, row, counts, ring, slot, last_n, room):
     """Count a token that was chosen, in place of the oldest of the last_n ones (0: besides all others)."""
     chosen = token >= 0
+    ring += row * room
+    slot += row
+    last_n = tl.load(last_n + row)
     if last_n > 0:
         at = tl.load(slot)
         oldest = tl.load(ring + at)
@@ -199,28 +243,46 @@ def _note(token, counts, ring, slot, last_n):
 
 
 @triton.jit
-def _maxima(logits, bias, counts, penalties, maxima, vocab, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def _of_row(row, logits, bias, counts, penalties, vocab, BIASED: tl.constexpr, PENALISED: tl.constexpr):
+    """What stands for one of the rows in these."""
+    logits += row * vocab
+    if BIASED:
+        bias += row * vocab
+    if PENALISED:
+        counts += row * vocab
+        penalties += row * 3
+    return logits, bias, counts, penalties
+
+
+@triton.jit
+def _maxima(logits, bias, counts, penalties, maxima, vocab, room, BLOCK: tl.constexpr, ROWS: tl.constexpr,
             BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
-    """The largest key of each block: ROWS of them a program."""
+    """The largest key of each block: ROWS of them a program; `room` for those of a row."""
+    row = tl.program_id(1).to(tl.int64)
+    logits, bias, counts, penalties = _of_row(row, logits, bias, counts, penalties, vocab, BIASED, PENALISED)
+    maxima += row * room
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ids = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     keys = _keys(logits, bias, counts, penalties, ids, ids < vocab, BIASED, PENALISED)
     tl.store(maxima + rows, tl.max(keys, axis=1))
 
 
-@triton.jit(do_not_specialize=["last_n"])
-def _greedy(logits, bias, counts, penalties, maxima, out, ring, slot, last_n, vocab, n_blocks, BLOCK: tl.constexpr,
-            HELD: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["ring_room"])
+def _greedy(logits, bias, counts, penalties, maxima, out, ring, slot, last_n, ring_room, vocab, n_blocks, room,
+            BLOCK: tl.constexpr, HELD: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr):  # fmt: skip
     """The lowest id of the largest logit."""
+    row = tl.program_id(0).to(tl.int64)
+    logits, bias, counts, penalties = _of_row(row, logits, bias, counts, penalties, vocab, BIASED, PENALISED)
+    maxima += row * room
     rows = tl.arange(0, HELD)
     keys = tl.load(maxima + rows, mask=rows < n_blocks, other=_LEAST)
     top = tl.max(keys, axis=0)
     ids = tl.min(tl.where(keys == top, rows, HELD), axis=0) * BLOCK + tl.arange(0, BLOCK)
     found = _keys(logits, bias, counts, penalties, ids, ids < vocab, BIASED, PENALISED) == top
     token = _checked(tl.min(tl.where(found, ids, vocab), axis=0), top).to(tl.int64)
-    tl.store(out, token)
+    tl.store(out + row, token)
     if PENALISED:
-        _note(token, counts, ring, slot, last_n)
+        _note(token, row, counts, ring, slot, last_n, ring_room)
 
 
 @triton.jit
@@ -297,14 +359,27 @@ def _nucleus(key, weight, top, top_p, order, shares, k, WIDTH: tl.constexpr):
     return ranked >= tl.load(order + tl.maximum(n - 1, 0))  # n is 0 where logits are not numbers
 
 
-@triton.jit(do_not_specialize=["k", "last_n"])
+@triton.jit(do_not_specialize=["ring_room"])
 def _draw(
-    logits, bias, counts, penalties, maxima, numbers, uniform, out, ring, slot, last_n,
-    blocks, keys, ids, best_keys, best_ids, order, shares, vocab, n_blocks, k,
+    logits, bias, counts, penalties, maxima, numbers, uniform, out, most, blocks, keys, ids, best_keys, best_ids, order,
+    shares, ring, slot, last_n, ring_room, vocab, n_blocks, room,
     BLOCK: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     TOP_P: tl.constexpr, MIN_P: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr,
 ):  # fmt: skip
-    """Temperature, top-k and the other filters, the draw. `numbers`: temperature, top-p, min-p as float64."""
+    """Temperature, top-k and the other filters, the draw, a program a row. `numbers`: temperature, top-p, min-p as
+    float64; `most`: top-k."""
+    row = tl.program_id(0).to(tl.int64)
+    logits, bias, counts, penalties = _of_row(row, logits, bias, counts, penalties, vocab, BIASED, PENALISED)
+    maxima += row * room
+    numbers += row * 3
+    blocks += row * n_blocks
+    keys += row * vocab
+    ids += row * vocab
+    best_keys += row * WIDTH
+    best_ids += row * WIDTH
+    order += row * WIDTH
+    shares += row * WIDTH
+    k = tl.load(most + row)
     rows = tl.arange(0, HELD)
     largest = tl.load(maxima + rows, mask=rows < n_blocks, other=_LEAST)
     top = tl.max(largest, axis=0)
@@ -336,16 +411,17 @@ def _draw(
     weight = tl.exp(value)
     kept = at < k
     if TOP_P:
-        kept = kept & _nucleus(key, weight, top, tl.load(numbers + 1), order, shares, k, WIDTH)
+        top_p = tl.load(numbers + 1)
+        kept = tl.where(top_p < 1, kept & _nucleus(key, weight, top, top_p, order, shares, k, WIDTH), kept)
     if MIN_P:
         kept = kept & (weight >= tl.load(numbers + 2))
     weight = tl.where(kept, tl.exp(value / tl.load(numbers)), 0.0)
     cumulative = tl.cumsum(weight, axis=0)
-    target = tl.sum(tl.where(at == WIDTH - 1, cumulative, 0.0), axis=0) * tl.load(uniform).to(tl.float64)
+    target = tl.sum(tl.where(at == WIDTH - 1, cumulative, 0.0), axis=0) * tl.load(uniform + row).to(tl.float64)
     possible = kept & (weight > 0)
     last = tl.max(tl.where(possible, at, 0), axis=0)
     chosen = tl.min(tl.where(possible & (cumulative > target), at, last), axis=0)
     token = _checked(tl.load(best_ids + chosen), top).to(tl.int64)
-    tl.store(out, token)
+    tl.store(out + row, token)
     if PENALISED:
-        _note(token, counts, ring, slot, last_n)
+        _note(token, row, counts, ring, slot, last_n, ring_room)

@@ -200,10 +200,12 @@ def seal_rows(
         _store_plain(target, rows, keep, x3, 3, PITCH, DIM, PAD, TO)
 
 
-@triton.jit(do_not_specialize=["first", "end", "origin", "offset", "open_offset", "stride", "open_stride"])
+@triton.jit(do_not_specialize=["first", "end", "origin", "offset", "open_offset", "stride", "open_stride", "layers",
+                               "rows"])  # fmt: skip
 def _seal(
-    position, into, open_into, centre, angles, scale_k, scale_v, first, end, origin, offset, open_offset, stride,
-    open_stride, IN_STEP: tl.constexpr, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    position, sealing, into, open_into, centre, angles, scale_k, scale_v, first, end, origin, offset, open_offset,
+    stride, open_stride, layers, rows,
+    IN_STEP: tl.constexpr, BY_ROW: tl.constexpr, APART: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
@@ -213,16 +215,24 @@ def _seal(
     """One program: one group of rows, one head, keys or values of one layer.
 
     IN_STEP: of the page that the row at `position` fills, if it does, or with BY_ROW of that row alone; else of rows
-    [first, end), `group` counted from the one of `first`. Those of a page that is not in `into` are not sealed.
+    [first, end), `group` counted from the one of `first`. Those of a page that is not in `into` are not sealed. APART:
+    of each row in `sealing`, of so many `rows`.
     """
     group = tl.program_id(0)
     head = tl.program_id(1)
-    layer = (tl.program_id(2) // 2).to(tl.int64)
+    layer = (tl.program_id(2) // 2 % layers).to(tl.int64)
     offset += layer * stride
     open_offset += layer * open_stride
-    centre += layer * tl.num_programs(1) * DIM_K
-    scale_k += layer * tl.num_programs(1)
-    scale_v += layer * tl.num_programs(1)
+    of = layer
+    if APART:
+        own = tl.load(sealing + tl.program_id(2) // 2 // layers)
+        of = layer * rows + own
+        position += own
+        into += own
+        open_into += own
+    centre += of * tl.num_programs(1) * DIM_K
+    scale_k += of * tl.num_programs(1)
+    scale_v += of * tl.num_programs(1)
     wait_for_previous(PDL)
     if IN_STEP:
         at = tl.load(position).to(tl.int32)
@@ -265,9 +275,12 @@ def _launch(
     r, lists, opened = pages.record, pages.lists, pages.open
     o, some = opened.record, lists.into
     present = (some if x is None else x for x in (pages.centre, pages.angles, pages.scale_k, pages.scale_v))
-    launch(_seal, (groups, r.kv_heads, 2 * layers))(
-        lists.position, lists.into, lists.open_into, *present, *(rows or (0, 0)), lists.first, pages.offset,
-        opened.offset, *strides, rows is None, by_row, r.page_size, r.dim_k, padded(r.dim_k), r.dim_v,
+    sealing = lists.sealing if lists.apart else lists.position
+    assert sealing is not None
+    launch(_seal, (groups, r.kv_heads, 2 * layers * len(sealing)))(
+        lists.position, sealing, lists.into, lists.open_into, *present, *(rows or (0, 0)), lists.first, pages.offset,
+        opened.offset, *strides, layers, len(lists.shift), rows is None, by_row, lists.apart, r.page_size, r.dim_k,
+        padded(r.dim_k), r.dim_v,
         padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset,
         r.k_scales, r.v_scales, o.codec_k.numbers, o.codec_v.numbers, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, pages.centre is not None, 0 if pages.angles is None else pages.angles.shape[1],
@@ -290,6 +303,7 @@ def seal_step(
     """Encode what the row at `PageLists.position` completes: its page or, with `by_row`, it alone.
 
     With `layers` > 1 for as many layers, alike but for where they are: sealed and open records `strides` bytes on from
-    layer to layer, means and scales one after the other in memory.
+    layer to layer, means and scales one after the other in memory. Where rows are apart, of those in
+    `PageLists.sealing`.
     """
     _launch(pages, 1 if by_row else pages.record.page_size // 16, None, by_row, pdl, layers, strides)

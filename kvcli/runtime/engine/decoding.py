@@ -42,7 +42,7 @@ def graph_tokens(
     if sampler.constrained or DeviceSampler.supports(sampler.effective):
         yield from host_tokens(logits, history, sampler, lambda t: graph.run(seq, t))
         return
-    chooser = DeviceSampler(sampler.effective, vocab_size, graph.device, history)
+    chooser = DeviceSampler([sampler.effective], vocab_size, graph.device, [history])
     tokens = DeviceTokens(graph, seq, sampler, chooser)
     try:
         yield from tokens.iterate(logits)

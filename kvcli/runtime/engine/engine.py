@@ -43,6 +43,7 @@ from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.tools.use import ToolUse
 
 if TYPE_CHECKING:
+    from kvcli.runtime.engine.graph.batching import Batches
     from kvcli.runtime.engine.graph.nexttoken import NextToken
     from kvcli.runtime.engine.graph.stepgraph import StepGraph
 
@@ -74,6 +75,7 @@ class Engine:
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
+        self.batches: Batches | None = None
         self.slow_path, self.graph = self._token_graph()
         self.load_s = loaded.load_s + time.perf_counter() - began
 
@@ -87,7 +89,7 @@ class Engine:
         one is closed, and its sequences are of use for `carried` only. Raises UsageError and DoesNotFit, with nothing
         changed."""
         terms = self._alike(self.terms.changed(ctx_size, evict))
-        del self.graph, self.steps  # their memory is free for the other one's
+        del self.graph, self.steps, self.batches  # their memory is free for the other one's
         return Engine(self.loaded, terms, self.pool)
 
     def beside(self, options: CacheOptions) -> Engine:
@@ -121,6 +123,15 @@ class Engine:
         return [*self.loaded.doubts, *self.terms.doubts]
 
     @property
+    def one_by_one(self) -> str:
+        """Why a GPU computes answers that run together one after the other; "" = it does not."""
+        if self.device.kind == CPU:
+            return ""
+        if self.batches is None:
+            return "tokens are computed like prompts"
+        return self.batches.reason
+
+    @property
     def retention(self) -> Retention | None:
         """What stays of a sequence longer than the context; None = there is none."""
         return self.layout.retention
@@ -132,6 +143,7 @@ class Engine:
             return "", None
         from kvcli.kernels.gpu import compiled
         from kvcli.runtime.engine.graph import rowgraph, stepgraph, tokengraph
+        from kvcli.runtime.engine.graph.batching import Batches
 
         sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)
         graph = rowgraph.RowGraph(*sizes) if reason else tokengraph.TokenGraph(*sizes)
@@ -140,7 +152,7 @@ class Engine:
         if not mark.exists():
             graph.compile((self._dry_run, steps.dry_run))
             compiled.leave(mark)
-        self.steps = steps
+        self.steps, self.batches = steps, Batches(*sizes)
         return f"slower path (tokens by the kernels of prompts): {reason}" if reason else "", graph
 
     @property
@@ -167,7 +179,7 @@ class Engine:
             options = SampleOptions(temperature=temperature, repeat_penalty=penalty)
             effective = Sampler(options, self.loaded.sampling_defaults, self.config.vocab_size).effective
             if not DeviceSampler.supports(effective):
-                chooser = DeviceSampler(effective, self.config.vocab_size, device)
+                chooser = DeviceSampler([effective], self.config.vocab_size, device)
                 chooser.launch(logits, torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
 
     def synchronize(self) -> None:
@@ -240,9 +252,10 @@ class Engine:
         """Compute rows that the requests want, at most `budget` (0 = a prefill step) of all of them together -> the
         events of each. Newest tokens come first, then prompts, in the order of `requests`.
 
-        On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes one request
-        after the other. Raises DoesNotFit where the pool has no room for these rows, with no request changed for the
-        worse, and ModelError like `forward`. A failure of a request alone is its `error`.
+        On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes the newest
+        rows of answers together (`Batches`), and prompts one after the other. Raises DoesNotFit where the pool has no
+        room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of a
+        request alone is its `error`.
         """
         left, work = budget or self.ubatch, list[tuple[Request, list[int]]]()
         for request in sorted(requests, key=lambda r: not r.answering):
@@ -252,7 +265,7 @@ class Engine:
         if self.device.kind == CPU:
             self._compute(work)
         else:
-            for request, ids in work:
+            for request, ids in self.batches.step(work) if self.batches else work:
                 if request.pull():
                     continue
                 blocks = not _answers(request) and (self.loaded.grain > 1 or self.layout.attend.pages > 0)

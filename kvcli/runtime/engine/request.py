@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Some
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,13 @@ from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.tools.use import ToolUse
 
 INTERRUPTED = "interrupted"
+
+
+class Ahead(Protocol):
+    """What computes rows of a request before it asks for them."""
+
+    def close(self) -> None:
+        """Compute none any more: the sequence keeps no row of a token that is not in the history."""
 
 
 class Request:
@@ -61,6 +69,7 @@ class Request:
         self._ledger: Ledger | None = None  # None = not begun
         self._parked = self._abandoned = False
         self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
+        self.seat: Ahead | None = None  # among requests whose tokens a device chooses together
         self._guesses = host.session.guesses(options.spec)
         self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
@@ -89,6 +98,11 @@ class Request:
     def scored(self) -> int:
         """Of how many rows, the last ones, it takes the logits: that of the newest token and those of guesses."""
         return max(0, self.seq.length - len(self.history) + 1)
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether a device computes rows before it is asked for them."""
+        return self._tokens is not None or self.seat is not None
 
     @property
     def _thinks(self) -> bool:
@@ -127,7 +141,7 @@ class Request:
         except KVError as error:
             self.fail(error)
             return []
-        if self.answering and (self._tokens is not None or self.seq.length == len(self.history) - 1):
+        if self.answering and (self._ahead or self.seq.length == len(self.history) - 1):
             return [*self.history[-1:], *self._guessed(budget - 1)]
         start, end, layout = self.seq.length, len(self.history), self.seq.pool.layout
         if layout.attend.pages:  # rows of an answer are one by one as they were, where they are computed again
@@ -179,6 +193,24 @@ class Request:
         self._guesses.stepped(len(self.history))
         return True
 
+    def take(self, token: int) -> None:
+        """This is the next token, which was chosen together with those of others."""
+        try:
+            self.caches.pump()
+            self._accept(token)
+        except KVError as error:
+            self.fail(error)
+        self._guesses.stepped(len(self.history))
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Choose the next token by the logits [vocab] of the newest row, which was computed together with others."""
+        try:
+            token = self.sampler.sample(logits, self.history, len(self.history))
+        except KVError as error:
+            self.fail(error)
+            return
+        self.take(token)
+
     def _begin(self) -> None:
         """Look for rows of the prompt."""
         self._clock.start()
@@ -211,7 +243,7 @@ class Request:
         """Whether rows are to be selected before the next token, or the last row before that is to be computed, which
         no device computes ahead: what its query gives other rows could not be taken back."""
         selector, length = self.seq.selector, self.seq.length
-        if selector is None or self._tokens is None:
+        if selector is None or not self._ahead:
             return selector is not None and length >= selector.due
         return len(self.history) > length >= selector.due - 1
 
@@ -356,6 +388,9 @@ class Request:
         if self._tokens is not None:
             self._tokens.close()
             self._tokens = None
+        if self.seat is not None:
+            seat, self.seat = self.seat, None
+            seat.close()
         self._take_back()
 
     def abandon(self) -> None:

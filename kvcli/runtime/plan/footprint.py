@@ -291,9 +291,11 @@ def _whole(elements: int, step: int = _LANES) -> int:
     return -(-elements // step) * step
 
 
-def logit_bytes(config: ModelConfig, sequences: int = 1) -> int:
-    """A row of logits for each sequence (its last token's only), and the sampler's copies of one."""
-    return 4 * config.vocab_size * (_LOGIT_COPIES + sequences - 1)
+def logit_bytes(config: ModelConfig, sequences: int = 1, kind: str = CPU) -> int:
+    """A row of logits for each sequence (its last token's only), and the sampler's copies of one; a GPU samples for all
+    at once."""
+    others = 1 if kind == CPU else _LOGIT_COPIES
+    return 4 * config.vocab_size * (_LOGIT_COPIES + others * (sequences - 1))
 
 
 def tokenizer_bytes(config: ModelConfig) -> int:

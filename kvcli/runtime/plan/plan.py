@@ -160,7 +160,7 @@ class Setting:
         config, weights = self.config, self.weights
         rows_at_once = min(self.chunk, tokens)  # of all cache types: this part is shown once
         queries = 2 if layout.retention and layout.retention.keep else 1
-        work = footprint.logit_bytes(config, self._at_once)
+        work = footprint.logit_bytes(config, self._at_once, self.kind)
         if self.kind == CPU:
             work += footprint.activation_bytes(config, rows_at_once, queries)
             work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)

@@ -242,6 +242,8 @@ class GroupTables:
 class GraphPages:
     """Every layer's pages over its group's tables: `bind` them to a sequence."""
 
+    shape: tuple[int, ...] = ()  # of what each layer has means and scales of, besides heads
+
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, position: torch.Tensor, rows: int = 1) -> None:
         self.model, self.layout = model, layout
         self.notes = rows == 1 and layout.selection is not None and bool(layout.selection.scorer.watches)
@@ -288,7 +290,7 @@ class GraphPages:
 
     def _empty_bases(self, group: GroupLayout, device: torch.device) -> tuple[torch.Tensor | None, ...]:
         """Room for the means of keys and the scales of keys and values of all layers, where there are such."""
-        shape, k, v = (len(group.layers), group.kv_heads), group.codec_k, group.codec_v
+        shape, k, v = (len(group.layers), *self.shape, group.kv_heads), group.codec_k, group.codec_v
         shapes = (
             (*shape, group.dim_k) if k.centred and group.sealed else None,
             shape if k.static_bytes else None, shape if v.static_bytes else None,

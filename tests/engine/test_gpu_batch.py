@@ -1,0 +1,227 @@
+"""Rows of several sequences at a time on a GPU, by graphs over rows that stand apart, against plain torch.
+
+Without a GPU the kernels are interpreted, and prompts come from the reference, which writes to the same pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from engines import PROMPT, open_tiny
+from gpucases import DEVICE, OPS
+from kernelcases import one_thread
+
+from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.options import CacheOptions, SampleOptions
+from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.eviction.window import Rolling
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pool import PagePool
+from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.graph import batching
+from kvcli.runtime.engine.graph.batchgraph import BatchGraph
+from kvcli.runtime.engine.graph.batching import Batches
+from kvcli.runtime.engine.request import Request
+from kvcli.runtime.engine.scheduler import Scheduler
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.host.memory import CUDA
+from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.model.loading import load
+from kvcli.runtime.model.weights import Weights
+
+VOCAB, PAGE, CONTEXT = 64, 16, 96
+COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
+LIMITS = {"f16": 1e-4, "int8": 2e-3, "int4": 2e-2, "fp8": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _plain():
+    with one_thread(), torch.inference_mode():
+        yield
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """KL divergence of next-token probabilities, in nats; NaN where a logit is not finite."""
+    p, q = (x.double().log_softmax(-1) for x in (expected, found))
+    return float((p.exp() * (p - q)).sum())
+
+
+class Pair:
+    """Sequences of a tiny model that are computed together by a graph, and the same ones one by one in plain torch."""
+
+    def __init__(self, arch: str, types: str, rows: int, retention: Retention | None = None, tail: int = 1) -> None:
+        even = arch in ("llama", "gemma3", "qwen3moe")
+        file = GGUFFile.open(tiny.make_even(arch, False, VOCAB) if even else tiny.make(arch).path)
+        config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        layouts = [
+            KVLayout.build(config, types, types, PAGE, tail=tail).by_layer(gpu).evicting(retention)
+            for gpu in (False, True)
+        ]
+        gpu = GpuBackend(torch.device(DEVICE))
+        self.theirs, self.ours = load(config, Weights(file), OPS), load(config, Weights(file), gpu)
+        self.prompts = self.ours if DEVICE == "cuda" else load(config, Weights(file), OPS)
+        self.pools = PagePool(layouts[0], device=OPS.device), PagePool(layouts[1], device=gpu.device)
+        self.graph = BatchGraph(self.ours, layouts[1], CONTEXT, rows)
+        self.seats: dict[int, tuple[Sequence, Sequence]] = {}
+        self.generator = torch.manual_seed(7)
+
+    def ids(self, n: int) -> list[int]:
+        return torch.randint(VOCAB, (n,), generator=self.generator).tolist()
+
+    def join(self, row: int, prompt: int) -> None:
+        """A sequence with so many rows takes a seat."""
+        ids, (a, b) = self.ids(prompt), (Sequence(self.pools[0]), Sequence(self.pools[1]))
+        for model, seq in ((self.theirs, a), (self.prompts, b)):
+            model.hidden(Step((seq.reserve(ids),)))
+            seq.commit(ids)
+        self.seats[row] = a, b
+        self.graph.seat(row, b)
+
+    def leave(self, row: int) -> None:
+        for seq in self.seats.pop(row):
+            seq.close()
+        self.graph.seat(row, None)
+
+    def step(self, limit: float, known: bool = True) -> None:
+        """One row of each; `known`: the host brings the tokens, else they stand on the device."""
+        tokens = dict(zip(self.seats, self.ids(len(self.seats)), strict=True))
+        if not known:
+            for row, token in tokens.items():
+                self.graph.tokens[row] = token
+        found = self.graph.run(tokens if known else None).cpu()
+        for row, (seq, ours) in self.seats.items():
+            hidden = self.theirs.hidden(Step((seq.reserve([tokens[row]], answering=True),)))
+            seq.commit([tokens[row]])
+            expected = self.theirs.logits(hidden)[0]
+            assert divergence(expected, found[row]) < limit, (row, seq.length)
+            assert ours.length == seq.length and ours.tokens[-1] == (tokens[row] if known else -1)
+            ours.tokens[-1] = tokens[row]
+
+
+CASES = [
+    ("llama", "int4", None, 1),
+    ("gemma3", "int8", Rolling(5, 32, PAGE), 1),
+    *(
+        pytest.param(*case, marks=COMPILED)
+        for case in (
+            ("llama", "f16", None, 1),
+            ("gemma3", "int8", None, 1),
+            ("gemma3", "fp8", None, 1),
+            ("llama", "int8", Rolling(20, 32, PAGE), 1),
+            ("llama", "int8", None, 0),
+            ("qwen3moe", "f16", None, 1),
+            ("deepseek2", "int8", None, 1),
+            ("gemma3n", "int8", None, 1),
+            ("llama4", "f16", Rolling(4, 32, PAGE), 1),
+        )
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "types", "retention", "tail"), CASES)
+def test_rows_are_those_of_sequences_alone(arch: str, types: str, retention: Retention | None, tail: int) -> None:
+    """Sequences of different lengths, across the ends of pages and in a first page; one leaves, another one joins."""
+    prompts = {0: 15, 1: 46} if DEVICE == "cpu" else {0: 14, 2: 47, 3: 30}
+    both = Pair(arch, types, 2 if DEVICE == "cpu" else 4, retention, tail)
+    for row, prompt in prompts.items():
+        both.join(row, prompt)
+    both.step(LIMITS[types])
+    both.step(LIMITS[types], known=False)
+    both.leave(0)
+    both.join(0, 61)
+    for _ in range(1 if DEVICE == "cpu" else 4):
+        both.step(LIMITS[types])
+
+
+ANSWERS = [  # prompt, answer, options; several begin together, others later
+    (14, 0, 9, SampleOptions(0.0)),
+    (15, 0, 20, SampleOptions(4.0, 40, 1.0, 0.0, seed=3)),
+    (30, 0, 12, SampleOptions(0.0, repeat_penalty=1.5)),
+    (47, 3, 6, SampleOptions(3.0, 12, 0.9, 0.01, frequency_penalty=0.3, seed=5, sequence=2)),
+    (5, 9, 7, SampleOptions(0.0, logprobs=1)),  # which the host chooses
+]
+
+
+class PlainGraph(BatchGraph):
+    """Rows by the model of an engine in plain torch, one after the other: what is told of seats and tokens counts."""
+
+    model_of: Decoder
+    runs = 0
+
+    def run(self, ids: Mapping[int, int] | None = None) -> torch.Tensor:
+        there = {row: seq for row, seq in enumerate(self._seats) if seq is not None}
+        for row, seq in there.items():
+            token = int(self.tokens[row]) if ids is None else ids[row]
+            hidden = self.model_of.hidden(Step((seq.reserve([token], answering=True),)))
+            self.logits[row] = self.model_of.logits(hidden)[0]
+            self.position[row] = seq.length + 1
+        for row, seq in there.items():
+            seq.commit([-1 if ids is None else ids[row]])
+        type(self).runs += 1
+        return self.logits
+
+
+def together(engine: Engine, cancel: int) -> tuple[list[Request], int]:
+    """Answers that run side by side, of which the second is cancelled in that step; and how many steps there were."""
+    scheduler, found, cancelled, step = Scheduler(engine, 8), list[Request](), list[bool](), 0
+    while step < 12 or not scheduler.idle:
+        for number, (prompt, begins, most, options) in enumerate(ANSWERS):
+            if begins == step:
+                own = replace(options, max_tokens=most, ignore_eos=True)
+                ends = partial(bool, cancelled) if number == 1 else bool
+                found.append(engine.request(engine.new_sequence(), PROMPT[number : number + prompt], own, ends))
+                scheduler.submit(found[-1])
+        if step == cancel:
+            cancelled.append(True)
+        scheduler.step()
+        step += 1
+    return found, step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [True, pytest.param(False, marks=COMPILED)])
+def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
+    """Each with options of its own; some come later, some end before others, one is cancelled. `plain`: what stands
+    around the kernels, alone."""
+    options = CacheOptions(160, "int8", "int8", page_size=16, ubatch=48)
+    engine = open_tiny("llama", "reference", options)
+    alone = []
+    for number, (prompt, _, most, sampling) in enumerate(ANSWERS):
+        text, own = PROMPT[number : number + prompt], replace(sampling, max_tokens=most, ignore_eos=True)
+        with closing(engine.new_sequence()) as seq:
+            *_, end = engine.generate(seq, text, own)
+            assert isinstance(end, End)
+            alone.append(end.ids)
+    monkeypatch.setattr(batching, "ROWS", (2, 4))
+    monkeypatch.setattr(batching, "MOST", 4)
+    if plain:
+        monkeypatch.setattr(batching, "BatchGraph", PlainGraph)
+        monkeypatch.setattr(PlainGraph, "model_of", engine.model, raising=False)
+        engine.device = replace(engine.device, kind=CUDA)
+        monkeypatch.setattr(engine, "synchronize", lambda: None)
+        engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
+    else:
+        engine = open_tiny("llama", "cuda", options)
+    found, steps = together(engine, 8)
+    for number, (request, expected) in enumerate(zip(found, alone, strict=True)):
+        assert request.end is not None
+        if number == 1:
+            assert request.end.finish_reason == "interrupted" and 2 < len(request.end.ids) < len(expected)
+            expected = expected[: len(request.end.ids)]
+        assert request.end.ids == expected, number
+        text = request.history[: request.seq.length]
+        assert request.seq.tokens == text and len(text) >= len(request.history) - 1 - 16
+        request.seq.close()
+    assert steps < sum(len(ids) for ids in alone) and engine.one_by_one == ""
+    assert not plain or PlainGraph.runs > 12
+    engine.pool.check([])
