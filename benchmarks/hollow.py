@@ -6,7 +6,9 @@ two. Import this before kernels are interpreted: with TRITON_INTERPRET they cann
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +16,7 @@ import torch
 
 from kvcli.blockformats import FORMATS
 from kvcli.kernels import DeltaLayer, ExpertTensor, QuantTensor
-from kvcli.kernels.gpu import past, states
+from kvcli.kernels.gpu import compiled, past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
@@ -133,6 +135,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
     with (
         assumed(chip),
         mock.patch.object(nexttoken, "compile_all", collect),
+        mock.patch.object(compiled, "mark_of", lambda device, *facts: Path(os.devnull, "none")),
         mock.patch.object(past, "library_takes", lambda *heads: True),
     ):
         decoder = load(config, HollowWeights(model), GpuBackend(META))
@@ -141,7 +144,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         loaded = SimpleNamespace(
             config=config, device=Device(CUDA), tokenizer=None, decoder=decoder, terms=terms, exact=False, load_s=0.0,
             grain=1,
-            sampling_defaults={}, check_weights=lambda: None,
+            sampling_defaults={}, check_weights=lambda: None, facts=(),
         )  # fmt: skip
         engine = Engine(loaded)  # type: ignore[arg-type]
         if engine.slow_path:

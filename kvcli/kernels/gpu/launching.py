@@ -64,13 +64,15 @@ def collecting() -> Iterator[set[Variant]]:
 
 
 def compile_all(variants: set[Variant], threads: int) -> None:
-    """Compile them, or load them from the cache on disk, in `threads` threads.
+    """Compile them, or load them from the cache on disk, in `threads` threads: first those with most arguments, which
+    take longest.
 
     With what launches each: Triton has a C compiler make it, one after the other, when kernels are first launched.
     """
     with ThreadPoolExecutor(threads) as executor:
+        ordered = sorted(variants, key=lambda variant: -len(variant.arguments))
         with AsyncCompileMode(executor):
-            kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in variants]
+            kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in ordered]
         compiled = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
         alike = {(kernel.src.fn, *kernel.src.signature.values()): kernel for kernel in compiled}
         list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), alike.values()))

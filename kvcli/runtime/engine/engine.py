@@ -148,21 +148,13 @@ class Engine:
         sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)
         graph = rowgraph.RowGraph(*sizes) if reason else tokengraph.TokenGraph(*sizes)
         steps = stepgraph.StepGraph(*sizes)
-        mark = compiled.mark_of(self.model.ops.device, *self._launched)
+        facts = self.config, self.terms.options, self.ctx_size, self.ubatch, self.loaded.facts
+        mark = compiled.mark_of(self.model.ops.device, *facts)
         if not mark.exists():
             graph.compile((self._dry_run, steps.dry_run))
             compiled.leave(mark)
         self.steps, self.batches = steps, Batches(*sizes)
         return f"slower path (tokens by the kernels of prompts): {reason}" if reason else "", graph
-
-    @property
-    def _launched(self) -> tuple[object, ...]:
-        """All that decides which kernels are launched, beside the card."""
-        file, loaded = self.loaded.file, self.loaded
-        types = sorted((name, tensor.type, tensor.shape) for name, tensor in file.tensors.items())
-        changes = [(name, pair.rank) for each in loaded.adapters for name, pair in sorted(each.pairs.items())]
-        cache = (self.terms.options, self.ctx_size, self.ubatch, loaded.grain)
-        return self.config, types, changes, cache, loaded.cache_types, loaded.sampling_defaults
 
     def _dry_run(self) -> None:
         """Prompts that need every kernel that prompts need: long ones, and short ones, whose keys have no mean yet."""

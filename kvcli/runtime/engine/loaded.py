@@ -129,6 +129,13 @@ class LoadedModel:
         return None if found is None else torch.as_tensor(found, device=str(self.device))
 
     @property
+    def facts(self) -> tuple[object, ...]:
+        """What decides which kernels of a GPU are launched, beside sizes and options of the cache."""
+        types = sorted((name, tensor.type, tensor.shape) for name, tensor in self.file.tensors.items())
+        ranks = [(name, pair.rank) for each in self.adapters for name, pair in sorted(each.pairs.items())]
+        return types, ranks, self.cache_types, self.grain, self.sampling_defaults
+
+    @property
     def interleaved_bytes(self) -> int:
         """Of weights that a CPU keeps in another order than the mapped file has them."""
         ops = self.decoder.ops
