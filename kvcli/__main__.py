@@ -6,8 +6,19 @@ import atexit
 import os
 import sys
 
+from kvcli.keepalive import here
+
 
 def main() -> None:
+    """Let a process that keeps the model do what the words of this one ask, or do it here."""
+    from kvcli.keepalive import client
+
+    here.started_with.update(os.environ)
+    client.attempt(sys.argv[1:])
+    command()
+
+
+def command() -> None:
     """`kvcli.cli.main.main`, which takes the signals over. After one there is nothing left for Python to tidy up."""
     from kvcli.cli import interrupt
     from kvcli.cli import main as cli
@@ -30,6 +41,10 @@ def _end(codes: list[int]) -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):  # it is closed, or None
             continue
+    if here.forked is not None:
+        from kvcli.keepalive import request
+
+        request.tell_end(here.forked, codes[0])
     os._exit(codes[0])
 
 

@@ -35,7 +35,7 @@ DEFERRED = frozenset(
 )
 SINCE, BEFORE = (2, 11), (2, 15)  # versions of torch that this was tried with; others are imported whole
 
-_alone = False
+_alone: Deferring | None = None
 
 
 class Deferring:
@@ -108,12 +108,13 @@ def take_process() -> Deferring:
     """Begin a process that is this program's alone: from now on `import torch` leaves out what is in DEFERRED until it
     is used, and `uncollected` means what it says."""
     global _alone
-    _alone = True
+    if _alone is not None:  # it was taken before this process was forked
+        return _alone
     # Of numpy's BLAS nothing is asked. It would start a thread for each core, each with memory of its own.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    deferring = Deferring()
-    sys.meta_path.insert(0, deferring)
-    return deferring
+    _alone = Deferring()
+    sys.meta_path.insert(0, _alone)
+    return _alone
 
 
 def _known_torch() -> bool:

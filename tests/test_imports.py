@@ -19,6 +19,8 @@ from kvcli.runtime.hub import recipes
 
 # The house from the roof down; a name covers what is below it, unless that is named itself. See docs/architecture.md.
 FLOORS = """
+kvcli.keepalive.host
+kvcli.keepalive.pressure
 kvcli.__main__
 kvcli.cli
 kvcli.serve
@@ -36,6 +38,7 @@ kvcli.kernels kvcli.runtime.formats
 kvcli.runtime.text
 kvcli.runtime.formats.boundedjson
 kvcli.environment kvcli.startup
+kvcli.keepalive
 kvcli.blockformats kvcli.codecs kvcli.notices kvcli.options kvcli.paths kvcli.routing kvcli.versions kvcli.words
 kvcli.errors
 kvcli kvcli.runtime

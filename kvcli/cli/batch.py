@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvcli.cli import engines, inputs, jsonobjects, render
+from kvcli.cli import engines, inputs, jsonobjects, keeping, render
 from kvcli.cli.answer import settle
 from kvcli.cli.batchlines import Form, Line, value_id
 from kvcli.cli.interrupt import FINISH, Interrupts
@@ -39,6 +39,7 @@ class Batch:
     source: str
     target: str | None
     form: Form
+    keep_s: float | None = None  # how long the model stays behind it
 
 
 class Answers:
@@ -167,6 +168,7 @@ def run(
     if answers.done < total:
         load = replace(load, chat_anyway=batch.form.raw is False)
         engine = engines.open_engine(load, cache, invocation, interrupts)
+        keeping.stay(engine.loaded, load, batch.keep_s, invocation)
         with closing(engine.prompt_caches(kept, tell)) as caches:
             _answer(engine, caches, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
     if answers.failed:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli import startup
-from kvcli.cli import locate, render
+from kvcli.cli import keeping, locate, render
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.codecs import alias_note
+from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions, LoadOptions
 
 if TYPE_CHECKING:
@@ -31,23 +33,35 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
     DoesNotFit.
 
-    An interrupt unwinds while files are written and leaves at once while weights are read.
+    An interrupt unwinds while files are written and leaves at once while weights are read. Where memory is short,
+    models that stay behind other commands and that nobody uses make room.
     """
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation, to_run=True)
     interrupts.stage = LEAVE
+    try:
+        loaded = _loaded(path, load, cache, invocation)
+        if loaded.terms.shortened and keeping.make_room():
+            loaded = _loaded(path, load, cache, invocation)
+    except DoesNotFit:
+        if not keeping.make_room():
+            raise
+        loaded = _loaded(path, load, cache, invocation)
+    _tell(loaded.notices, loaded.doubts, invocation)
+    return loaded
+
+
+def _loaded(path: Path, load: LoadOptions, cache: CacheOptions, invocation: Invocation) -> LoadedModel:
+    kept = keeping.kept_model(path, load)
     with startup.uncollected():
         from kvcli.runtime.engine.opened import Opened
 
-        opened = Opened(path, load)  # before torch is imported, whose libraries are loaded meanwhile
+        # Before torch is imported, whose libraries are loaded meanwhile.
+        opened = Opened(path, load, kept.opened if kept else None)
         from kvcli.runtime.engine.loaded import LoadedModel
 
-        loaded = LoadedModel(
-            opened, load, cache, partial(render.warn, invocation=invocation)
-        )  # maps: no time for a bar
-    _tell(loaded.notices, loaded.doubts, invocation)
-    return loaded
+        return LoadedModel(opened, load, cache, partial(render.warn, invocation=invocation), kept)
 
 
 def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 0) -> Engine:

@@ -79,7 +79,7 @@ _NOTES = {
     "--mmproj --image": "has no counterpart: models for images are not supported",
     "--host --port --api-key": "is an option of kv serve",
     "-cb --cont-batching": _SAME + "answers of kv serve and of --batch are always written together",
-    "--keepalive --keep-alive": "has no counterpart: a model is in memory while a command runs; kv serve keeps it",
+    "--keepalive": "is --keep-alive TIME here",
     "-np": "is --parallel here, for kv run --batch FILE",
     "--mirostat --typical --typical-p --tfs --xtc-probability --dynatemp-range --samplers": (
         "has no counterpart: tokens are chosen by --top-k, --top-p, --min-p and --temp"
@@ -104,7 +104,7 @@ _VARIABLE_NOTES = {
     "OLLAMA_HOST": "kv serve --host and --port say where it listens",
     "OLLAMA_MODELS": "models are in the folder that kv doctor names; -m takes a file, too",
     "OLLAMA_FLASH_ATTENTION": "attention never builds the matrix of scores",
-    "OLLAMA_KEEP_ALIVE": "the models of kv serve stay until another one needs their place",
+    "OLLAMA_KEEP_ALIVE": "KV_KEEP_ALIVE says how long a model stays behind a command; those of kv serve stay anyway",
     "OLLAMA_NUM_PARALLEL": "kv serve --parallel says how many answers are written at a time",
     "LLAMA_ARG_N_GPU_LAYERS": "--device picks the GPU and all layers go there",
     "LLAMA_ARG_FLASH_ATTN": "attention never builds the matrix of scores",
@@ -117,7 +117,6 @@ PREFIXES = ("OLLAMA_", "LLAMA_ARG_")
 # Commands that other programs have: what to type instead.
 _COMMANDS = {
     "ls list": "kv models ls lists models, kv chat ls saved chats, kv cache ls prompt caches",
-    "ps stop": "a model is in memory while a command runs, or while kv serve does",
     "server start api": "kv serve answers other programs, kv run one prompt, kv chat talks",
     "show": "kv inspect MODEL shows a model, kv chat show NAME a saved chat, kv cache show ID a prompt cache",
     "rm remove delete": "kv models rm NAME removes a model, kv chat rm a saved chat, kv cache rm a prompt cache",

@@ -39,6 +39,8 @@ COMMANDS = (
     "pull",
     "convert",
     "models",
+    "ps",
+    "stop",
     "inspect",
     "tokenize",
     "prompt",
@@ -59,6 +61,8 @@ cat notes.txt | kv run "Summarize this."
 kv chat
 kv help run
 """
+
+prepared: dict[str, Any] = {}  # commands that are made already: a process that was forked has them
 
 _VERSION, _VERBOSE, _JSON = {"--version", "-V"}, {"-v", "-vv", "--verbose"}, {"--json"}
 
@@ -162,18 +166,25 @@ def _command(args: list[str]) -> Any:
 
     Where the first word of `args` names a command, only that one's module is imported.
     """
+    from kvcli.cli.app import OTHER_NAMES
+
+    first = OTHER_NAMES.get(args[0], args[0]) if args else ""
+    return prepared.get(first) or command_of(first if first in COMMANDS else "")
+
+
+def command_of(name: str) -> Any:
+    """The same with the command of that name alone; "" = with all."""
     import importlib
 
     import typer
 
     from kvcli.cli import globaloptions
-    from kvcli.cli.app import OTHER_NAMES, App
+    from kvcli.cli.app import App
 
     app = App(help=HELP, epilog=EXAMPLES)
     globaloptions.register(app)
-    first = OTHER_NAMES.get(args[0], args[0]) if args else ""
-    for name in [first] if first in COMMANDS else COMMANDS:
-        importlib.import_module(f"kvcli.cli.commands.{name}").register(app)
+    for each in [name] if name else COMMANDS:
+        importlib.import_module(f"kvcli.cli.commands.{each}").register(app)
     command: Any = typer.main.get_command(app)
     command.commands = dict(sorted(command.commands.items(), key=lambda entry: (*COMMANDS, entry[0]).index(entry[0])))
     globaloptions.add_to_commands(command)

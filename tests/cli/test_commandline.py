@@ -111,8 +111,6 @@ def test_a_negative_number_is_a_value_where_a_command_has_one() -> None:
     [
         ("ls", "kv ls", "kv models ls lists models"),
         ("list", "kv list", "kv models ls lists models"),
-        ("ps", "kv ps", "a model is in memory while a command runs, or while kv serve does"),
-        ("stop", "kv stop", "a model is in memory while a command runs, or while kv serve does"),
         ("api", "kv api", "kv serve answers other programs"),
         ("show", "kv show", "kv inspect MODEL"),
         ("config get ctx-size", "kv config get", "kv config show lists settings, kv config show NAME shows one"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.cli import batch, engines, render, report, samples, verification
+from kvcli.cli import batch, engines, keeping, render, report, samples, verification
 from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
@@ -20,6 +20,7 @@ from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.checks import in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.grammar import GrammarFlags
+from kvcli.cli.flags.keeping import KeepFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
 from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, Chunks, FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -264,6 +265,7 @@ def register(app: typer.Typer) -> None:
 def run(
     ctx: typer.Context,
     model: ModelFlags,
+    staying: KeepFlags,
     cache: CacheFlags,
     evict: EvictFlags,
     attend: AttendFlags,
@@ -292,6 +294,7 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         load, policy = model.options(invocation.offline), overflow.on_overflow
+        keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
         chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
         load = replace(load, chat=tools.told(chat) if tools else chat)
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
@@ -308,8 +311,9 @@ def run(
                 system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling, tuple(cache_mark or ())
             )
             asked = replace(cache_options, sequences=many.parallel or PARALLEL)
+            lines = Batch(many.batch, output.output, form, staying.seconds)
             code = batch.run(
-                Batch(many.batch, output.output, form), load, asked, replace(kept, memory=True), invocation, interrupts,
+                lines, load, asked, replace(kept, memory=True), invocation, interrupts,
                 report.wants_stats(output.stats, invocation),
             )  # fmt: skip
             raise typer.Exit(code)
@@ -318,6 +322,7 @@ def run(
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation, chat=True)
         loaded = engines.load_model(prompt.loading(load), cache_options, invocation, interrupts)
+        keeping.stay(loaded, load, staying.seconds, invocation)
         question = question.of(loaded.text, invocation)
         ids, cut = _fitting(loaded, question, policy, -1 if sampling.unattended else sampling.max_tokens)
         marks = question.marks(loaded.text, ids, cache_mark or [], CACHE_MARK)

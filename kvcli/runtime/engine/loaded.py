@@ -23,6 +23,7 @@ from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
 from kvcli.runtime.host.memory import CPU, CUDA, process_bytes
 from kvcli.runtime.host.upload import Upload
+from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
@@ -38,15 +39,26 @@ class LoadedModel:
     What is noticed later is told to `tell`, too.
     """
 
+    backend: str
+    weights: Weights
+    decoder: Decoder
+
     @torch.inference_mode()
     def __init__(
-        self, opened: Opened, load: LoadOptions, cache: CacheOptions, tell: Callable[[str], None] = lambda text: None
+        self,
+        opened: Opened,
+        load: LoadOptions,
+        cache: CacheOptions,
+        tell: Callable[[str], None] = lambda text: None,
+        kept: LoadedModel | None = None,
     ) -> None:
         """Check everything else that can be refused, then map the weights. `cache`: what engines are to be opened with.
+        `kept`: a model of the same file on a CPU, whose weights are taken where they would be the same.
 
         Raises ModelError, UsageError, and DoesNotFit before any weight is read.
         """
-        self.file = file = opened.file
+        self.opened, self.file = opened, opened.file
+        file = opened.file
         self.path, self.title, self.config = opened.path, opened.title, opened.config
         self.text, self.tokenizer = opened.text, opened.text.tokenizer
         # Of the process, without the tokenizer, which is there already and planned like the rest; and of GPUs.
@@ -77,7 +89,7 @@ class LoadedModel:
         self.config = self.config.at(self.terms.ctx_size)
         self.sampling_defaults = sampling.model_defaults(file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
-        self._read_weights(ops or self._on_gpu(load), cache, opened.upload)
+        self._read_weights(ops or self._on_gpu(load), cache, opened.upload, kept)
         file.check()
         self.load_s = time.perf_counter() - opened.began
 
@@ -102,17 +114,20 @@ class LoadedModel:
         block = self.grain if self.grain > 1 else 0
         return kernels.backend(load.backend, self.threads, str(self.device), block=block)[0]
 
-    def _read_weights(self, ops: kernels.Backend, cache: CacheOptions, upload: Upload | None) -> None:
+    def _read_weights(
+        self, ops: kernels.Backend, cache: CacheOptions, upload: Upload | None, kept: LoadedModel | None
+    ) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         sent = None if upload is None or self.device.kind == CPU else partial(self._sent, upload)
-        self.backend, self.weights = ops.name, Weights(self.file, self.adapters, sent)
+        same = kept if kept and kept.backend == ops.name and kept.config == self.config else None
+        self.backend, self.weights = ops.name, same.weights if same else Weights(self.file, self.adapters, sent)
         if isinstance(ops, kernels.NativeBackend):
             ops.release = self.weights.release
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
         if doubt:
             self.doubts.append(doubt)
             self._note(doubt)
-        self.decoder = load_model(self.config, self.weights, ops)
+        self.decoder = same.decoder if same else load_model(self.config, self.weights, ops)
         if self.device.kind == CPU:
             self.weights.release()
         if self.device.kind == CUDA:

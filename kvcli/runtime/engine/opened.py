@@ -8,6 +8,7 @@ from pathlib import Path
 from kvcli.errors import ModelError
 from kvcli.options import LoadOptions
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.opening import open_model
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.host import ahead, machine, upload
@@ -26,12 +27,15 @@ class Opened:
     `cards`: the memory of GPUs as it was before.
     """
 
-    def __init__(self, path: Path, load: LoadOptions) -> None:
-        """Raises ModelError, DeviceError for a GPU that is not there, and UsageError for a GGUF file that is to be
-        quantized."""
+    file: ModelFile
+    text: ModelText
+
+    def __init__(self, path: Path, load: LoadOptions, kept: Opened | None = None) -> None:
+        """`kept`: the same files, opened with options that differ in the use of text alone. Raises ModelError,
+        DeviceError for a GPU that is not there, and UsageError for a GGUF file that is to be quantized."""
         self.began = time.perf_counter()
         self.cards = gpus()
-        self.file = file = open_model(path, load.quantize)
+        self.file = file = kept.file if kept else open_model(path, load.quantize)
         self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
@@ -42,7 +46,8 @@ class Opened:
         self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.notices: list[str] = list(file.notices)
         self.tell = self.notices.append
-        how = load.force, load.chat_anyway, load.chat, lambda text: self.tell(text)
+        tokenizer = kept.text.tokenizer if kept else None
+        how = load.force, load.chat_anyway, load.chat, lambda text: self.tell(text), tokenizer
         self.text = ModelText.of(file.metadata, path.name, *how)
         if self.text.tokenizer.vocab_size > self.config.vocab_size:
             rows = f"the embedding {self.config.vocab_size} rows"

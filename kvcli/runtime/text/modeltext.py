@@ -31,11 +31,12 @@ class ModelText:
         chat_anyway: bool = False,
         chat: ChatOptions = MODELS_OWN,
         tell: Callable[[str], None] = lambda text: None,
+        tokenizer: Tokenizer | None = None,
     ) -> ModelText:
         """`force`: even with a pre-tokenizer that is not known; `chat_anyway`: with the architecture's template where
         the file has none; `chat`: how the template is used, or another one. `tell` is called for what is noticed while
-        a template is used. Raises ModelError."""
-        tokenizer = Tokenizer.from_gguf(metadata, force)
+        a template is used. `tokenizer`: that of these metadata, where it is there already. Raises ModelError."""
+        tokenizer = tokenizer or Tokenizer.from_gguf(metadata, force)
         bos, eos = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
         given = None if chat.template is None else ChatTemplate(chat.template, bos, eos, "given")
         template = given or ChatTemplate.from_gguf(metadata, bos, eos, file_name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvcli.cli import engines, render, report
+from kvcli.cli import engines, keeping, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
 from kvcli.cli.commands.chat import importing, messages, saved, slash, transcript
@@ -25,6 +25,7 @@ from kvcli.cli.commands.chat.group import ChatGroup
 from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.keeping import KeepFlags
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
 from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
@@ -69,6 +70,7 @@ def register(app: typer.Typer) -> None:
 def chat(
     ctx: typer.Context,
     model: ModelFlags,
+    staying: KeepFlags,
     cache: CacheFlags,
     store: StoreFlags,
     named: FileFlags,
@@ -96,6 +98,7 @@ def chat(
         flags.check()
         early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
+        keeping.find_process(load, staying.seconds, False, invocation)
         evict_options = evict.options(cache.page_size)
         cache_options, name = cache.options(evict_options, attend.options(evict_options)), flags.session_name()
         message = system.text(render.telling(invocation))
@@ -109,6 +112,7 @@ def chat(
         sink = TurnSink(out, invocation) if flags.json else TextSink(out, invocation)
         load = replace(load, chat_anyway=flags.no_raw, chat=template.options(False, thought.reasoning_budget))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
+        keeping.stay(loaded, load, staying.seconds, invocation)
         if invocation.verbose:
             say(report.sampling_line(settle(loaded, sampling)))
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)

@@ -1,0 +1,37 @@
+"""How long a model stays behind a command that used it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from kvcli.cli.flags.checks import checked
+from kvcli.cli.helptext import MODEL
+from kvcli.keepalive.wanted import parse_time
+
+
+@dataclass(frozen=True)
+class KeepFlags:
+    """Whether a process stays with the model."""
+
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-alive",
+            metavar="TIME",
+            help=(
+                "Let the model stay in memory for so long after this command, so that the next one answers at once:"
+                " 5m, 30s, 1h; -1 = until kv stop; 0 = not at all, and run without one that stayed."
+            ),
+            show_default="as a running one was told; else 0",
+            callback=checked(parse_time),
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+
+    @property
+    def seconds(self) -> float | None:
+        """None = nothing was asked."""
+        return None if self.keep_alive is None else parse_time(self.keep_alive)

@@ -1,0 +1,139 @@
+"""Commands and the processes that keep models: who does a command, what it finds loaded, and what stays behind it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvcli.cli import render
+from kvcli.cli.invocation import Invocation
+from kvcli.keepalive import here, places, wanted, wire
+from kvcli.options import LoadOptions
+from kvcli.runtime.host.memory import CPU
+
+if TYPE_CHECKING:
+    import _socket
+
+    from kvcli.runtime.engine.loaded import LoadedModel
+
+ANSWER_S = 5.0  # until a process that keeps a model has said what it is, or has left
+
+
+def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocation: Invocation) -> None:
+    """In a process that was forked for a command: go on only where it is the right one. To be called before anything is
+    read or written, for another process may begin anew.
+
+    `alone`: the command measures its own process. Where something was said already, what is not loaded is loaded here.
+    """
+    forked = here.forked
+    if forked is None or forked.request is None:
+        return
+    by_itself, key = alone or seconds == 0, wanted.key(load)
+    if key == forked.key and not by_itself:
+        return
+    if invocation.told:
+        forked.kept = None
+        return
+    name = f"{places.kind()}-{key}{places.SOCKET}"
+    if not by_itself and name in places.sockets():
+        from kvcli.keepalive.request import hand_on
+
+        with suppress(OSError):  # it has just left
+            hand_on(forked, name)
+            _go_away(forked)
+    with suppress(OSError):
+        wire.send(forked.conn, wire.COLD)
+    _go_away(forked)
+
+
+def _go_away(forked: here.Forked) -> NoReturn:
+    forked.tell("away")
+    os._exit(0)
+
+
+def kept_model(path: Path, load: LoadOptions) -> LoadedModel | None:
+    """The model in that file as this process found it, loaded with these options; None where it has to be loaded."""
+    forked = here.forked
+    if forked is None or forked.kept is None or forked.key != wanted.key(load):
+        return None
+    kept: LoadedModel = forked.kept
+    return kept if os.path.samefile(path, kept.path) else None
+
+
+def stay(loaded: LoadedModel, load: LoadOptions, seconds: float | None, invocation: Invocation) -> None:
+    """Let the model stay for so long when this command has ended; None = nothing was asked."""
+    forked = here.forked
+    if not seconds:
+        return
+    if forked is not None and forked.kept is not None:
+        forked.tell(f"keep {seconds:g}")
+        return
+    reason = _reason_against(loaded)
+    if not reason:
+        try:
+            places.make()
+        except OSError as error:
+            reason = f"{places.folder()}: {error.strerror}"
+    if reason:
+        render.announce(f"--keep-alive: the model does not stay: {reason}", invocation)
+        return
+    model = os.path.abspath(load.model) if os.path.exists(load.model) else load.model
+    lora = tuple(replace(each, path=os.path.abspath(each.path)) for each in load.lora)
+    there = replace(wanted.weights_of(load), model=model, lora=lora)
+    atexit.register(_start, wanted.Wanted(loaded.path.absolute(), there, wanted.key(load), seconds))
+
+
+def _reason_against(loaded: LoadedModel) -> str:
+    if loaded.device.kind != CPU:
+        return "on a GPU it would have to be loaded again, for what is on a GPU cannot be shared with a new process"
+    return "" if loaded.backend == "native" else "this needs the compiled kernels"
+
+
+def _start(what: wanted.Wanted) -> None:
+    with suppress(OSError):  # the command is done, and nobody waits for more
+        wanted.start(what)
+
+
+def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
+    """What the process of that socket says, and the connection; None where there is none."""
+    try:
+        conn = wire.connect(name)
+        conn.settimeout(ANSWER_S)
+        wire.send(conn, kind)
+        return json.loads(wire.receive(conn)[1]), conn
+    except (OSError, ValueError, wire.Closed):
+        return None
+
+
+def processes() -> list[tuple[str, dict[str, Any]]]:
+    """The sockets of processes that keep models, and what they are; of any version of kv."""
+    found = []
+    for name in places.sockets():
+        if asked := ask(name, wire.STATUS):
+            found.append((name, asked[0]))
+            asked[1].close()
+    return found
+
+
+def stop(name: str) -> dict[str, Any] | None:
+    """Ask the process of that socket to leave, and wait until it has, unless it is answering; what it was."""
+    asked = ask(name, wire.STOP)
+    if asked is None:
+        return None
+    found, conn = asked
+    with suppress(OSError, wire.Closed):
+        if not found["commands"]:
+            wire.receive(conn)
+    conn.close()
+    return found
+
+
+def make_room() -> bool:
+    """Ask all that are idle to leave; whether there was one."""
+    stopped = [stop(name) for name, about in processes() if not about["commands"]]
+    return any(stopped)

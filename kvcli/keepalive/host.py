@@ -1,0 +1,365 @@
+"""The process that keeps a model. It computes nothing: for each command it forks a process, which finds the model
+loaded and everything imported, and becomes what the caller's process is (see request.py)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvcli
+from kvcli import environment, startup
+from kvcli.errors import KVError
+from kvcli.keepalive import here, likeness, places, pressure, wire
+from kvcli.keepalive.request import Request, become, open_streams
+from kvcli.keepalive.wanted import FOREVER, Wanted, key
+from kvcli.options import LoadOptions
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.loaded import LoadedModel
+
+LOOK_S = 2.0  # between looks at whether there is a reason to leave
+STALL_S = 2.0  # until a caller must have said what it wants
+
+
+def main() -> None:
+    """Keep the model that stdin names; in a process that was forked for a command, do that."""
+    here.started_with.update(os.environ)
+    wanted: Wanted = pickle.load(sys.stdin.buffer)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    lock = _only_one(wanted.key)
+    if lock is None:
+        return
+    environment.prepare()
+    startup.take_process()
+    host = Host(wanted, _load(wanted), lock)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: host.leave())
+    host.warm_up()
+    host.listen()
+    host.serve()
+    os._exit(0)  # in a hurry: whoever waits for the end waits for the memory
+
+
+def _only_one(key: str) -> int | None:
+    """A lock that only one process of a name has; None where another one has it."""
+    path = f"{places.make()}/{places.kind()}-{key}{places.LOCK}"
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_ino == os.stat(path).st_ino:
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except FileNotFoundError:  # whoever had it has removed it since
+            pass
+        os.close(lock)
+
+
+def _load(wanted: Wanted) -> LoadedModel:
+    """With one thread: others would not be there in a forked process."""
+    from kvcli.options import CacheOptions
+
+    load = replace(wanted.load, threads=1, offline=True)
+    try:
+        with startup.uncollected():
+            from kvcli.runtime.engine.opened import Opened
+
+            opened = Opened(wanted.path, load)
+            from kvcli.runtime.engine.loaded import LoadedModel
+
+            return LoadedModel(opened, load, CacheOptions())
+    except KVError as error:
+        sys.exit(f"kv: {error.message}")
+
+
+@dataclass
+class Running:
+    """A process that does a command, and its caller."""
+
+    pid: int
+    process: int  # a descriptor of it
+    conn: socket.socket
+    control: int  # a pipe of which it has the other end
+    said: dict[str, str] = field(default_factory=dict)  # what it told, by the first word of each line
+
+    def close(self) -> None:
+        self.conn.close()
+        os.close(self.process)
+        os.close(self.control)
+
+
+class Host:
+    """The model, and the commands that are done with it."""
+
+    def __init__(self, wanted: Wanted, loaded: LoadedModel, lock: int) -> None:
+        self.wanted, self.loaded, self.lock = wanted, loaded, lock
+        self.files = [*loaded.file.paths] + [Path(x.path) for x in wanted.load.lora]
+        self.stamps: list[tuple[int, int, int]] = []
+        self.keep_s, self.used_at = wanted.keep_s, time.monotonic()
+        self.running: dict[int, Running] = {}
+        self.answered = 0
+        self.parting: list[socket.socket] = []  # callers that wait for the end of this process
+        self.listener: socket.socket | None = None
+        self.name = f"{places.kind()}-{wanted.key}{places.SOCKET}"
+        self.streams = sys.stdout.encoding, sys.stdout.errors or "strict"
+        self.kept_open = _open() - {0, 1, 2, lock}
+
+    # ---- before the first command
+
+    def warm_up(self) -> None:
+        """Do a command for nobody, to find out what it imports, and import that here."""
+        words = ["run", "-n", "1", "--no-cache", "--no-stdin", "--keep-alive", "0", "-m", str(self.wanted.path), "Hi"]
+        from kvcli.cli import main
+
+        main.prepared.update({name: main.command_of(name) for name in ("run", "chat")})
+        if self.loaded.text.template is None:
+            words.insert(1, "--raw")
+        read, write = os.pipe2(os.O_CLOEXEC)
+        before = set(sys.modules)
+        if (pid := os.fork()) == 0:
+            os.close(read)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            key_of_words = key(LoadOptions(str(self.wanted.path)))
+            here.forked = here.Forked(key_of_words, self.loaded, None, None, write, 1)
+            code = main.run_command(words)
+            names = sorted(set(sys.modules) - before)
+            os.write(write, "\n".join([str(code), *names]).encode()[: 1 << 16])
+            os._exit(0)
+        os.close(write)
+        with open(read, "rb") as told:
+            answered, *names = told.read().decode().split("\n")
+        os.waitpid(pid, 0)
+        if answered != "0":
+            sys.exit(f"kv: the model in {self.wanted.path} is not kept: it does not answer")
+        with startup.uncollected():
+            for name in names:
+                with suppress(Exception):  # it may be one that is made, not imported
+                    __import__(name)
+        self.stamps = self._stamps()
+
+    def listen(self) -> None:
+        """From here on commands are taken."""
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path, place = places.reached(self.name)
+        fresh = f"{path.removesuffix(places.SOCKET)}.new"
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(fresh)
+            self.listener.bind(fresh)
+            self.listener.listen(128)
+            os.replace(fresh, path)  # one that was killed may have left it; the lock says that it is nobody's
+        finally:
+            os.close(place)
+        self.socket_stat = os.stat(f"{places.folder()}/{self.name}")
+
+    # ---- commands
+
+    def serve(self) -> None:
+        """Until there is a reason to leave, and then until the last command is done."""
+        self.used_at = time.monotonic()
+        while self.listener is not None or self.running:
+            waiting = select.poll()
+            if self.listener is not None:
+                waiting.register(self.listener, select.POLLIN)
+            for one in self.running.values():
+                waiting.register(one.process, select.POLLIN)
+                waiting.register(one.conn, select.POLLRDHUP)
+            ready = {fd for fd, _ in waiting.poll(1000 * self._patience())}
+            for one in list(self.running.values()):
+                if one.process in ready:
+                    self._finish(one)
+                elif one.conn.fileno() in ready:  # nobody waits for it any more
+                    with suppress(ProcessLookupError):
+                        os.killpg(one.pid, signal.SIGKILL)
+            if self.listener is not None and self.listener.fileno() in ready:
+                self._accept()
+            elif self.listener is not None and self._reason_to_leave():
+                self.leave()
+        os.unlink(f"{places.folder()}/{self.name.removesuffix(places.SOCKET)}{places.LOCK}")
+
+    def _patience(self) -> float:
+        """Seconds until the next look, or until this process has been idle for as long as it may be."""
+        left = self._left()
+        return LOOK_S if left is None else min(LOOK_S, max(0.0, left))
+
+    def _left(self) -> float | None:
+        """Seconds that this process still stays if nothing is asked of it; None = no end is set, or a command is on."""
+        if self.running or self.keep_s == FOREVER:
+            return None
+        return self.used_at + self.keep_s - time.monotonic()
+
+    def _reason_to_leave(self) -> bool:
+        left = self._left()
+        if (left is not None and left <= 0) or self._changed():
+            return True
+        try:
+            there = os.stat(f"{places.folder()}/{self.name}")
+        except OSError:
+            return True
+        return there.st_ino != self.socket_stat.st_ino or (not self.running and pressure.is_high())
+
+    def _changed(self) -> bool:
+        """Whether the model's files are others, or those of kv itself are newer than what this process runs."""
+        return self._stamps() != self.stamps
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        modules = (module for name, module in sys.modules.items() if name.startswith("kvcli"))
+        ours = sorted(module.__file__ for module in modules if module.__file__)
+        return [_stamp(each) for each in (*map(str, self.files), *ours)]
+
+    def leave(self) -> None:
+        """Take no more commands."""
+        if self.listener is not None:
+            with suppress(OSError):
+                path = f"{places.folder()}/{self.name}"
+                if os.stat(path).st_ino == self.socket_stat.st_ino:
+                    os.unlink(path)
+            self.listener.close()
+            self.listener = None
+
+    def _accept(self) -> None:
+        assert self.listener is not None
+        conn, _ = self.listener.accept()
+        pid, uid, _ = _peer(conn)
+        if uid != os.getuid():
+            conn.close()
+            return
+        conn.settimeout(STALL_S)
+        try:
+            kind, body, fds = wire.receive(conn)
+        except (wire.Closed, TimeoutError):
+            conn.close()
+            return
+        if kind == wire.HANDED and fds:
+            conn.close()
+            conn = socket.socket(fileno=fds.pop(0))
+            pid, uid, _ = _peer(conn)
+        try:
+            if kind in (wire.RUN, wire.HANDED):
+                self._run(conn, pid, Request.of(body, fds))
+                return
+            if kind in (wire.STATUS, wire.STOP):
+                wire.send(conn, wire.TOLD, json.dumps(self.as_object()).encode())
+            if kind == wire.STOP:
+                self.leave()
+                self.parting.append(conn)  # it closes when this process ends
+                return
+        except (OSError, ValueError):
+            for fd in fds:
+                with suppress(OSError):
+                    os.close(fd)
+        conn.close()
+
+    def _run(self, conn: socket.socket, caller: int, request: Request) -> None:
+        """Fork a process that does what is asked, or tell the caller to do it."""
+        changed = self._changed()
+        if changed or set(request.numbers) & self.kept_open or likeness.refusal(caller):
+            wire.send(conn, wire.COLD)
+            conn.close()
+            request.close()
+            if changed:
+                self.leave()
+            return
+        read, write = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            _do(self, conn, write, caller, request)
+        os.close(write)
+        with suppress(OSError):  # it has done so itself
+            os.setpgid(pid, pid)
+        self.running[pid] = Running(pid, os.pidfd_open(pid), conn, read)
+        request.close()
+        with suppress(OSError):  # the caller is gone, which is seen in a moment
+            wire.send(conn, wire.PID, str(pid).encode())
+        with suppress(OSError):
+            os.utime(f"{places.folder()}/{self.name}")
+
+    def _finish(self, one: Running) -> None:
+        """A command is done: its caller is told how."""
+        _, status = os.waitpid(one.pid, 0)
+        os.set_blocking(one.control, False)
+        with suppress(BlockingIOError):
+            for line in os.read(one.control, 1 << 16).decode().splitlines():
+                word, _, rest = line.partition(" ")
+                one.said[word] = rest
+        if "keep" in one.said:
+            self.keep_s = float(one.said["keep"])
+        if "away" not in one.said:  # else somebody else does the command
+            with suppress(OSError):
+                wire.send(one.conn, wire.ENDED, str(status).encode())
+            self.answered += 1
+        del self.running[one.pid]
+        one.close()
+        self.used_at = time.monotonic()
+
+    def as_object(self) -> dict[str, object]:
+        """What `kv ps` shows."""
+        left = self._left()
+        return {
+            "model": self.wanted.load.model,
+            "path": str(self.wanted.path),
+            "pid": os.getpid(),
+            "device": str(self.loaded.device),
+            "memory_bytes": pressure.held_bytes(),
+            "commands": len(self.running),
+            "answered": self.answered,
+            "keep_alive_s": None if self.keep_s == FOREVER else self.keep_s,
+            "left_s": None if left is None else max(0.0, left),
+            "version": kvcli.__version__,
+        }
+
+
+def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Request) -> None:
+    """In the forked process: the command, of which this never returns."""
+    try:
+        here.forked = forked = become(request, conn, control, caller, host.kept_open)
+        forked.key, forked.kept = host.wanted.key, host.loaded
+        open_streams(*host.streams)
+        forked.conn.settimeout(None)
+        if wire.receive(forked.conn)[0] != wire.GO:
+            os._exit(1)
+    except (OSError, wire.Closed):
+        os._exit(1)
+    from kvcli import __main__
+
+    __main__.command()
+
+
+def _peer(conn: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a socket, as they were when it was connected."""
+    data = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, gid = (int.from_bytes(data[i : i + 4], sys.byteorder, signed=True) for i in (0, 4, 8))
+    return pid, uid, gid
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _open() -> set[int]:
+    """Descriptors of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of this listing
+            os.fstat(int(name))
+            found.add(int(name))
+    return found

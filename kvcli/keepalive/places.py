@@ -1,0 +1,75 @@
+"""Where processes that keep a model are found: sockets in a folder that is this user's alone.
+
+The name of a socket says who can use it: `KIND-KEY.sock`. KIND is one for each installed `kv` and for what Python and
+libraries read of the environment when they start, KEY for a model and how it is loaded.
+"""
+
+import os
+import sys
+
+SOCKET, LOCK = ".sock", ".lock"
+# Beginnings of variables that are read when Python starts, or when libraries are imported; and one of ours.
+_READ_EARLY = (
+    *("ATEN_", "CUDA_", "GLIBC_", "GOMP_", "KMP_", "KV_CPU_ISA", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NVIDIA_"),
+    *("OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "RAYON_", "RUST_", "TOKENIZERS_", "TORCH", "TRITON_"),
+)
+
+
+def folder() -> str:
+    """`$XDG_RUNTIME_DIR/kv`, or one of this user's in /tmp."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    return f"{given}/kv" if given.startswith("/") else f"/tmp/kv-{os.getuid()}"
+
+
+def is_private(path: str) -> bool:
+    """Whether it is a folder of this user's, which nobody else may enter."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return status.st_mode & 0o170077 == 0o040000 and status.st_uid == os.getuid()
+
+
+def make() -> str:
+    """The folder, made if it is missing. Raises OSError, also where it is not private."""
+    path = folder()
+    if not os.path.lexists(path):
+        os.mkdir(path, 0o700)
+    if not is_private(path):
+        raise PermissionError(1, f"{path} is not a folder of this user's alone")
+    return path
+
+
+def kind() -> str:
+    """Of this `kv`, as it starts in this process's environment."""
+    from zlib import crc32
+
+    import kvcli
+    from kvcli.keepalive import here
+
+    environment = here.started_with or os.environ
+    read = sorted(item for item in environment.items() if item[0].startswith(_READ_EARLY))
+    facts = kvcli.__version__, kvcli.__file__, sys.version, sys.executable, tuple(sys.flags), sys._xoptions, read
+    return f"{crc32(repr(facts).encode('utf-8', 'surrogateescape')):08x}"
+
+
+def sockets(of_kind: str = "") -> "list[str]":
+    """Names of sockets there are, the one that was used last first; [] where there is no such folder."""
+    place = folder()
+    if not is_private(place):
+        return []
+    found = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.name.endswith(SOCKET) and entry.name.startswith(of_kind):
+                try:
+                    found.append((-entry.stat().st_mtime, entry.name))
+                except OSError:  # it went away
+                    continue
+    return [name for _, name in sorted(found)]
+
+
+def reached(name: str) -> "tuple[str, int]":
+    """A path of that socket that is short enough for any folder, and the descriptor that is to be closed behind it."""
+    place = os.open(folder(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return f"/proc/self/fd/{place}/{name}", place

@@ -1,0 +1,33 @@
+"""Whether other programs need the memory of a model that nobody uses at the moment."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from kvcli.runtime.host.memory import main_memory
+
+LEAST_SHARE = 0.05  # of memory that is to be free
+MOST_STALLED = 10.0  # percent of the last ten seconds in which all programs waited for memory
+
+
+def is_high(root: Path = Path("/")) -> bool:
+    """`root`: where /proc and /sys are looked for."""
+    memory = main_memory(root)
+    if memory.free < LEAST_SHARE * memory.total:
+        return True
+    with suppress(OSError):  # a kernel that does not tell
+        found = re.search(r"^full avg10=([\d.]+)", (root / "proc/pressure/memory").read_text(), re.MULTILINE)
+        return found is not None and float(found[1]) > MOST_STALLED
+    return False
+
+
+def held_bytes() -> int:
+    """What this process holds of main memory, each page that it shares with others counted in proportion."""
+    with suppress(OSError):
+        found = re.search(r"^Pss:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) << 10
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

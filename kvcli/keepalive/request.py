@@ -1,0 +1,124 @@
+"""A process that was forked for one command: it becomes what the caller's process is, then runs the command."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from marshal import loads
+from typing import TYPE_CHECKING
+
+from kvcli.keepalive import here, likeness, wire
+
+if TYPE_CHECKING:
+    import _socket
+    from typing import TextIO
+
+HIGH = 512  # descriptors of ours are above this one, out of the way of the caller's
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller sent: words, environment, and descriptors that are `numbers` there; `folder`: its working folder.
+    `body` is all but the descriptors, as it came."""
+
+    body: bytes
+    folder: int
+    fds: tuple[int, ...]
+    argv: tuple[bytes, ...]
+    environment: Mapping[bytes, bytes]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, body: bytes, fds: Sequence[int]) -> Request:
+        """Raises ValueError for one that makes no sense."""
+        try:
+            argv, environment, numbers = loads(body)
+            if len(fds) != 1 + len(numbers):
+                raise ValueError("descriptors are missing")
+            return cls(body, fds[0], tuple(fds[1:]), tuple(argv), environment, tuple(numbers))
+        except (EOFError, TypeError) as error:
+            raise ValueError(str(error)) from None
+
+    def close(self) -> None:
+        for fd in (self.folder, *self.fds):
+            os.close(fd)
+
+    def moved(self) -> Request:
+        """With descriptors above HIGH."""
+        folder, *fds = (fcntl(fd, F_DUPFD_CLOEXEC, HIGH) for fd in (self.folder, *self.fds))
+        return Request(self.body, folder, tuple(fds), self.argv, self.environment, self.numbers)
+
+
+def become(request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]) -> here.Forked:
+    """Make this process, just forked, what the caller's is. `kept_open`: descriptors that libraries have.
+
+    The caller's descriptors get the numbers that they have there; none of ours is left. Raises OSError.
+    """
+    os.setpgid(0, 0)
+    for each in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
+        with suppress(OSError, ValueError):
+            signal.signal(each, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    parent = likeness.take(caller)
+    request, conn, control = request.moved(), _moved(conn), fcntl(control, F_DUPFD_CLOEXEC, HIGH)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number < HIGH and number not in kept_open:
+            with suppress(OSError):  # of this listing
+                os.close(number)
+    for number, fd in zip(request.numbers, request.fds, strict=True):
+        os.dup2(fd, number)
+    os.fchdir(request.folder)
+    os.environ.clear()
+    os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()})
+    time.tzset()
+    sys.argv = [os.fsdecode(word) for word in request.argv]
+    here.started_with.clear()
+    here.started_with.update(os.environ)
+    return here.Forked("", None, request, conn, control, parent)
+
+
+def _moved(conn: _socket.socket) -> _socket.socket:
+    import _socket
+
+    conn.setblocking(True)
+    return _socket.socket(fileno=fcntl(conn.fileno(), F_DUPFD_CLOEXEC, HIGH))
+
+
+def open_streams(encoding: str, errors: str) -> None:
+    """Standard streams on descriptors 0, 1 and 2, as Python makes them when it starts; None where one is closed."""
+    sys.stdin = sys.__stdin__ = _stream(0, encoding, errors)  # type: ignore[assignment, misc]
+    sys.stdout = sys.__stdout__ = _stream(1, encoding, errors)  # type: ignore[assignment, misc]
+    sys.stderr = sys.__stderr__ = _stream(2, encoding, "backslashreplace")  # type: ignore[assignment, misc]
+
+
+def _stream(number: int, encoding: str, errors: str) -> TextIO | None:
+    try:
+        os.fstat(number)
+    except OSError:
+        return None
+    raw = io.FileIO(number, "w" if number else "r", closefd=False)
+    raw.name = ("<stdin>", "<stdout>", "<stderr>")[number]
+    buffered = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+    at_once = number > 0 and os.environ.get("PYTHONUNBUFFERED", "") != ""
+    return io.TextIOWrapper(buffered, encoding, errors, "\n", raw.isatty() or number == 2, at_once)
+
+
+def hand_on(forked: here.Forked, name: str) -> None:
+    """Let another process that keeps a model do the command. Raises OSError."""
+    request = forked.request
+    to = wire.connect(name)
+    wire.send(to, wire.HANDED, request.body, [forked.conn.fileno(), request.folder, *request.fds])
+    to.close()
+
+
+def tell_end(forked: here.Forked, code: int) -> None:
+    """The command is done: tell the caller, who may have nobody else to tell it."""
+    with suppress(OSError):
+        wire.send(forked.conn, wire.DONE, str(code).encode())

@@ -1,0 +1,195 @@
+"""The parts of keep-alive: who is asked, what a process can become, when one leaves."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcli.errors import UsageError
+from kvcli.keepalive import client, here, host, likeness, places, pressure, wanted, wire
+from kvcli.keepalive.request import Request
+from kvcli.options import ChatOptions, LoadOptions, LoraOption
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "asked"),
+    [
+        ("run hello", "", True),
+        ("run hello", "5m", True),
+        ("run hello", "0", False),
+        ("run --keep-alive 0 hello", "5m", False),
+        ("run --keep-alive=0 hello", "", False),
+        ("run --keep-alive 5m hello", "0", True),
+        ("run -- --keep-alive 0", "", True),
+        ("chat --script", "", True),
+        ("chat", "5m", False),
+        ("bench", "5m", False),
+        ("", "5m", False),
+    ],
+)
+def test_which_commands_may_be_done_by_another_process(args: str, variable: str, asked: bool) -> None:
+    assert client.may_be_asked(args.split(), variable) == asked
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5m", 300), ("30s", 30), ("1h", 3600), ("90", 90), ("0", 0), ("-1", -1)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert wanted.parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1d", "5mm", "1e3", "9999999999s"])
+def test_times_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="--keep-alive must be a time"):
+        wanted.parse_time(text)
+
+
+def test_keys_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").symlink_to("a.gguf")
+    monkeypatch.chdir(tmp_path)
+    one = wanted.key(LoadOptions("a.gguf"))
+    for alike in (
+        LoadOptions(str(tmp_path / "b.gguf")),
+        LoadOptions("a.gguf", threads=3, offline=True, memory_limit="6G", chat=ChatOptions("x"), chat_anyway=True),
+    ):
+        assert wanted.key(alike) == one
+    others = (
+        LoadOptions("c.gguf"),
+        LoadOptions("a.gguf", exact=True),
+        LoadOptions("a.gguf", device="cpu"),
+        LoadOptions("a.gguf", lora=(LoraOption("x.gguf"),)),
+        LoadOptions("a.gguf", lora=(LoraOption("x.gguf", 2.0),)),
+    )
+    assert len({one, *map(wanted.key, others)}) == 1 + len(others)
+
+
+def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert Path(places.make()).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "kv/x-1.sock").touch()
+    assert places.sockets() == ["x-1.sock"] and places.sockets("y") == []
+    os.chmod(tmp_path / "kv", 0o750)
+    assert places.sockets() == []
+    with pytest.raises(PermissionError):
+        places.make()
+
+
+def test_a_kind_is_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "started_with", {"HOME": "/a", "LC_ALL": "C", "KV_MODEL": "a"})
+    one = places.kind()
+    monkeypatch.setattr(here, "started_with", {"HOME": "/b", "LC_ALL": "C", "KV_MODEL": "b"})
+    assert places.kind() == one
+    for name in ("LC_ALL", "OMP_NUM_THREADS", "KV_CPU_ISA", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"):
+        monkeypatch.setattr(here, "started_with", {"LC_ALL": "C", name: "7"})
+        assert places.kind() != one
+
+
+def test_messages_and_descriptors() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    read, write = os.pipe()
+    wire.send(ours, wire.RUN, b"x" * 100_000, [write])
+    kind, body, fds = wire.receive(theirs)
+    assert (kind, body, len(fds)) == (wire.RUN, b"x" * 100_000, 1) and not os.get_inheritable(fds[0])
+    os.write(fds[0], b"y")
+    assert os.read(read, 1) == b"y"
+    for wrong in (b"kv\x09R\0\0\0\0", b"GET / HT", b"kv\x01R\xff\xff\xff\xff", b"kv"):
+        ours, theirs = socket.socketpair()
+        ours.sendall(wrong)
+        ours.close()
+        with pytest.raises(wire.Closed):
+            wire.receive(theirs)
+    for fd in (read, write, *fds):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"?", __import__("marshal").dumps((1, 2)), __import__("marshal").dumps(([], {}, [1]))]
+)
+def test_requests_that_make_no_sense(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        Request.of(body, [5])
+
+
+def test_what_a_process_can_become() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert likeness.refusal(process.pid) == ""
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        if hard == resource.RLIM_INFINITY:  # then ours can be lower
+            child = os.fork()
+            if child == 0:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                os._exit(not likeness.refusal(process.pid))
+            assert os.waitpid(child, 0)[1] == 0
+        child = os.fork()
+        if child == 0:  # nicer than the other one
+            os.nice(1)
+            os._exit("priority" not in likeness.refusal(process.pid))
+        assert os.waitpid(child, 0)[1] == 0
+        process.kill()
+    assert "it cannot be told" in likeness.refusal(process.pid)
+
+
+def test_memory_that_others_need(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+
+    def tell(available: int, stalled: float = 0.0) -> bool:
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal:       1000000 kB\nMemAvailable:   {available} kB\n")
+        (tmp_path / "proc/pressure").mkdir(exist_ok=True)
+        line = f"avg10={stalled:.2f} avg60=0.00 avg300=0.00 total=0"
+        (tmp_path / "proc/pressure/memory").write_text(f"some avg10=99.00\nfull {line}\n")
+        return pressure.is_high(tmp_path)
+
+    assert [tell(900_000), tell(60_000), tell(40_000), tell(900_000, 20.0)] == [False, False, True, True]
+
+
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
+    """A process that listens, of a model that is a file."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(here, "started_with", {})
+    places.make()
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"model")
+    loaded: Any = SimpleNamespace(file=SimpleNamespace(paths=(model,)), device="cpu")
+    made = host.Host(wanted.Wanted(model, LoadOptions(str(model)), "key", 60.0), loaded, -1)
+    made.stamps = made._stamps()
+    made.listen()
+    return made
+
+
+@pytest.mark.parametrize("reason", ["", "file", "gone file", "socket", "other socket", "idle", "memory"])
+def test_reasons_to_leave(reason: str, idle: host.Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "is_high", lambda: reason == "memory")
+    socket = tmp_path / "kv" / idle.name
+    if reason == "file":
+        (tmp_path / "m.gguf").write_bytes(b"model.")
+    elif reason == "gone file":
+        (tmp_path / "m.gguf").unlink()
+    elif "socket" in reason:
+        socket.rename(tmp_path / "kept")
+        if reason == "other socket":
+            socket.touch()
+    elif reason == "idle":
+        idle.used_at -= 61.0
+    assert idle._reason_to_leave() == bool(reason)
+    idle.leave()
+    assert socket.exists() == (reason == "other socket")
+
+
+def test_it_stays_while_it_is_used_and_for_ever(idle: host.Host) -> None:
+    assert 0 < (idle._left() or 0) <= 60
+    idle.running[1] = None  # type: ignore[assignment]
+    assert idle._left() is None
+    idle.running.clear()
+    idle.keep_s = wanted.FOREVER
+    assert idle._left() is None
+    idle.leave()
