@@ -17,6 +17,7 @@
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
 | `short_conv(x, weight, bias, carried)` | projections [T, 3D] of all parts -> [T, D]; states are carried on |
 | `delta_net(x, layer, carried)` | projections of all parts -> [T, value_heads * dim_v]; likewise |
+| `mamba(x, layer, carried)` | projections of all parts -> [T, heads * dim]; likewise |
 | `rotate_(x)` | x [T, heads, D] rotated by Hadamard blocks, in place |
 | `fix_basis(kv, rope)` | the mean of keys and the scales that a sequence's first page fixes, into `kv.basis` |
 | `seal(kv, first, end, angles)` | rows [first, end) of open pages into codes |
@@ -73,7 +74,7 @@ from kvcli.kernels.paged import (
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank, QuantTensor
-from kvcli.kernels.states import Carried, DeltaLayer
+from kvcli.kernels.states import Carried, DeltaLayer, MambaLayer
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.backend import GpuBackend
@@ -84,8 +85,8 @@ BACKENDS = ("auto", "native", "reference")
 __all__ = [
     "BACKENDS", "CENTRE_ROWS", "MASS_UNIT", "NEVER", "Angles", "AttentionLayer", "Backend", "Basis", "Carried",
     "Choice", "DeltaLayer", "Entries", "ExpertLayer", "ExpertMatrices", "ExpertTensor", "HostBackend", "Into",
-    "LowRank", "Moments", "NativeBackend", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert", "Stretch",
-    "Summaries", "Watch", "backend", "on_host",
+    "LowRank", "MambaLayer", "Moments", "NativeBackend", "PagedKV", "QuantTensor", "RecordLayout", "SharedExpert",
+    "Stretch", "Summaries", "Watch", "backend", "on_host",
 ]  # fmt: skip
 
 

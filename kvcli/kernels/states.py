@@ -55,3 +55,45 @@ class DeltaLayer:
         """Rows [K - 1, channels] and matrices [value_heads, dim_k, dim_v] of a flat state."""
         n = (self.conv.shape[1] - 1) * self.channels
         return state[:n].view(-1, self.channels), state[n:].view(self.value_heads, self.dim_k, self.dim_v)
+
+
+@dataclass(frozen=True, eq=False)
+class MambaLayer:
+    """Mamba-2 (arXiv 2405.21060), between the projections of a layer and its last one.
+
+    Projections of a row lie side by side: gates of the output [heads * dim]; `channels` of what heads take in, and of
+    the keys and queries ("B" and "C") of `groups` of neighbouring heads, `state` each, which go through a causal
+    convolution `conv` float32 [channels, K] (with `conv_bias` [channels] or without) and SiLU; and time steps [heads].
+    The softplus of these, with `time_bias` [heads] added, multiplies what heads take in; times `decay` (negative,
+    [heads]) it is the logarithm of what is left of their matrices. To what heads find, `skip` [heads] times what they
+    take in is added; the sum is multiplied by SiLU of the gates, and has an RMS norm over each group's part, with `eps`
+    added to its mean and weights `norm` [heads * dim].
+
+    A state is the last K - 1 rows of channels, and of each head a matrix [state, dim].
+    """
+
+    heads: int
+    dim: int
+    groups: int
+    state: int
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    decay: torch.Tensor
+    time_bias: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+
+    @property
+    def inner(self) -> int:
+        """Elements of what all heads take in."""
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+    def parts(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [K - 1, channels] and matrices [heads, state, dim] of a flat state."""
+        n = (self.conv.shape[1] - 1) * self.channels
+        return state[:n].view(-1, self.channels), state[n:].view(self.heads, self.state, self.dim)

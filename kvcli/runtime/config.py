@@ -88,7 +88,29 @@ class DeltaNet:
         return 4 * ((self.kernel - 1) * channels + self.value_heads * self.dim_k * self.dim_v)
 
 
-Mixer = ShortConv | DeltaNet
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 in the place of attention (arXiv 2405.21060), behind a convolution over `kernel` rows. Its state are the
+    last kernel - 1 rows of what is convolved, and of each head a matrix [state, dim]. Neighbouring heads share the keys
+    and queries of one of `groups`."""
+
+    heads: int
+    dim: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of a row that is convolved."""
+        return self.heads * self.dim + 2 * self.groups * self.state
+
+    def state_bytes(self, d_model: int) -> int:
+        """Bytes of a sequence's state in one layer: float32."""
+        return 4 * ((self.kernel - 1) * self.channels + self.heads * self.dim * self.state)
+
+
+Mixer = ShortConv | DeltaNet | Mamba
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
         ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("lfm2", "f16", (1, 1, 13, 1, 1, 13, 1, 1, 1)),
         ("qwen35", "f16", (14, 1, 1, 1, 30, 1, 1)),
+        ("granitehybrid-dense", "f16", (18, 1, 1, 13, 1)),
     ],
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mambacases
 import pytest
 import torch
 from deltacases import SHAPES, delta_layer, projections
 from gpucases import DEVICE
 
 from kvcli.kernels import Carried
-from kvcli.kernels.gpu import states
+from kvcli.kernels.gpu import mamba, states
 from kvcli.kernels.gpu.legs import lists
 from kvcli.kernels.reference import deltanet as reference
+from kvcli.kernels.reference import mamba as mamba_reference
 from kvcli.kernels.reference.shortconv import short_conv
 
 
@@ -83,6 +85,30 @@ def test_chunks_of_one_token_over_and_over():
     x[:, -2 * heads : -heads], x[:, -heads:] = 20.0, -20.0
     for a, b in zip(*both_nets(SHAPES[0], 64, (20, 21), x), strict=True):
         assert (b - a).abs().max() < 1e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "cuts"),
+    [
+        (mambacases.SHAPES[0], 9, (4, 5)),
+        (mambacases.SHAPES[1], 9, (4, 5)),
+        (mambacases.SHAPES[1], 70, (3, 67)),
+        (mambacases.SHAPES[2], 150, (70, 72)),
+    ],
+)
+def test_mamba(shape: tuple[int, int, int, int, int, bool], rows: int, cuts: tuple[int, int]):
+    """Row by row and in chunks, of a text that begins, and of one that goes on, in place and with a checkpoint."""
+    layer = mambacases.mamba_layer(*shape)
+    x, size, found = mambacases.projections(layer, rows), mambacases.state_size(layer), []
+    tensors = {k: v.to(DEVICE) for k, v in vars(layer).items() if isinstance(v, torch.Tensor)}
+    there = replace(layer, **tensors)
+    for each, where, compute in ((layer, "cpu", mamba_reference.mamba), (there, DEVICE, mamba.mamba)):
+        first, kept = (torch.full((size,), float("nan"), device=where) for _ in range(2))
+        state, (one, two) = random(size, seed=9).to(where), cuts
+        carried = [Carried(0, one, None, first), Carried(one, two, state, kept), Carried(two, rows, kept, state)]
+        found.append([y.cpu() for y in (compute(x.to(where), each, carried), first, kept, state)])
+    for a, b in zip(*found, strict=True):
+        assert (b - a).abs().max() < 2e-5 * a.abs().max()
 
 
 def test_lists_of_legs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mambacases
 import pytest
 import torch
 from deltacases import SHAPES, delta_layer, projections
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from kernelcases import backend
 
 from kvcli.kernels import Carried
-from kvcli.kernels.reference import deltanet
+from kvcli.kernels.reference import deltanet, mamba
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -99,5 +100,47 @@ def test_chunks_of_the_delta_rule_are_its_rows(rows: int):
     expected, found = deltanet.by_row(q, k, v, decays, betas, left := state.clone()), []
     for size in (64, 16):
         found = deltanet.by_chunks(q, k, v, decays, betas, other := state.clone(), size)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (other - left).abs().max() < 1e-5 * left.abs().max()
+
+
+@pytest.mark.parametrize("shape", mambacases.SHAPES)
+def test_mamba_in_c(shape: tuple[int, int, int, int, int, bool]):
+    """Two sequences, one with a checkpoint; memory that is not written to is poisoned."""
+    layer = mambacases.mamba_layer(*shape)
+    size, x = mambacases.state_size(layer), mambacases.projections(layer, 19)
+    past, found = random(size, seed=9), []
+    for name in ("reference", ""):
+        first, kept, left = (poisoned(size) for _ in range(3))
+        carried = [Carried(0, 7, None, first), Carried(7, 9, past, kept), Carried(9, 19, kept, left)]
+        found.append((backend(name).mamba(x, layer, carried), first, kept, left))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ("reference", ""))
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.sets(st.integers(1, 19)))
+def test_mamba_can_be_cut_anywhere(name: str, cuts: set[int]):
+    """To the bit, with the state in one place."""
+    layer, ops = mambacases.mamba_layer(*mambacases.SHAPES[0]), backend(name)
+    size, x = mambacases.state_size(layer), mambacases.projections(layer, 20)
+    whole, state = ops.mamba(x, layer, [Carried(0, 20, None, at_end := poisoned(size))]), poisoned(size)
+    found, start = [], 0
+    for cut in [*sorted(cuts), 20]:
+        rows = x[start:cut].clone()
+        found.append(ops.mamba(rows, layer, [Carried(0, cut - start, state if start else None, state)]))
+        start = cut
+    assert torch.equal(torch.cat(found), whole) and torch.equal(state, at_end)
+
+
+@pytest.mark.parametrize("rows", (1, 63, 64, 150))
+def test_chunks_of_mamba_are_its_rows(rows: int):
+    """Outputs and states, in chunks of 64 and of 16, behind a state that is there."""
+    q, k = (random(rows, 3, 32, seed=i) for i in (1, 2))
+    v, decays, state = random(rows, 3, 24, seed=3), -random(rows, 3, seed=4).exp(), random(3, 32, 24, seed=6)
+    expected = mamba.by_row(q, k, v, decays, left := state.clone())
+    for size in (64, 16):
+        found = mamba.by_chunks(q, k, v, decays, other := state.clone(), size)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
         assert (other - left).abs().max() < 1e-5 * left.abs().max()

@@ -31,6 +31,8 @@ LATENTS = {
     "attention.key_length_mla": 10, "attention.value_length_mla": 6,
 }  # fmt: skip
 CONVOLUTIONS: dict[str, Any] = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 1, 0]}
+MAMBA = {"ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 96}
+MAMBA |= {"ssm.conv_kernel": 4, "attention.head_count_kv": [0, 2, 0]}
 DELTA = {
     "ssm.state_size": 4, "ssm.inner_size": 8, "ssm.group_count": 1, "ssm.time_step_rank": 2, "ssm.conv_kernel": 4,
     "full_attention_interval": 3,
@@ -54,6 +56,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "cohere2": LAYER_NORM | {"attention.sliding_window": 8, "logit_scale": 0.1},
     "granite": {"logit_scale": 8.0},
     "granitemoe": {"logit_scale": 8.0},
+    "granitehybrid": MAMBA | {"logit_scale": 8.0},
 }
 
 

@@ -83,6 +83,11 @@ _QWEN35 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     | {"mrope_section": [2, 1, 1]},
 }  # fmt: skip
+# Mamba-2 of six heads of sixteen in two groups, with attention in every second layer.
+_MAMBA = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 6,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "num_local_experts": 0, "shared_intermediate_size": 80,
+}  # fmt: skip
 _GEMMA = {"query_pre_attn_scalar": 16, **_SLIDING}
 
 FAMILIES = {
@@ -128,6 +133,7 @@ FAMILIES = {
     "deepseek2": Family("deepseek_v3", _EXPERTS | _LATENTS),
     "mistral4": Family(settings=_EXPERTS | _LATENTS | {"head_dim": 20}),
     "lfm2": Family(settings=_LFM2),
+    "granitehybrid": Family("granitemoehybrid", _EVEN | _MAMBA, halves=True),
     "qwen35": Family("qwen3_5_text", _QWEN35, one_more=True),
     "qwen35moe": Family(
         "qwen3_5_moe_text",
@@ -192,6 +198,10 @@ _LATENT_YARN = _YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}
 _QWEN35_KEYS = {
     "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 48, "ssm.conv_kernel": 4,
     "full_attention_interval": 2, "rope.dimension_sections": [2, 1, 1, 0],
+}  # fmt: skip
+_MAMBA_KEYS = {
+    "ssm.state_size": 8, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 96, "ssm.conv_kernel": 4,
+    "attention.head_count_kv": [0, 2, 0, 2], "rope.scaling.finetuned": False,
 }  # fmt: skip
 _LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}
 _HYBRID = {"layer_types": _slides(True, False, True), **_SLIDING}
@@ -490,6 +500,16 @@ VARIANTS = {
         _tied(False),
         _QWEN35_KEYS | _EXPERT_KEYS | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
     ),
+    "granitehybrid": Variant(
+        "granitehybrid",
+        _tied(True, **_GRANITE, **_EXPERTS, shared_intermediate_size=40, intermediate_size=24),
+        _GRANITE_KEYS | _MAMBA_KEYS | _EXPERT_KEYS | {"expert_shared_feed_forward_length": 40},
+    ),
+    "granitehybrid-dense": Variant(
+        "granitehybrid",
+        _tied(False, position_embedding_type="rope", mamba_conv_bias=False, **_GRANITE),
+        _GRANITE_KEYS | _MAMBA_KEYS | {"rope.scaling.finetuned": True},
+    ),
     # Short convolutions; the second one over four rows, with biases.
     "lfm2": Variant("lfm2", _tied(True), _LFM2_KEYS),
     "lfm2-biased": Variant("lfm2", _tied(False, conv_bias=True, conv_L_cache=4), _LFM2_KEYS | {"shortconv.l_cache": 4}),
@@ -748,6 +768,8 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
             weight = weight + 1
         if "linear_attn" in name:
             name, weight = _of_delta(name, weight)
+        if ".mamba." in name:
+            name, weight = _of_mamba(name, weight)
         if found_stream := re.fullmatch(r"(model\.altup\w+)\.0\.weight", name):
             streams = [x for key, x in model.state_dict().items() if key.startswith(f"{found_stream[1]}.")]
             name, weight = f"{found_stream[1]}.weight", torch.stack(streams)
@@ -764,7 +786,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         if (
             experts := _of_clamped(name, weight)
             if variant.arch == "gpt-oss"
-            else _of_experts(variant.arch, name, weight)
+            else _of_experts(variant.arch, name, weight, not getattr(sizes, "num_local_experts", 1))
         ):
             found += experts
             continue
@@ -818,10 +840,22 @@ def _of_delta(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name.replace("dt_bias", "dt_proj.bias"), weight
 
 
+def _of_mamba(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Of Mamba-2."""
+    part = name.rpartition("mamba.")[2]
+    if part in ("A_log", "D"):
+        weight = (-weight.exp() if part == "A_log" else weight)[:, None]
+    elif part == "norm.weight":
+        weight = weight.view(2, -1)
+    elif part == "conv1d.weight":
+        weight = weight.squeeze(1)
+    return name.replace("dt_bias", "dt_proj.bias"), weight
+
+
 _ROUTER = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}  # of Gemma 4
 
 
-def _of_experts(arch: str, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _of_experts(arch: str, name: str, weight: torch.Tensor, alone: bool = False) -> list[tuple[str, torch.Tensor]]:
     """Names and values of what files have of a tensor of experts; nothing of any other."""
     if (found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(.+)", name)) and found[2] in _ROUTER:
         return [(f"blk.{found[1]}.{_ROUTER[found[2]]}", weight)]
@@ -830,6 +864,7 @@ def _of_experts(arch: str, name: str, weight: torch.Tensor) -> list[tuple[str, t
     ):
         return []
     block, part = f"blk.{found[1]}.", found[2]
+    kind = "_exps" if part.startswith("experts") else "" if alone else "_shexp"
     if re.fullmatch(r"(gate|router|gate\.wg)\.weight", part):
         return [(block + "ffn_gate_inp.weight", weight)]
     if part.endswith("e_score_correction_bias"):
@@ -839,11 +874,10 @@ def _of_experts(arch: str, name: str, weight: torch.Tensor) -> list[tuple[str, t
     if arch == "llama4" and part.startswith("experts."):
         weight = weight.mT
     if part in ("experts.gate_up_proj", "input_linear.weight"):
-        kind = "exps" if part.startswith("experts") else "shexp"
         halves = zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True)
-        return [(f"{block}ffn_{each}_{kind}.weight", half) for each, half in halves]
+        return [(f"{block}ffn_{each}{kind}.weight", half) for each, half in halves]
     if part in ("experts.down_proj", "output_linear.weight"):
-        return [(f"{block}ffn_down_{'exps' if part.startswith('experts') else 'shexp'}.weight", weight)]
+        return [(f"{block}ffn_down{kind}.weight", weight)]
     if shared := re.fullmatch(r"(?:shared_experts?|shared_mlp)\.(gate|up|down)_proj\.weight", part):
         return [(f"{block}ffn_{shared[1]}_shexp.weight", weight)]
     return []

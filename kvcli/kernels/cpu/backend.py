@@ -24,7 +24,7 @@ from kvcli.kernels.cpu.calls import Calls
 from kvcli.kernels.cpu.entries import choice, entries
 from kvcli.kernels.cpu.interleaved import Interleaved, Room
 from kvcli.kernels.cpu.library import library
-from kvcli.kernels.cpu.states import delta_net, short_conv
+from kvcli.kernels.cpu.states import delta_net, mamba, short_conv
 from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 from kvcli.kernels.reference.basis import fix_basis
@@ -223,7 +223,7 @@ class NativeBackend:
 
     experts = experts
     by_head = by_head
-    short_conv, delta_net = short_conv, delta_net
+    short_conv, delta_net, mamba = short_conv, delta_net, mamba
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None

@@ -236,13 +236,19 @@ typedef struct { /* Carried of states.py: rows [lo, hi) of a step; source NULL =
     float *target;
 } kv_carried;
 
-#define MAX_HEAD 256 /* elements of a head of a gated delta network */
+#define MAX_HEAD 256 /* elements of a head with a state */
 
 typedef struct { /* DeltaLayer of states.py */
     int64_t key_heads, value_heads, dim_k, dim_v, kernel, tiled;
     const float *conv, *decay, *time_bias, *norm;
     float eps;
 } kv_delta;
+
+typedef struct { /* MambaLayer of states.py */
+    int64_t heads, dim, groups, state, kernel;
+    const float *conv, *conv_bias, *decay, *time_bias, *skip, *norm;
+    float eps;
+} kv_mamba_layer;
 
 static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 
@@ -268,6 +274,7 @@ typedef struct {
                       const kv_part *, int64_t, float *);
     void (*short_conv)(const float *, int64_t, const float *, const float *, int64_t, int64_t, const kv_carried *, int64_t, float *);
     void (*delta_net)(const float *, int64_t, const kv_delta *, const kv_carried *, int64_t, float *, float *);
+    void (*mamba)(const float *, int64_t, const kv_mamba_layer *, const kv_carried *, int64_t, float *, float *);
 } kernels;
 
 /* ---- products with rows in fixed point ----------------------------------------------------------------------- */
@@ -548,6 +555,12 @@ void kv_short_conv(const float *x, int64_t ldx, const float *weight, const float
 void kv_delta_net(const float *x, int64_t ldx, const kv_delta *layer, const kv_carried *carried, int64_t n, float *mixed,
                   float *out) {
     active->delta_net(x, ldx, layer, carried, n, mixed, out);
+}
+
+/* out [t, heads * dim]: Mamba-2 from its projections; see reference/mamba.py. `mixed`: as above. */
+void kv_mamba(const float *x, int64_t ldx, const kv_mamba_layer *layer, const kv_carried *carried, int64_t n, float *mixed,
+              float *out) {
+    active->mamba(x, ldx, layer, carried, n, mixed, out);
 }
 
 #include "cpu_calls.h"

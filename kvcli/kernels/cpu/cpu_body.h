@@ -558,7 +558,7 @@ static const kernels NAME(kernels) = {
 #endif
     NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(add), NAME(rope), NAME(activate),
     NAME(rotate), NAME(store), NAME(seal), NAME(has_codec),
-    NAME(attention), NAME(short_conv), NAME(delta_net),
+    NAME(attention), NAME(short_conv), NAME(delta_net), NAME(mamba),
 };
 
 #undef vf

@@ -30,6 +30,7 @@ typedef struct {
     F(kv_store, (P(0), I(1), P(2), I(3), P(4), I(5))) \
     F(kv_attention, (P(0), I(1), P(2), I(3), I(4), I(5), R(6), R(7), P(8), P(9), I(10), P(11))) \
     F(kv_short_conv, (P(0), I(1), P(2), P(3), I(4), I(5), P(6), I(7), P(8))) \
+    F(kv_mamba, (P(0), I(1), P(2), P(3), I(4), P(5), P(6))) \
     F(kv_delta_net, (P(0), I(1), P(2), P(3), I(4), P(5), P(6)))
 
 #define NUMBER(name, arguments) NUMBER_##name,

@@ -133,3 +133,71 @@ static void NAME(delta_net)(const float *x, int64_t ldx, const kv_delta *layer, 
     NAME(delta_args) a = {x, mixed, ldx, layer, carried, n, out};
     parallel(layer->value_heads, NAME(delta_task), &a);
 }
+
+typedef struct {
+    const float *x, *mixed;
+    int64_t ldx;
+    const kv_mamba_layer *layer;
+    const kv_carried *carried;
+    int64_t n;
+    float *out;
+} NAME(mamba_args);
+
+/* One head: its matrix [state, dim] goes through the rows; see reference/mamba.py. */
+static void NAME(mamba_task)(void *argument, int64_t head, int thread) {
+    (void)thread;
+    const NAME(mamba_args) *a = argument;
+    const kv_mamba_layer *l = a->layer;
+    int64_t d = l->dim, n = l->state, inner = l->heads * d, channels = inner + 2 * l->groups * n;
+    int64_t keys = inner + head / (l->heads / l->groups) * n, skip = (l->kernel - 1) * channels + head * n * d;
+    float taken[MAX_HEAD], sum[MAX_HEAD];
+    for (const kv_carried *e = a->carried; e < a->carried + a->n; e++) {
+        float *state = e->target + skip;
+        if (!e->source) memset(state, 0, n * d * sizeof(float));
+        else if (e->source != e->target) memcpy(state, e->source + skip, n * d * sizeof(float));
+        for (int64_t t = e->lo; t < e->hi; t++) {
+            const float *mixed = a->mixed + t * channels, *v = mixed + head * d, *k = mixed + keys, *q = k + l->groups * n;
+            float time = a->x[t * a->ldx + inner + channels + head] + l->time_bias[head];
+            float step = time > 20 ? time : log1pf(expf(time)), decay = expf(l->decay[head] * step);
+            float *out = a->out + t * inner + head * d;
+            for (int64_t j = 0; j < d; j++) taken[j] = v[j] * step;
+            memset(sum, 0, d * sizeof(float));
+            for (int64_t i = 0; i < n; i++) {
+                float *row = state + i * d;
+                for (int64_t j = 0; j < d; j++) {
+                    row[j] = row[j] * decay + k[i] * taken[j];
+                    sum[j] += row[j] * q[i];
+                }
+            }
+            for (int64_t j = 0; j < d; j++) out[j] = sum[j] + l->skip[head] * v[j];
+        }
+    }
+}
+
+/* One group of one row of what heads give: gated, then normed. */
+static void NAME(mamba_gate_task)(void *argument, int64_t task, int thread) {
+    (void)thread;
+    const NAME(mamba_args) *a = argument;
+    const kv_mamba_layer *l = a->layer;
+    int64_t inner = l->heads * l->dim, width = inner / l->groups, t = task / l->groups, first = task % l->groups * width;
+    float *out = a->out + t * inner + first, gates[CONV_COLUMNS];
+    const float *z = a->x + t * a->ldx + first, *norm = l->norm + first;
+    for (int64_t i = 0; i < width; i += CONV_COLUMNS) {
+        int64_t count = width - i < CONV_COLUMNS ? width - i : CONV_COLUMNS;
+        NAME(silu)(z + i, count, gates);
+        for (int64_t j = 0; j < count; j++) out[i + j] *= gates[j];
+    }
+    float root = 1.0f / sqrtf(NAME(sum)(out, 0, 1, width) / width + l->eps);
+    for (int64_t i = 0; i < width; i++) out[i] *= root * norm[i];
+}
+
+static void NAME(mamba)(const float *x, int64_t ldx, const kv_mamba_layer *layer, const kv_carried *carried, int64_t n,
+                        float *mixed, float *out) {
+    int64_t inner = layer->heads * layer->dim, channels = inner + 2 * layer->groups * layer->state;
+    NAME(short_conv_args) conv = {
+        x + inner, layer->conv, layer->conv_bias, ldx, channels, layer->kernel, 0, carried, n, mixed};
+    parallel((channels + CONV_COLUMNS - 1) / CONV_COLUMNS, NAME(short_conv_task), &conv);
+    NAME(mamba_args) a = {x, mixed, ldx, layer, carried, n, out};
+    parallel(layer->heads, NAME(mamba_task), &a);
+    parallel(n ? carried[n - 1].hi * layer->groups : 0, NAME(mamba_gate_task), &a);
+}

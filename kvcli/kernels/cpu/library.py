@@ -35,6 +35,7 @@ _SIGNATURES = {
         c_void_p,
     ],
     "kv_short_conv": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p],
+    "kv_mamba": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "kv_delta_net": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcli.kernels.states import Carried, DeltaLayer
+from kvcli.kernels.states import Carried, DeltaLayer, MambaLayer
 
 
 class Library(Protocol):
@@ -59,6 +59,35 @@ def delta_net(ops: Library, x: torch.Tensor, layer: DeltaLayer, carried: Sequenc
     mixed, out = ops._new(x.shape[0], layer.channels), ops._new(x.shape[0], layer.value_heads * layer.dim_v)
     ops._lib.kv_delta_net(
         x.data_ptr(), x.stride(0), ctypes.byref(_delta(layer)), there.buffer_info()[0], len(carried), mixed.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+class _Mamba(ctypes.Structure):
+    """kv_mamba_layer of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "dim", "groups", "state", "kernel")),
+        *((name, ctypes.c_void_p) for name in ("conv", "conv_bias", "decay", "time_bias", "skip", "norm")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _mamba(layer: MambaLayer) -> _Mamba:
+    """The C view of a layer, which lives as long as this cache has it."""
+    tensors = layer.conv, layer.conv_bias, layer.decay, layer.time_bias, layer.skip, layer.norm
+    arrays = (None if each is None else each.data_ptr() for each in tensors)
+    return _Mamba(layer.heads, layer.dim, layer.groups, layer.state, layer.conv.shape[1], *arrays, layer.eps)
+
+
+def mamba(ops: Library, x: torch.Tensor, layer: MambaLayer, carried: Sequence[Carried]) -> torch.Tensor:
+    """See `reference.mamba.mamba`: row by row, as many of them as there are."""
+    there = _carried(ops, carried)
+    mixed, out = ops._new(x.shape[0], layer.channels), ops._new(x.shape[0], layer.inner)
+    ops._lib.kv_mamba(
+        x.data_ptr(), x.stride(0), ctypes.byref(_mamba(layer)), there.buffer_info()[0], len(carried), mixed.data_ptr(),
         out.data_ptr(),
     )  # fmt: skip
     return out

@@ -26,6 +26,7 @@ from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
+from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.noting import note
 from kvcli.kernels.gpu.pages import (
@@ -226,6 +227,7 @@ class GpuBackend:
     add_ = staticmethod(pointwise.add_)
     short_conv = staticmethod(short_conv)
     delta_net = staticmethod(delta_net)
+    mamba = staticmethod(mamba)
 
     def rotate_(self, x: torch.Tensor) -> None:
         dim = x.shape[-1]

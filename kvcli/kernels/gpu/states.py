@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu import deltachunks
+from kvcli.kernels.gpu.chunks import softplus
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.legs import BoundLegs, Legs, ends_of, load_state, rows_of, start_of, state_at
 from kvcli.kernels.states import Carried, DeltaLayer
@@ -81,12 +82,12 @@ def _leave(x, table, offset, n, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.c
                 tl.store(state_at(target, offset) + k * D + columns, found, mask=there)
 
 
-def _convolved(
+def convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, legs: Legs, gated: bool
 ) -> torch.Tensor:
     """x [T, LDX] -> [T, D], and the states behind each leg; weight [D, K]. `gated`: see `_input`, else SiLU of it."""
     (d, kernel), t = weight.shape, x.shape[0]
-    out, n = _new(legs, t, d), len(legs.table)
+    out, n = new_rows(legs, t, d), len(legs.table)
     sizes = {"LDX": x.stride(0), "D": d, "KERNEL": kernel, "GATED": gated}
     rows = min(ROWS, triton.next_power_of_2(t))
     launch(_convolve, (triton.cdiv(t, rows), triton.cdiv(d, COLUMNS)))(
@@ -97,20 +98,20 @@ def _convolved(
     return out
 
 
-def _new(legs: Legs, *shape: int) -> torch.Tensor:
+def new_rows(legs: Legs, *shape: int) -> torch.Tensor:
     """For something of each row; rows of graphs may be spare, which nothing writes."""
     make = torch.zeros if legs.rows > 1 else torch.empty
     return make(*shape, device=legs.table.device)
 
 
-def _legs(carried: Carrying, device: torch.device) -> Legs:
+def legs_of(carried: Carrying, device: torch.device) -> Legs:
     first = carried[0]
     return first.legs if isinstance(first, BoundLegs) else Legs.of(carried, device)  # type: ignore[arg-type]
 
 
 def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carried: Carrying) -> torch.Tensor:
     """See `reference.shortconv.short_conv`; x in one piece."""
-    return _convolved(x, weight, bias, _legs(carried, x.device), True)
+    return convolved(x, weight, bias, legs_of(carried, x.device), True)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def _delta(x, mixed, decays, time_bias, table, offset, out, n, LDX: tl.constexpr
                 q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5)
                 k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
                 beta = 1.0 / (1.0 + tl.exp(-tl.load(gates)))
-                state = state * tl.exp(decay * deltachunks.softplus(tl.load(gates + HEADS) + bias))
+                state = state * tl.exp(decay * softplus(tl.load(gates + HEADS) + bias))
                 change = (v - tl.sum(state * k[:, None], 0)) * beta
                 state += k[:, None] * change[None, :]
                 tl.store(out + (t * HEADS + head) * DV + j, tl.sum(state * q[:, None], 0), mask=in_v)
@@ -168,10 +169,10 @@ def delta_net(x: torch.Tensor, layer: DeltaLayer, carried: Carrying) -> torch.Te
     """See `reference.deltanet.delta_net`; x in one piece. Few rows follow each other, and programs share out the
     columns of the heads' matrices, which stay in registers."""
     t, c, heads, dv = x.shape[0], layer.channels, layer.value_heads, layer.dim_v
-    legs = _legs(carried, x.device)
-    mixed = _convolved(x, layer.conv, None, legs, False)
+    legs = legs_of(carried, x.device)
+    mixed = convolved(x, layer.conv, None, legs, False)
     behind = replace(legs, offset=legs.offset + 4 * (layer.conv.shape[1] - 1) * c)  # matrices stand behind channels
-    out = _new(legs, t, heads * dv)
+    out = new_rows(legs, t, heads * dv)
     if t >= IN_CHUNKS:
         deltachunks.delta(x, mixed, layer, behind, out)
     else:

@@ -15,6 +15,7 @@ from kvcli.kernels.reference.basis import fix_basis
 from kvcli.kernels.reference.choosing import summarize
 from kvcli.kernels.reference.deltanet import delta_net
 from kvcli.kernels.reference.experts import by_head, matmul_experts, mix, place_experts, route
+from kvcli.kernels.reference.mamba import mamba
 from kvcli.kernels.reference.matmul import QuantTensor, matmul, place, rows
 from kvcli.kernels.reference.pointwise import (
     activate,
@@ -63,6 +64,7 @@ class ReferenceBackend:
     attention = staticmethod(attention)
     short_conv = staticmethod(short_conv)
     delta_net = staticmethod(delta_net)
+    mamba = staticmethod(mamba)
 
     def __init__(self, threads: int = 1) -> None:
         self._pool = ThreadPoolExecutor(threads)

@@ -23,7 +23,7 @@ _GGUF_NAMES = {
     "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_vl": "qwen2vl",
     "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", 
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
-    "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1", "granitemoehybrid": "granitehybrid",
+    "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1",
     "nemotron-nas": "deci",
 }  # fmt: skip
 

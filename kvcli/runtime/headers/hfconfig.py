@@ -65,7 +65,7 @@ WITH_DEFAULTS = {
     *("qk_nope_head_dim", "index_head_dim", "num_kv_shared_layers", "num_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"),
     *("mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_expand", "mamba_num_heads", "mamba_head_dim"),
-    *("mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("mamba_n_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "conv_L_cache"),
     *("attn_layer_period", "attn_layer_offset", "multi_query", "new_decoder_architecture", "attention_k_eq_v"),
     *("rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta", "attn_logit_softcapping"),

@@ -39,7 +39,8 @@ def together(spelled: str, source: Source, config: HFConfig) -> Iterator[Present
     if not found or found[2] not in (*_GATE_UP, *_DOWN):
         return
     end = "bias" if found[2].endswith("_bias") else "weight"
-    name = f"blk.{found[1]}.ffn_{{}}_{'exps' if routed else 'shexp'}.{end}".format
+    of_all = "_exps" if routed else "_shexp" if config.count("num_experts", default=0) else ""  # or there are no others
+    name = f"blk.{found[1]}.ffn_{{}}{of_all}.{end}".format
     down = found[2] in _DOWN
     whole = Presented.of(name("down"), source)
     if end == "weight" and source.type in STORAGE and _as_columns(source.shape, down, config):

@@ -97,6 +97,8 @@ def _widths(config: HFConfig, hidden: int) -> list[int]:
         config.get("intermediate_size")
         return config.each("intermediate_size_mlp", "ffn", config.count("intermediate_size", default=0))
     widths = config.each("intermediate_size", "ffn", 4 * hidden)
+    if config.model_type == "granitemoehybrid" and not config.count("num_experts", default=0):
+        return [config.count("shared_expert_intermediate_size")] * config.n_layers
     if config.model_type == "lfm2":
         widths = [adjusted(config, n) for n in widths]
     if config.get("use_double_wide_mlp"):  # of layers that read the rows of others
@@ -275,7 +277,8 @@ def _recurrent(config: HFConfig, kinds: str) -> dict[str, Any]:
         elif config.get("mamba_num_heads") and config.get("mamba_head_dim"):
             inner = config.count("mamba_num_heads") * config.count("mamba_head_dim")
         groups = config.count("mamba_n_groups", default=0)
-        return _state(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), groups)
+        keys = _state(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), groups)
+        return keys | _mamba(config) if families.of_gguf(families.gguf_name(config.model_type)).mixers else keys
     if config.model_type in ("minimax", "minimax_text_01"):  # lightning attention: a matrix for each head
         heads = config.count("num_attention_heads", "heads")
         dim = config.count("head_dim", "dim_k", hidden // heads)
@@ -283,6 +286,17 @@ def _recurrent(config: HFConfig, kinds: str) -> dict[str, Any]:
     raise ModelError(
         "config.json has recurrent layers whose constant state kv cannot work out", "the shape can be given by flags"
     )
+
+
+def _mamba(config: HFConfig) -> dict[str, Any]:
+    """What kv must know of Mamba-2 to run it. Raises ModelError for what it does not compute."""
+    limits = config.values("time_step_limit")
+    if limits is not None and limits not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise ModelError(f"time_step_limit in config.json is {limits}: kv's Mamba-2 has no such limits")
+    return {
+        "ssm.time_step_rank": config.count("mamba_n_heads"),
+        "rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
+    }
 
 
 def _delta(config: HFConfig, heads: int, dim: int, kernel: int) -> dict[str, Any]:

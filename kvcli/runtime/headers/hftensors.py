@@ -17,12 +17,12 @@ from kvcli.errors import ModelError
 from kvcli.runtime.formats.adapter import EMBEDDING
 from kvcli.runtime.formats.packedweights import Source
 from kvcli.runtime.formats.packing import pack, packed_types
-from kvcli.runtime.headers import families, hfdelta, hfexperts
+from kvcli.runtime.headers import families, hfdelta, hfexperts, hfmamba
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
 from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
-from kvcli.runtime.model.mixerkeys import delta_nets
+from kvcli.runtime.model.mixerkeys import delta_nets, mambas
 from kvcli.words import listed
 
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
@@ -57,7 +57,7 @@ _SPELLED = (
     (re.compile(r"(layer_scalar|correct_output_scale|\d\.experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
     (re.compile(r"\.expert_bias$"), ".expert_bias.bias"),
-    (re.compile(r"\.linear_attn\.dt_bias$"), ".linear_attn.dt_proj.bias"),
+    (re.compile(r"\.(linear_attn|mamba)\.dt_bias$"), r".\1.dt_proj.bias"),
     (re.compile(r"\.feed_forward\.experts\.(\d+)\.(w[123])\."), r".block_sparse_moe.experts.\1.\2."),
 )
 # Tensors that the `gguf` package has no names for, in a layer.
@@ -170,6 +170,8 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
         tensor = tensor.then(lambda values: values.reshape(len(values), -1), (tensor.shape[0], tensor.shape[-1]))
     if families.of_gguf(arch).mixers is delta_nets:
         return hfdelta.as_in_files(tensor, config)
+    if ".ssm_" in tensor.name and families.of_gguf(arch).mixers is mambas:
+        return hfmamba.as_in_files(tensor, config)
     part = re.search(r"\.attn_([qk])\.(weight|bias)$", tensor.name)
     if part and families.of_gguf(arch).block.rope_pairs and config.model_type not in _NEIGHBOURS:
         heads = config.count("num_attention_heads")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcli.errors import ModelError
-from kvcli.runtime.config import MAX_CONV, MAX_HEAD, DeltaNet, Mixer, ShortConv
+from kvcli.runtime.config import MAX_CONV, MAX_HEAD, DeltaNet, Mamba, Mixer, ShortConv
 from kvcli.runtime.formats.ggufkeys import Keys
 
 MixerReader = Callable[[Keys, int], list[Mixer | None]]  # of so many layers; None = it has attention
@@ -16,6 +16,20 @@ def short_convs(keys: Keys, n_layers: int) -> list[Mixer | None]:
     kernel = keys.integer("shortconv.l_cache", limit=MAX_CONV)
     heads = keys.each("attention.head_count_kv", n_layers, limit=4096, zero=True)
     return [None if n else ShortConv(kernel) for n in heads]
+
+
+def mambas(keys: Keys, n_layers: int) -> list[Mixer | None]:
+    """Mamba-2 where layers have no heads of keys; time steps have the rank of heads."""
+    heads, groups = (keys.integer(f"ssm.{x}", limit=4096) for x in ("time_step_rank", "group_count"))
+    inner, kernel = keys.integer("ssm.inner_size", limit=1 << 20), keys.integer("ssm.conv_kernel", limit=MAX_CONV)
+    if inner % heads or heads % groups or inner // heads > MAX_HEAD:
+        raise ModelError(
+            f"{keys.arch}.ssm.inner_size is {inner}, of {heads} heads in {groups} groups",
+            "the file is damaged; convert it again",
+        )
+    mixer = Mamba(heads, inner // heads, groups, keys.integer("ssm.state_size", limit=1024), kernel)
+    rows = keys.each("attention.head_count_kv", n_layers, limit=4096, zero=True)
+    return [None if n else mixer for n in rows]
 
 
 def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:

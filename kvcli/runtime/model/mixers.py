@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import Backend, Carried, DeltaLayer
-from kvcli.runtime.config import DeltaNet, ModelConfig, ShortConv
+from kvcli.kernels import Backend, Carried, DeltaLayer, MambaLayer
+from kvcli.runtime.config import DeltaNet, Mamba, ModelConfig, ShortConv
 from kvcli.runtime.model.weights import Weights
 
 
@@ -45,7 +45,20 @@ class DeltaNetwork:
         return ops.delta_net(ops.matmul(x, self.projections), self.how, carried)
 
 
-Mixing = ShortConvolution | DeltaNetwork
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2: see `MambaLayer`."""
+
+    index: int
+    projections: tuple[Any, ...]
+    how: MambaLayer
+
+    def compute(self, ops: Backend, x: Any, carried: Sequence[Carried]) -> torch.Tensor:
+        """x [T, d_model], normed -> what the last product of the layer reads, [T, heads * dim]."""
+        return ops.mamba(ops.matmul(x, self.projections), self.how, carried)
+
+
+Mixing = ShortConvolution | DeltaNetwork | StateSpace
 
 
 def load_mixer(config: ModelConfig, layer: int, weights: Weights, ops: Backend) -> tuple[Mixing, str, int]:
@@ -54,6 +67,9 @@ def load_mixer(config: ModelConfig, layer: int, weights: Weights, ops: Backend) 
     mixer, index = config.layers[layer].mixer, sum(x.state_bytes > 0 for x in config.layers[:layer])
     if isinstance(mixer, DeltaNet):
         return _delta_network(config, mixer, layer, index, weights, ops), f"blk.{layer}.ssm_out", _inner(mixer)
+    if isinstance(mixer, Mamba):
+        inner = mixer.heads * mixer.dim
+        return _state_space(config, mixer, layer, index, weights, ops), f"blk.{layer}.ssm_out", inner
     assert isinstance(mixer, ShortConv)
     return (
         _short_convolution(config, mixer, layer, index, weights, ops),
@@ -97,3 +113,23 @@ def _delta_network(
         mixer.tiled,
     )  # fmt: skip
     return DeltaNetwork(index, ops.place(projections), how)
+
+
+def _state_space(
+    config: ModelConfig, mixer: Mamba, layer: int, index: int, weights: Weights, ops: Backend
+) -> StateSpace:
+    name, inner, heads = f"blk.{layer}.{{}}".format, mixer.heads * mixer.dim, mixer.heads
+    rows = inner + mixer.channels + heads
+    projections = ops.place((weights.matrix(name("ssm_in.weight"), rows, config.d_model),))
+
+    def vector(of: str, *shape: int) -> torch.Tensor:
+        return weights.vector(name(of), *shape).to(ops.device)
+
+    bias = "ssm_conv1d.bias"
+    how = MambaLayer(
+        heads, mixer.dim, mixer.groups, mixer.state, vector("ssm_conv1d.weight", mixer.channels, mixer.kernel),
+        vector(bias, mixer.channels) if name(bias) in weights else None, vector("ssm_a", heads, 1).flatten(),
+        vector("ssm_dt.bias", heads), vector("ssm_d", heads, 1).flatten(),
+        vector("ssm_norm.weight", mixer.groups, inner // mixer.groups).flatten(), config.norm_eps,
+    )  # fmt: skip
+    return StateSpace(index, projections, how)
