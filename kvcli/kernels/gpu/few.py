@@ -71,8 +71,9 @@ def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor) -> None:
     """
     count, t, _ = out.shape
     each = triton.cdiv(triton.cdiv(matrix.cols, BLOCK), count)
+    stages = 4 if t <= FEWEST else 2 if _large(matrix) else 3  # of more rows the tiles take more room
     launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
         x, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each, G=matrix.groups,
         **constants(matrix.format), N=ROWS, T=max(FEWEST, triton.next_power_of_2(t)),
-        STAGES=2 if _large(matrix) else 3, num_warps=WARPS,
+        STAGES=stages, num_warps=WARPS,
     )  # fmt: skip

@@ -61,8 +61,9 @@ class Selector:
     def cut(self, length: int) -> None:
         """Rows behind `length` are gone; what their queries gave others stays."""
         self.seen = min(self.seen, length)
-        for mass in self._mass.values():
-            mass[..., length:] = 0
+        with torch.inference_mode():  # in which they were made
+            for mass in self._mass.values():
+                mass[..., length:] = 0
 
     @property
     def since(self) -> int:

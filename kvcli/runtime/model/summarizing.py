@@ -15,21 +15,39 @@ def summarize(model: Decoder, layout: KVLayout, part: Part) -> None:
     """Make the summaries that the part's queries choose by and that are not there: of pages that got full since, that
     prefill wrote, or that were read from a file."""
     for layers, group in zip(part.groups, layout.groups, strict=True):
-        if layers[0].choice is not None:
-            _summarize(model, layers, group.layers)
+        summarize_group(model, layers, group.layers, missing(layers))
 
 
-def _summarize(model: Decoder, layers: Layers, numbers: tuple[int, ...]) -> None:
-    """Of the layers of a group, which are these of the model."""
-    found = layers[0].entries.summaries
-    assert found is not None and isinstance(found.memory, PoolSummaries)
-    if found.memory.settled:
-        return
-    missing = np.intersect1d(found.memory.missing(), np.flatnonzero(found.addresses))
-    if len(missing):
+def missing(layers: Layers) -> np.ndarray:
+    """The places of entries of a group whose summaries queries choose by and are not there: int64 [n]."""
+    found, memory = layers[0].entries.summaries, _unsettled(layers)
+    if found is None or memory is None:
+        return np.zeros(0, np.int64)
+    return np.intersect1d(memory.missing(), np.flatnonzero(found.addresses))
+
+
+def summarize_group(model: Decoder, layers: Layers, numbers: tuple[int, ...], which: np.ndarray) -> None:
+    """Make those of these places in the layers of a group, which are these of the model."""
+    if len(which):
         for kv, number in zip(layers, numbers, strict=True):
-            model.ops.summarize(kv, missing, _angles(model, kv, number))
-    found.memory.settle(missing)
+            model.ops.summarize(kv, which, _angles(model, kv, number))
+    settle(layers, which)
+
+
+def settle(layers: Layers, made: np.ndarray) -> None:
+    """The missing ones have been made."""
+    memory = _unsettled(layers)
+    if memory is not None:
+        memory.settle(made)
+
+
+def _unsettled(layers: Layers) -> PoolSummaries | None:
+    """The summaries of a group of which some may be missing; None where none are, or all pages are read."""
+    found = layers[0].entries.summaries
+    if layers[0].choice is None or found is None:
+        return None
+    assert isinstance(found.memory, PoolSummaries)
+    return None if found.memory.settled else found.memory
 
 
 def _angles(model: Decoder, kv: PagedKV, number: int) -> Angles | None:

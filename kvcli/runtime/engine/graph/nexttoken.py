@@ -7,9 +7,12 @@ range of contexts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from kvcli.kernels.gpu import past
+from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
@@ -20,7 +23,7 @@ from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
-from kvcli.runtime.model.summarizing import summarize
+from kvcli.runtime.model.summarizing import missing, settle, summarize_group
 
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = (0, False)
@@ -37,7 +40,8 @@ class NextToken:
         self.logits = self._floats(model.config.vocab_size)
         self._pages = GraphPages(model, layout, ctx_size, self.position)
         self._legs = graph_legs(layout, 1, self.device)
-        # By context, and whether probabilities are noted; SEALING: of the page that got full.
+        # By context, and whether probabilities are noted; SEALING: of the page that got full; -1 - g: of its
+        # summaries in group g.
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._next: tuple[Sequence | None, int] = (None, -1)
@@ -62,7 +66,6 @@ class NextToken:
         """
         rows = seq.rows_seen
         part = seq.reserve([-1 if token is None else token], answering=True)
-        summarize(self.model, self.layout, part)
         if token is not None:
             self.token.fill_(token)
         bucket = max(SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
@@ -75,6 +78,7 @@ class NextToken:
             self._pages.bind_bases(part)
         if self._legs is not None:
             self._legs.bind(part)
+        self._summarize(part)
         logits = self._replay(bucket, part)
         if any(fixes_basis(layers[0], part.end) for layers in part.groups):  # this row sees the page in 16 bits yet
             self._pages.fix_bases()
@@ -84,6 +88,26 @@ class NextToken:
         self._next = (seq, part.start + 1)
         self.position.add_(1)
         return logits
+
+    def _summarize(self, part: Part) -> None:
+        """Make the summaries by which the row's queries choose; those of one page, which got full, by a graph."""
+        for g, (layers, group) in enumerate(zip(part.groups, self.layout.groups, strict=True)):
+            which = missing(layers)
+            if len(which) != 1:
+                summarize_group(self.model, layers, group.layers, which)
+                continue
+            self._pages.tables[g].summarize_next(layers, int(which[0]))
+            key = -1 - g, False
+            if self.device.type != "cuda":
+                self._launch_summaries(g)
+            else:
+                (self._graphs.get(key) or self._capture(key, partial(self._launch_summaries, g))).replay()
+            settle(layers, which)
+
+    def _launch_summaries(self, group: int) -> None:
+        for pages, means in self._pages.summarized(group):
+            keys, _ = past.stage(pages, 0, 1)
+            summarize(keys, means, pages.summary_offset, pages.means)
 
     def _replay(self, bucket: int, part: Part) -> torch.Tensor:
         """Compute the part's row, which sees up to `bucket` rows, by the graph for that many."""
@@ -137,4 +161,6 @@ class NextToken:
                 self.launch(bucket)
                 self._pages.set_noting(False)
             self._launch_sealing()
+            for g in range(len(self.layout.groups)):
+                self._launch_summaries(g)
         compile_all(variants, len(usable_cpus()))

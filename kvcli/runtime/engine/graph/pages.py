@@ -25,7 +25,7 @@ from kvcli.kernels.gpu.pages import (
     selected,
     summary_bytes,
 )
-from kvcli.kernels.gpu.places import check_slots
+from kvcli.kernels.gpu.places import check_slots, words
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
 from kvcli.kernels.paged import CENTRE_ROWS, Basis, Watch
 from kvcli.options import AttendOptions
@@ -129,6 +129,8 @@ class GroupTables:
             selection=selected(self._table_of(2 * slots, device), limits, group.kv_heads, self.chosen)
             if self.chosen else None,
         )  # fmt: skip
+        self.summarized = self._table_of(2, device) if self.chosen else None  # a page's word, and where its means go
+        self._words = np.zeros(0, np.int64)  # of all entries
         self.noting, self._noted = False, self._noted_of(heads, ctx_size) if notes and rows == 1 else None
         self._sent = {name: np.zeros(0, np.int64) for name in ("table", "summaries", "places")}  # so far
         self._bound: tuple[Layers, int] | None = None
@@ -142,6 +144,13 @@ class GroupTables:
         table, most = self.lists.table, self.group.page_size * (self.entries(ctx_size) + EDGES_EACH)
         scores = torch.zeros(heads, 2 * most, dtype=torch.float32, device=table.device)
         return Noted(torch.zeros_like(table), scores, most, self._table_of(2, table.device))
+
+    def summarize_next(self, layers: Layers, which: int) -> None:
+        """Have the entry at that place, of those that are bound, be the one that `summarized` tells of."""
+        found = layers[0].entries.summaries
+        assert found is not None and self.summarized is not None
+        numbers = torch.from_numpy(np.array((self._words[which], found.addresses[which])))
+        self.summarized.copy_(sent(numbers, self.head.device))
 
     @property
     def noted(self) -> Noted | None:
@@ -205,6 +214,8 @@ class GroupTables:
             n, numbers = len(kv.entries), kv.into.first // size + np.arange(len(kv.into.addresses))
             found = self.centres.place(np.append(kv.entries.first // size, numbers))
             slots = found[:n], found[n:]
+        if self.chosen:
+            self._words = words(kv.entries.addresses, slots[0] if slots else None)
         lists = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
         parts = self.parts(bucket)
@@ -315,6 +326,15 @@ class GraphPages:
         if any(more):
             self.layers = self._made()
         return any(more)
+
+    def summarized(self, group: int) -> Iterator[tuple[DevicePages, torch.Tensor]]:
+        """Each layer of the group over the one page that `summarize_next` named, and where the means of the first one's
+        go: int64 [1]."""
+        found = self.tables[group].summarized
+        if found is not None:
+            lists = PageLists(*(found[:1],) * 7)
+            for i in self.layout.groups[group].layers:
+                yield replace(self.layers[i], lists=lists), found[1:]
 
     def fix_bases(self) -> None:
         """Launch what finds the means and scales of a sequence whose first page was filled; see `take_bases`."""
