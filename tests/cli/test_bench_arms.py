@@ -11,9 +11,10 @@ from conftest import KvHere
 from engines import open_tiny
 from jsonchecks import check
 
+from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.evaluate import prefixreuse, uncached
+from kvcli.runtime.evaluate import guessing, prefixreuse, together, uncached
 from kvcli.runtime.promptcache.file import PromptCacheFile
 
 
@@ -55,6 +56,8 @@ def test_tables_and_json(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.Mo
     arms = {
         "bench --no-kv-cache": ("--no-kv-cache", "-p", "9,20", "-n", "3"),
         "bench --prefix-reuse": ("--prefix-reuse", "-p", "40", "--suffix", "5", "-ct", "f16,int8"),
+        "bench --parallel": ("--parallel", "2,1", "-d", "20", "-n", "3", "--bandwidth", "10"),
+        "bench --spec": ("--spec", "ngram", "-p", "30", "-n", "3"),
     }
     for kind, flags in arms.items():
         code, out, err = kv_here("bench", *common, *flags, "--json")
@@ -64,8 +67,12 @@ def test_tables_and_json(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.Mo
         assert len(value["results"]) == 2 and value["repetitions"] == 1
         code, out, _ = kv_here("bench", *common, *flags)
         rows = [line for line in out.splitlines() if line.startswith("| ")]
-        assert code == 0 and len(rows) == 2 + (2 if kind.endswith("--no-kv-cache") else 6)
-        if kind.endswith("--no-kv-cache"):
+        assert code == 0 and len(rows) == 2 + (6 if kind.endswith("--prefix-reuse") else 2)
+        if kind.endswith("--parallel"):
+            assert [row.split("|")[2:4] for row in rows[2:]] == [[f" {n} ", " tg3 @ d20 "] for n in (1, 2)]
+        elif kind.endswith("--spec"):
+            assert [row.split("|")[2] for row in rows[2:]] == [" copying ", " prose "]
+        elif kind.endswith("--no-kv-cache"):
             assert [row.split("|")[2:4] + row.split("|")[9:10] for row in rows[2:]] == [
                 [" 9 ", " 3 ", " 3 "], [" 20 ", " 3 ", " 3 "],
             ]  # fmt: skip
@@ -103,6 +110,12 @@ def test_files_that_cannot_be_put_out_are_told(
         (("--prompt-cache", "a"), "--prompt-cache needs -d"),
         (("--prompt-cache", "a", "-d", "0"), "--prompt-cache needs -d"),
         (("--prefix-reuse", "--prompt-cache", "a"), "--prompt-cache cannot be used with --prefix-reuse"),
+        (("--parallel", "2", "--spec", "off"), "--parallel and --spec cannot be used together"),
+        (("--parallel", "2", "-p", "9"), "-p cannot be used with --parallel"),
+        (("--parallel", "1,0"), "--parallel must be 1 to 256, not '0'"),
+        (("--parallel", "2", "-n", "0"), "--n-gen must be 1 or more here"),
+        (("--spec", "some"), "--spec must be suffix, ngram or off, not 'some'"),
+        (("--spec", "ngram", "-d", "9"), "-d cannot be used with --spec"),
     ],
     ids=" ".join,
 )
@@ -128,3 +141,42 @@ def test_depths_come_from_a_file(kv_here: KvHere, tmp_path: Path, monkeypatch: p
     assert counts == [80 + 2 * 4, 2 * 4, 20 + 4]
     with PromptCacheFile(file) as found:
         assert len(found.contents.tokens) == 100
+
+
+def test_sequences_at_a_time_are_each_behind_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_tiny("llama", "auto", CacheOptions(100, "int8", "int8", page_size=16, sequences=3))
+    rows, forward = [], Engine.forward_all
+    monkeypatch.setattr(Engine, "forward_all", lambda e, parts: rows.append(len(parts)) or forward(e, parts))
+    heard: list[str] = []
+    one, three = together.run(engine, [1, 3], [(40, 6)], 2, False, heard.append)
+    assert (one.sequences, three.sequences, three.depth, three.tokens) == (1, 3, 40, 6)
+    assert heard == ["1 x 6 tokens @ d40", "3 x 6 tokens @ d40"]
+    assert rows.count(3) >= 2 * 6  # steps of all
+    weights = engine.terms.setting.weights.read
+    assert three.read_bytes - weights == 3 * (one.read_bytes - weights) > 0
+    assert three.step_s == 3 / three.median and three.limit(1.0) == 3e9 / three.read_bytes and one.limit(None) is None
+    engine.pool.check([])
+
+
+def test_sequences_whose_pages_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_tiny("llama", "auto", CacheOptions(100, page_size=16))
+    monkeypatch.setattr(engine.pool, "budget_bytes", engine.layout.pool_bytes(together.rows(40, 6), engine.ubatch, 2))
+    found = together.run(engine, [2, 20_000], [(40, 6)], 1, False, lambda _: None)
+    assert next(found).sequences == 2
+    with pytest.raises(DoesNotFit, match=r"20000 sequences of 48 tokens need .* of pages, there is room for"):
+        next(found)
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize("method", ["suffix", "off"])
+def test_guessed_answers_are_those_without(method: str) -> None:
+    engine = open_tiny("llama", "auto", CacheOptions(200, page_size=16))
+    copying, prose = guessing.run(engine, method, [60], [24], 2, False, lambda _: None)
+    assert (copying.arm, prose.arm) == guessing.ARMS and copying.prompt > prose.prompt > 60
+    for each in (copying, prose):
+        assert each.same == each.tokens == 2 * 25 and len(each.rates) == len(each.plain_rates) == 2
+        assert each.drafted >= each.accepted >= 0 and each.steps + each.accepted == 2 * 24
+        assert each.tokens_per_step == (each.steps + each.accepted) / each.steps
+        assert method == "suffix" or each.drafted == 0
+    assert method == "off" or copying.drafted + prose.drafted > 0
+    engine.pool.check([])

@@ -115,7 +115,9 @@ class Engine:
     @property
     def notices(self) -> list[str]:
         """What the user should know."""
-        return [*self.loaded.notices, *self.terms.notices, *filter(None, [self.slow_path])]
+        together = self.terms.options.sequences > 1 and self.one_by_one
+        slow = f"slower path (answers one after the other): {together}" if together else ""
+        return [*self.loaded.notices, *self.terms.notices, *filter(None, [self.slow_path, slow])]
 
     @property
     def doubts(self) -> list[str]:

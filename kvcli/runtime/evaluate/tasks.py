@@ -115,9 +115,9 @@ QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 def _recall(chance: random.Random, count: int, depth: float) -> Built:
     """A pass key in filler, at a depth in per cent."""
-    key, filler = _digits(chance), [_sentence(chance) for _ in range(count)]
+    key, around = _digits(chance), [_sentence(chance) for _ in range(count)]
     at = round(count * depth / 100)
-    return " ".join([OPENING, *filler[:at], needle(key), *filler[at:]]) + QUESTION, key
+    return " ".join([OPENING, *around[:at], needle(key), *around[at:]]) + QUESTION, key
 
 
 def _needles(chance: random.Random, count: int) -> Built:
@@ -181,13 +181,18 @@ _BUILDERS: dict[str, Callable[[random.Random, int], Built]] = {
 # --- pieces
 
 
+def filler(chance: random.Random, count: int) -> str:
+    """So many sentences that mean nothing much."""
+    return " ".join(_sentence(chance) for _ in range(count))
+
+
 def _hide(chance: random.Random, hidden: list[str], count: int) -> str:
     """These sentences, in their order, at places of `count` sentences of filler that are drawn."""
     shares = sorted(chance.random() for _ in hidden)
-    filler = [_sentence(chance) for _ in range(count)]
+    around = [_sentence(chance) for _ in range(count)]
     for share, sentence in reversed(list(zip(shares, hidden, strict=True))):
-        filler.insert(int(share * (count + 1)), sentence)
-    return " ".join(filler)
+        around.insert(int(share * (count + 1)), sentence)
+    return " ".join(around)
 
 
 def _sentence(chance: random.Random) -> str:

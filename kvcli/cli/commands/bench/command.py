@@ -1,5 +1,5 @@
-"""`kv bench`: tokens a second of prompts and of generation; what the cache of keys and values is worth, and that of
-prompts."""
+"""`kv bench`: tokens a second of prompts and of generation, of one sequence or several; what the cache of keys and
+values is worth, that of prompts, and guessed tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import typer
 
-from kvcli.cli.commands.bench import prefixes, speeds, uncached
+from kvcli.cli.commands.bench import guesses, parallels, prefixes, speeds, uncached
 from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series
 from kvcli.cli.flags.attending import AttendFlags
@@ -26,6 +26,8 @@ kv bench -m model.gguf -d 0,4k,16k -ct f16,int8,int4
 kv bench -d 32k --prompt-cache deep.safetensors
 kv bench --no-kv-cache -p 256 -n 64
 kv bench --prefix-reuse -p 8k -ct f16,int4
+kv bench --parallel 1,4,16 -d 4k
+kv bench --spec suffix
 kv bench --json > bench.json
 """
 
@@ -63,6 +65,7 @@ def bench(
             attend=attend.options(evicting),
         )
         series = Series(load, pairs, cache, invocation, interrupts)
-        arms = uncached if what.no_kv_cache else prefixes if what.prefix_reuse else speeds
-        failures = arms.measure(series, what, types, evicting, json)
+        arms = {uncached: what.no_kv_cache, prefixes: what.prefix_reuse, parallels: what.parallel, guesses: what.spec}
+        arm = next((arm for arm, asked in arms.items() if asked), speeds)
+        failures = arm.measure(series, what, types, evicting, json)
     raise typer.Exit(DoesNotFit.exit_code if failures else 0)

@@ -15,6 +15,7 @@ from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import MEASURE
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, PromptCacheOptions
+from kvcli.runtime.engine.spec.texts import METHODS
 
 if TYPE_CHECKING:
     from kvcli.runtime.evaluate.benching import Case
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _NONE, _DEPTH = "; 0 = none", "; -d is not --device"  # for hints
 _option = partial(typer.Option, rich_help_panel=MEASURE)
 NO_CACHE, PREFIX_REUSE, PROMPT_CACHE = "--no-kv-cache", "--prefix-reuse", "--prompt-cache"
+PARALLEL, SPEC = "--parallel", "--spec"
+MOST_SEQUENCES = 256
 
 
 def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.OptionInfo:
@@ -33,6 +36,22 @@ def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.
 def _lengths(text: str, flag: str, more: str) -> list[int]:
     """'0,4k' -> tokens, each once. Raises UsageError."""
     return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))
+
+
+def _counts(text: str) -> list[int]:
+    """'1,2,16' -> numbers of sequences, each once, the fewest first. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not word.isdecimal() or not 1 <= int(word) <= MOST_SEQUENCES]:
+        hint = "numbers with commas between them, e.g. 1,2,4,8"
+        raise UsageError(f"{PARALLEL} must be 1 to {MOST_SEQUENCES}, not {wrong[0]!r}", hint)
+    return sorted({int(word) for word in words})
+
+
+def _method(text: str) -> str:
+    """Raises UsageError for what is no way to guess."""
+    if text not in METHODS:
+        raise UsageError(f"{SPEC} must be {', '.join(METHODS[:-1])} or {METHODS[-1]}, not {text!r}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,25 @@ class BenchFlags:
             " disk, and still in memory.",
         ),
     ] = False
+    parallel: Annotated[
+        str | None,
+        _option(
+            PARALLEL,
+            metavar="LIST",
+            help="Tokens a second of so many sequences at a time, each behind -d tokens of its own, e.g. 1,2,4,8.",
+            callback=checked(_counts),
+        ),
+    ] = None
+    spec: Annotated[
+        str | None,
+        _option(
+            SPEC,
+            metavar="|".join(METHODS),
+            help="What guessed tokens are worth: answers that copy a text of -p (512) tokens, and such in words of"
+            " their own, with guesses and without.",
+            callback=checked(_method),
+        ),
+    ] = None
     suffix: Annotated[
         int | None,
         _option(
@@ -123,15 +161,21 @@ class BenchFlags:
 
     def check(self) -> None:
         """Raises UsageError for options that change nothing in what is measured."""
-        if self.no_kv_cache and self.prefix_reuse:
-            raise UsageError(f"{NO_CACHE} and {PREFIX_REUSE} cannot be used together", "run them one after the other")
-        only = NO_CACHE if self.no_kv_cache else PREFIX_REUSE if self.prefix_reuse else ""
-        unused = {"-d": self.n_depth, "--bandwidth": self.bandwidth, PROMPT_CACHE: self.prompt_cache} if only else {}
+        arms = {NO_CACHE: self.no_kv_cache, PREFIX_REUSE: self.prefix_reuse, PARALLEL: self.parallel, SPEC: self.spec}
+        only, *others = [name for name, there in arms.items() if there] or [""]
+        if others:
+            raise UsageError(f"{only} and {others[0]} cannot be used together", "run them one after the other")
+        unused: dict[str, object] = {PROMPT_CACHE: self.prompt_cache} if only else {}
+        if only == PARALLEL:
+            unused |= {"-p": self.n_prompt}
+        elif only:
+            unused |= {"-d": self.n_depth, "--bandwidth": self.bandwidth}
         unused |= {"-n": self.n_gen} if self.prefix_reuse else {"--suffix": self.suffix}
         if given := [name for name, value in unused.items() if value is not None]:
             if not only:
                 raise UsageError(f"{given[0]} needs {PREFIX_REUSE}", "it is about prompts that begin alike")
-            raise UsageError(f"{given[0]} cannot be used with {only}", "-p is the length of the prompts there")
+            length = "-d" if only == PARALLEL else "-p"
+            raise UsageError(f"{given[0]} cannot be used with {only}", f"{length} is the length of the prompts there")
         if self.prompt_cache is not None and not any(self.depths()):
             raise UsageError(f"{PROMPT_CACHE} needs -d", "it has the rows that are in the cache before a test")
 
@@ -159,6 +203,11 @@ class BenchFlags:
     def generations(self, default: str) -> list[int]:
         """How many tokens are generated."""
         return _lengths(self.n_gen or default, "--n-gen", _NONE)
+
+    def sequences(self) -> list[int]:
+        """How many sequences are written at a time."""
+        assert self.parallel is not None
+        return _counts(self.parallel)
 
     def positive(self, lengths: list[int], flag: str) -> list[int]:
         """Raises UsageError for a length of 0, where that is no test."""

@@ -67,7 +67,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
 
     def one(engine: Engine, pair: Types) -> Table:
         if not setting:
-            setting.append((Setting.of(engine, series.load, types, evict), _bandwidth(engine, what, invocation)))
+            setting.append((Setting.of(engine, series.load, types, evict), bandwidth_of(engine, what, invocation)))
         caches = engine.prompt_caches(kept, render.telling(invocation)) if kept else None
         with closing(caches) if caches else nullcontext():
             run = benching.run(engine, cases, repetitions, not what.no_warmup, partial(tell, pair), caches)
@@ -87,7 +87,8 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     return failures
 
 
-def _bandwidth(engine: Engine, what: BenchFlags, invocation: Invocation) -> Bandwidth:
+def bandwidth_of(engine: Engine, what: BenchFlags, invocation: Invocation) -> Bandwidth:
+    """As it is asked for, known, or measured now."""
     from kvcli.runtime.evaluate import benching
 
     if what.bandwidth is not None:
