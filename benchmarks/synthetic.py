@@ -128,7 +128,7 @@ def _hybrid(prefix: str, shape: Shape, layer: int, base: str, sensitive: str) ->
     if (layer + 1) % 4:
         inner = [
             ("attn_qkv.weight", (channels, d), base), ("attn_gate.weight", (values * size, d), base),
-            *((f"ssm_{x}.weight", (values, d), "F32") for x in ("beta", "alpha")),
+            *((f"ssm_{x}.weight", (values, d), base) for x in ("beta", "alpha")),
             ("ssm_conv1d.weight", (channels, 4), "F32"), ("ssm_a", (values,), "F32"), ("ssm_dt.bias", (values,), "F32"),
             ("ssm_norm.weight", (size,), "F32"), ("ssm_out.weight", (d, values * size), base),
         ]  # fmt: skip

@@ -105,9 +105,8 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
         ("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("gemma3n-three", "f16", (30, 1, 1, 1)),
         ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
-        ("lfm2", "f16", (1, 1, 13, 1, 1, 13, 1, 1, 1)),
-        ("qwen35", "f16", (14, 1, 1, 1, 30, 1, 1)),
-        ("granitehybrid-dense", "f16", (18, 1, 1, 13, 1)),
+        ("qwen35", "f16", (14, 1, 1, 30, 1)),
+        ("granitehybrid-dense", "f16", (18, 1)),
     ],
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
@@ -140,10 +139,9 @@ def test_a_graph_that_is_captured_changes_no_state():
         ours = OnGpu("qwen35", "f16", True)
         assert ours.token is not None and ours.steps is not None
         seq = Sequence(ours.pool)
-        ours.run(seq, IDS[:20])
         token, rows = ours.token, ours.steps._of(16)
         for ids, graph, pages, legs in (
-            (IDS[20:21], token, token._pages, token._legs), (IDS[21:30], rows, rows.pages, rows.legs)
+            (IDS[:1], token, token._pages, token._legs), (IDS[1:10], rows, rows.pages, rows.legs)
         ):  # fmt: skip
             part = seq.reserve(ids)
             assert part.states is not None and legs is not None

@@ -154,7 +154,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
         if at_once:
             graph._launch_sealing()
         else:
-            for layer in graph._pages.layers:
+            for layer in graph._pages.layers.values():
                 seal_step(layer)
         sealed.append([page.cpu().clone() for page in pages])
     for page, other in zip(*sealed, strict=True):
@@ -165,6 +165,7 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
 FAMILIES = (
     "llama", "gemma3", "qwen2", "qwen3", "phi3", "glm4", "mistral3", "gemma2", "granite", "olmo2", "starcoder2",
     "cohere2", "hunyuan-dense", "arcee", "mixtral", "qwen2moe", "granitemoe-shared", "glm4moe", "gpt-oss",
+    "qwen35", "granitehybrid-dense",
 )  # fmt: skip
 
 

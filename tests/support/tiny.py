@@ -241,6 +241,15 @@ _EACH_LAYER = (
     "no_rope_layers",
     "attention.sliding_window_pattern",
 )
+# Of models of `make_even` in which layers keep a state: settings and keys.
+_EVEN_STATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lfm2": ({}, {"attention.head_count_kv": [0, 1]}),
+    "qwen35": ({"linear_value_head_dim": 8}, {"ssm.inner_size": 32}),
+    "granitehybrid": (
+        {"mamba_n_heads": 8, "shared_intermediate_size": 96},
+        {"attention.head_count_kv": [0, 1], "ssm.time_step_rank": 8, "ssm.inner_size": 128},
+    ),
+}
 BORROWED = ("internlm2", "exaone")  # transformers has them as remote code alone; they are llamas by other names
 FILES_ALONE = (
     *BORROWED,
@@ -626,8 +635,10 @@ def make_even(arch: str, quantized: bool, tokens: int = 64) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"num_hidden_layers": 2, "head_dim": 64 if arch == "gemma3" else 32}
     sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64}
-    settings = _of_two(known.settings) | _tied(arch in _ALWAYS_TIED, **sizes)
+    settings = _of_two(known.family.settings | known.settings) | _tied(arch in _ALWAYS_TIED, **sizes)
+    settings |= _EVEN_STATES.get(known.arch, ({}, {}))[0]
     keys = {key: value for key, value in _of_two(known.keys).items() if not key.endswith("feed_forward_length")}
+    keys |= _EVEN_STATES.get(known.arch, ({}, {}))[1]
     variant = Variant(known.arch, settings, keys, kind=known.kind)
     path = Path(_folder().name) / f"{arch}-even-{quantized}-{tokens}.gguf"
     names = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(tokens)]}
@@ -714,7 +725,12 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
         tensors = [(name.replace("_exps.", f".{i}."), each) for name, x in tensors for i, each in _experts_of(name, x)]
     for name, weight in tensors:
         values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
-        if quantized and weight.dim() > 1 and not any(x in name for x in ("attn_v", "gate_inp")):
+        if (
+            quantized
+            and weight.dim() > 1
+            and not any(x in name for x in ("attn_v", "gate_inp", "conv", "ssm_norm"))
+            and (name.endswith(".weight"))
+        ):
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
@@ -767,7 +783,7 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         if variant.family.one_more and name.endswith("norm.weight") and "linear_attn" not in name:
             weight = weight + 1
         if "linear_attn" in name:
-            name, weight = _of_delta(name, weight)
+            name, weight = _of_delta(name, weight, sizes.linear_value_head_dim)
         if ".mamba." in name:
             name, weight = _of_mamba(name, weight)
         if found_stream := re.fullmatch(r"(model\.altup\w+)\.0\.weight", name):
@@ -820,11 +836,11 @@ def _of_heads(name: str, weight: torch.Tensor, sizes: Any) -> list[tuple[str, to
     return [(f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous()), (f"blk.{layer}.attn_v_b.weight", values)]
 
 
-def _of_delta(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+def _of_delta(name: str, weight: torch.Tensor, dim: int) -> tuple[str, torch.Tensor]:
     """Of a gated delta network: value heads 0 and 2, which read the first key head and the second one, stand before 1
     and 3."""
     part, order = name.rpartition("linear_attn.")[2], torch.tensor([0, 2, 1, 3])
-    wide = torch.cat([h * 12 + torch.arange(12) for h in order])
+    wide = torch.cat([h * dim + torch.arange(dim) for h in order])
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         weight = torch.cat([weight[:32], weight[32:][wide]])
     elif part == "in_proj_z.weight":

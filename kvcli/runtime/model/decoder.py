@@ -195,7 +195,7 @@ class Decoder:
             return self._latents(inner, x, step)
         if isinstance(inner, Mixing):
             carried = [leg for (lo, _), p in step.rows for leg in p.carried(inner.index, lo)]
-            return inner.compute(self.ops, x, carried)
+            return inner.mix(self.ops, self.ops.matmul(x, inner.projections), carried)
         if isinstance(inner, FeedForward):
             if inner.cutoff is not None:
                 products = cut_gates(self.ops.matmul(x, inner.gate_up), inner.cutoff)

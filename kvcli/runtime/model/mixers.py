@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import Backend, Carried, DeltaLayer, MambaLayer
+from kvcli.kernels import Backend, DeltaLayer, MambaLayer
 from kvcli.runtime.config import DeltaNet, Mamba, ModelConfig, ShortConv
 from kvcli.runtime.model.weights import Weights
 
@@ -24,9 +24,8 @@ class ShortConvolution:
     weight: torch.Tensor
     conv_bias: torch.Tensor | None
 
-    def compute(self, ops: Backend, x: Any, carried: Sequence[Carried]) -> torch.Tensor:
-        """x [T, d_model], normed -> what the last product of the layer reads, [T, d_model]; the states go on."""
-        projected = ops.matmul(x, self.projections)
+    def mix(self, ops: Backend, projected: torch.Tensor, carried: Sequence[Any]) -> torch.Tensor:
+        """Projections of rows -> what the last product of the layer reads, [T, d_model]; the states go on."""
         if self.bias is not None:
             ops.add_(projected, self.bias)
         return ops.short_conv(projected, self.weight, self.conv_bias, carried)
@@ -40,9 +39,9 @@ class DeltaNetwork:
     projections: tuple[Any, ...]
     how: DeltaLayer
 
-    def compute(self, ops: Backend, x: Any, carried: Sequence[Carried]) -> torch.Tensor:
-        """x [T, d_model], normed -> what the last product of the layer reads, [T, value_heads * dim_v]."""
-        return ops.delta_net(ops.matmul(x, self.projections), self.how, carried)
+    def mix(self, ops: Backend, projected: torch.Tensor, carried: Sequence[Any]) -> torch.Tensor:
+        """Projections of rows -> what the last product of the layer reads, [T, value_heads * dim_v]."""
+        return ops.delta_net(projected, self.how, carried)
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class StateSpace:
     projections: tuple[Any, ...]
     how: MambaLayer
 
-    def compute(self, ops: Backend, x: Any, carried: Sequence[Carried]) -> torch.Tensor:
-        """x [T, d_model], normed -> what the last product of the layer reads, [T, heads * dim]."""
-        return ops.mamba(ops.matmul(x, self.projections), self.how, carried)
+    def mix(self, ops: Backend, projected: torch.Tensor, carried: Sequence[Any]) -> torch.Tensor:
+        """Projections of rows -> what the last product of the layer reads, [T, heads * dim]."""
+        return ops.mamba(projected, self.how, carried)
 
 
 Mixing = ShortConvolution | DeltaNetwork | StateSpace

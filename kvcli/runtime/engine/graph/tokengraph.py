@@ -2,12 +2,13 @@
 
 Per layer: q/k/v product; norms of heads, RoPE, rotation, store; attention in splits; their combination, which is also
 the next product's vector; output product; gate/up product; down product. Each product leaves the vector of the next
-one, already normed and quantized (see kernels/gpu/matvec.py).
+one, already normed and quantized (see kernels/gpu/matvec.py). Layers that keep a state have the kernels of prompts
+between their two products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +16,7 @@ from kvcli.kernels import ExpertLayer
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
@@ -28,14 +29,17 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import LAYER, RMS, ModelConfig
 from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.engine.graph.tokenexperts import TokenExperts, expert_matrices
-from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Sublayer
+from kvcli.runtime.model.decoder import Attention, Decoder, FeedForward, Inner, Sublayer
+from kvcli.runtime.model.mixers import Mixing
+
+MIXES_ROWS = Attention | Mixing  # what looks at other rows of a text
 
 
 def unsupported(model: Decoder) -> str:
     """Why a model's tokens cannot be computed by these kernels; "" = they can."""
     c = model.config
-    heads = max(c.n_heads * x.dim_v for x in c.layers)
-    sizes = [("d_model", c.d_model), ("heads x head dim", heads), *(("d_ff", width) for width in _widths(model))]
+    sizes = [("d_model", c.d_model), *(("d_ff", width) for width in _widths(model))]
+    sizes += [("heads x head dim", x.out[0].cols) for x in model.weights.sublayers if isinstance(x.inner, MIXES_ROWS)]
     for name, size in sizes:
         if size % GROUP:
             return f"{name} is {size}, which is no multiple of {GROUP}"
@@ -52,8 +56,6 @@ def _unlike(c: ModelConfig) -> str:
         return "a dense part stands beside the experts"
     if c.latents:
         return "attention is over latents"
-    if any(x.state_bytes for x in c.layers):
-        return "some layers keep a state"
     if c.d_token:
         return "layers have embeddings of tokens of their own"
     if c.block.v_norm:
@@ -79,6 +81,13 @@ def _widths(model: Decoder) -> Iterator[int]:
             yield c.experts.shared_ff
 
 
+def _first(inner: Inner) -> tuple[DeviceMatrix, ...]:
+    """The first product of attention, or of what stands in its place."""
+    if isinstance(inner, Attention):
+        return inner.qkv
+    return inner.projections if isinstance(inner, Mixing) else ()
+
+
 class TokenGraph(NextToken):
     """The next token by kernels of its own; see `unsupported`."""
 
@@ -88,18 +97,20 @@ class TokenGraph(NextToken):
         keep = any(m.format.kind == PLAIN or m.change for m in _matrices(model))
         self.residual, self.row = floats(c.d_model), floats(1, c.d_model)
         self.x = Activations.empty(c.d_model, keep, self.device)
-        self.heads = [Activations.empty(c.n_heads * x.dim_v, keep, self.device) for x in c.layers]
         mixtures = [each.inner for each in w.sublayers if isinstance(each.inner, ExpertLayer)]
         self.experts = TokenExperts(mixtures[0], keep) if mixtures else None
         self.gated = Activations.empty(c.d_ff if len(mixtures) < c.n_layers else GROUP, keep, self.device)
         self.norm = Norm(floats(c.d_model // GROUP), c.norm_eps) if _folds(model) else None  # folded into products
         inner = [each.inner for each in w.sublayers]
         self.up = floats(max((m.rows for x in inner if isinstance(x, FeedForward) for m in x.gate_up), default=0))
-        self.qkv = [floats(1, sum(m.rows for m in x.qkv)) for x in inner if isinstance(x, Attention)]
+        self.projected = {i: floats(1, sum(m.rows for m in _first(x))) for i, x in enumerate(inner) if _first(x)}
+        self.heads = {i: Activations.empty(w.sublayers[i].out[0].cols, keep, self.device) for i in self.projected}
+        self.gates = floats(1, max((m.rows for x in inner if isinstance(x, Attention) for m in x.gate), default=0))
         self.y = floats(c.d_model)
-        self._queries = [  # and turned ones
-            Queries.empty(2, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for x in c.layers
-        ]
+        shapes = {x.layer: c.layers[x.layer] for x in inner if isinstance(x, Attention)}
+        self._queries = {  # and turned ones
+            i: Queries.empty(2, c.n_heads, x.dim_k, x.rope.dim if x.rope else 0, self.device) for i, x in shapes.items()
+        }
         self._partials: dict[tuple[int, int], Partials] = {}
         self.pdl = AFTER if Chip.of(self.device).ahead and not INTERPRETED else SERIAL
         self._post_squares: dict[int, torch.Tensor] = {}
@@ -113,9 +124,11 @@ class TokenGraph(NextToken):
             settle(self.row, self.residual, self._next_norm(first), self.x, c.norm_eps, first=True)
         elif first.norm is not None:
             advance(self.row, self.residual, first.norm, self.x, self.norm.squares)
-        for each, following in w.with_next():
+        for i, (each, following) in enumerate(w.with_next()):
             if isinstance(each.inner, Attention):
-                self._add(each, self._attention(each.inner, bucket), following)
+                self._add(each, self._attention(each.inner, bucket, i), following)
+            elif isinstance(each.inner, Mixing):
+                self._add(each, self._mixing(each.inner, i), following)
             elif isinstance(each.inner, ExpertLayer):
                 self._add_experts(each.inner, following)
             elif isinstance(each.inner, FeedForward):
@@ -138,15 +151,35 @@ class TokenGraph(NextToken):
         activate(self.up[: matrix.rows], inner.bias, block.activation, run, self.gated, self.pdl)
         return self.gated
 
-    def _attention(self, inner: Attention, bucket: int) -> Activations:
-        """From the normed vector to the heads' outputs, quantized; the token's key and value go into the cache."""
-        layer, how, pdl, done = inner.layer, inner.how, self.pdl, 0
-        pages, qkv = self._pages.layers[layer], self.qkv[layer]
-        for matrix in inner.qkv:  # of different formats: they run beside each other
+    def _project(self, matrices: Sequence[DeviceMatrix], out: torch.Tensor) -> torch.Tensor:
+        """The products of the normed vector, side by side in `out` [1, rows of all]."""
+        done = 0
+        for matrix in matrices:  # of different formats: they run beside each other
             beside = BESIDE if done and not matrix.change else LEADING
-            out = qkv[0, done : done + matrix.rows]
-            matvec(matrix, self.x, STORE, norm=self.norm, out=out, pdl=beside if pdl else SERIAL)
+            to = out[0, done : done + matrix.rows]
+            matvec(matrix, self.x, STORE, norm=self.norm, out=to, pdl=beside if self.pdl else SERIAL)
             done += matrix.rows
+        return out
+
+    def _mixing(self, inner: Mixing, i: int) -> Activations:
+        """From the normed vector to what sublayer `i` makes of it and of its state, quantized; the state goes on."""
+        assert self._legs is not None
+        projected = self._project(inner.projections, self.projected[i])
+        return self._quantized(inner.mix(self.model.ops, projected, [self._legs.of(inner.index)]), i)
+
+    def _quantized(self, x: torch.Tensor, i: int) -> Activations:
+        """x [1, n] as the last product of sublayer `i` reads it."""
+        to = self.heads[i]
+        quantize(x, to, self.pdl)
+        if to.keep:
+            to.values.copy_(x[0])
+        return to
+
+    def _attention(self, inner: Attention, bucket: int, i: int) -> Activations:
+        """From the normed vector to the heads' outputs, quantized, of sublayer `i`; the token's key and value go into
+        the cache."""
+        layer, how, pdl = inner.layer, inner.how, self.pdl
+        pages, qkv = self._pages.layers[layer], self._project(inner.qkv, self.projected[i])
         how = normed_together(qkv, how, pages.record.dim_k)
         tables, _ = self._pages.of(layer)
         queries = prepare(qkv, how, pages, self._queries[layer], pdl)
@@ -155,10 +188,14 @@ class TokenGraph(NextToken):
         partials = self._partials_of(layer, tables.parts(bucket))
         attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket))
         noted = pages.lists.noted is not None
-        combine(partials, pages, self.heads[layer], LEADING if noted and pdl else pdl, how.sinks)
+        found = combine(
+            partials, pages, None if inner.gate else self.heads[i], LEADING if noted and pdl else pdl, how.sinks
+        )
         if noted:
             note(partials, pages, how.sinks, BESIDE if pdl else SERIAL)
-        return self.heads[layer]
+        if found is None:
+            return self.heads[i]
+        return self._quantized(found * self._project(inner.gate, self.gates).sigmoid_(), i)
 
     def _partials_of(self, layer: int, parts: int) -> Partials:
         """Where the results of the parts of a layer's pages go; those of layers with as many of one size share it."""
@@ -225,8 +262,9 @@ def _matrices(model: Decoder) -> Iterator[DeviceMatrix]:
     for each in w.sublayers:
         yield from each.out
         if isinstance(each.inner, Attention):
-            yield from each.inner.qkv
-        elif isinstance(each.inner, FeedForward):
+            yield from each.inner.gate
+        yield from _first(each.inner)
+        if isinstance(each.inner, FeedForward):
             yield from each.inner.gate_up
         elif isinstance(each.inner, ExpertLayer):
             yield from expert_matrices(each.inner)
