@@ -25,7 +25,7 @@ from kvcli.kernels.gpu.sample import uniforms
 from kvcli.options import CacheOptions
 from kvcli.runtime.config import ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.engine.graph import nexttoken
+from kvcli.runtime.engine.graph import compiling
 from kvcli.runtime.engine.graph.batchgraph import BatchGraph
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.headers.shapes import config_from_recipe
@@ -134,7 +134,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
 
     with (
         assumed(chip),
-        mock.patch.object(nexttoken, "compile_all", collect),
+        mock.patch.object(compiling, "compile_all", collect),
         mock.patch.object(compiled, "mark_of", lambda device, *facts: Path(os.devnull, "none")),
         mock.patch.object(past, "library_takes", lambda *heads: True),
     ):
@@ -149,6 +149,8 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         engine = Engine(loaded)  # type: ignore[arg-type]
         if engine.slow_path:
             raise RuntimeError(f"{model.recipe}: {engine.slow_path}")
+        assert engine.kernels is not None
+        engine.kernels.need_all()
         engine.steps = None  # long steps are not captured
         with collecting() as more:
             seq = engine.new_sequence()

@@ -6,8 +6,9 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
+from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,11 @@ from kvcli.runtime.text.tools.use import ToolUse
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.graph.batching import Batches
+    from kvcli.runtime.engine.graph.compiling import Kernels
     from kvcli.runtime.engine.graph.nexttoken import NextToken
     from kvcli.runtime.engine.graph.stepgraph import StepGraph
+
+SHORT_ROWS = 16  # of a prompt whose kernels are compiled first; see graph/stepgraph.py
 
 
 class Engine:
@@ -76,6 +80,7 @@ class Engine:
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
         self.batches: Batches | None = None
+        self.kernels: Kernels | None = None
         self.slow_path, self.graph = self._token_graph()
         self.load_s = loaded.load_s + time.perf_counter() - began
 
@@ -146,29 +151,37 @@ class Engine:
         from kvcli.kernels.gpu import compiled
         from kvcli.runtime.engine.graph import rowgraph, stepgraph, tokengraph
         from kvcli.runtime.engine.graph.batching import Batches
+        from kvcli.runtime.engine.graph.compiling import Kernels
 
         sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)
         graph = rowgraph.RowGraph(*sizes) if reason else tokengraph.TokenGraph(*sizes)
         steps = stepgraph.StepGraph(*sizes)
         facts = self.config, self.terms.options, self.ctx_size, self.ubatch, self.loaded.facts
-        mark = compiled.mark_of(self.model.ops.device, *facts)
-        if not mark.exists():
-            graph.compile((self._dry_run, steps.dry_run))
-            compiled.leave(mark)
+        first = graph.dry_run, partial(steps.dry_run, shortest=True), self._dry_sampler
+        others = self._dry_run, steps.dry_run
+        self.kernels = Kernels(compiled.mark_of(self.model.ops.device, *facts), first, others)
         self.steps, self.batches = steps, Batches(*sizes)
         return f"slower path (tokens by the kernels of prompts): {reason}" if reason else "", graph
 
     def _dry_run(self) -> None:
         """Prompts that need every kernel that prompts need: long ones, and short ones, whose keys have no mean yet."""
+        room = max(1, self.ctx_size - 1)
+        pages = 1 + max(1, *(group.sinks for group in self.layout.groups))  # of which one is sealed
+        graphs, self.steps = self.steps, None
+        try:
+            for steps in ((pages * self.layout.page_size + 1, 1), (2, 1)):
+                with closing(self.new_sequence()) as seq:
+                    for rows in steps:
+                        self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])
+        finally:
+            self.steps = graphs
+
+    def _dry_sampler(self) -> None:
+        """What chooses tokens on the device."""
         from kvcli.kernels.gpu.sample import DeviceSampler
 
-        device, room = self.pool.device, max(1, self.ctx_size - 1)
-        pages = 1 + max(1, *(group.sinks for group in self.layout.groups))  # of which one is sealed
-        for steps in ((pages * self.layout.page_size + 1, 1), (2, 1)):
-            seq = self.new_sequence()
-            for rows in steps:
-                logits = self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])[0]
-            seq.close()
+        device = self.pool.device
+        logits = torch.zeros(self.config.vocab_size, device=device)
         for temperature, penalty in itertools.product((None, 0.0), (1.0, 1.1)):
             options = SampleOptions(temperature=temperature, repeat_penalty=penalty)
             effective = Sampler(options, self.loaded.sampling_defaults, self.config.vocab_size).effective
@@ -230,6 +243,8 @@ class Engine:
 
     def forward_all(self, rows: list[tuple[Sequence, list[int], bool]]) -> torch.Tensor:
         """Like `forward`, for rows of several sequences in one step; hidden states one after the other."""
+        if self.kernels is not None and sum(len(ids) for _, ids, _ in rows) > SHORT_ROWS:
+            self.kernels.need_all()
         parts = tuple(seq.reserve(ids, answering) for seq, ids, answering in rows)
         for part in parts:
             summarize(self.model, self.layout, part)

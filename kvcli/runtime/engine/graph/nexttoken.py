@@ -13,14 +13,12 @@ import torch
 
 from kvcli.kernels.gpu import past
 from kvcli.kernels.gpu.choosing import summarize
-from kvcli.kernels.gpu.launching import collecting, compile_all
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.engine.graph.capture import captured
 from kvcli.runtime.engine.graph.legs import graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
-from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 from kvcli.runtime.model.summarizing import missing, settle, summarize_group
@@ -146,21 +144,17 @@ class NextToken:
         self._graphs[key] = graph = captured(launch, self._legs, self._memory)
         return graph
 
-    def compile(self, others: tuple[Callable[[], None], ...]) -> None:
-        """Compile what `others` (prompts of all kinds) and a token launch, in parallel; nothing is run."""
-        with collecting() as variants, torch.inference_mode():
-            for other in others:
-                other()
-            bucket = SMALLEST_BUCKET
+    def dry_run(self) -> None:
+        """Launch what a token launches, whatever its context."""
+        bucket = SMALLEST_BUCKET
+        self.launch(bucket)
+        while bucket < self.ctx_size:
+            bucket *= 2
             self.launch(bucket)
-            while bucket < self.ctx_size:
-                bucket *= 2
-                self.launch(bucket)
-            if self._pages.notes:
-                self._pages.set_noting(True)
-                self.launch(bucket)
-                self._pages.set_noting(False)
-            self._launch_sealing()
-            for g in range(len(self.layout.groups)):
-                self._launch_summaries(g)
-        compile_all(variants, len(usable_cpus()))
+        if self._pages.notes:
+            self._pages.set_noting(True)
+            self.launch(bucket)
+            self._pages.set_noting(False)
+        self._launch_sealing()
+        for g in range(len(self.layout.groups)):
+            self._launch_summaries(g)

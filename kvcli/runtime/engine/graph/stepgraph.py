@@ -124,10 +124,10 @@ class StepGraph:
             rows.pages.take_bases(part)
         return rows.hidden[: len(part.ids)].clone()
 
-    def dry_run(self) -> None:
-        """Launch the kernels of every kind of step, with no rows in any."""
+    def dry_run(self, shortest: bool = False) -> None:
+        """Launch the kernels of every kind of step, or of the shortest, with no rows in any."""
         mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
-        for count in self.sizes:
+        for count in self.sizes[: 1 if shortest else None]:
             if mixture or count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
                 self._of(count).launch(SMALLEST_BUCKET, fixes=True)
 
