@@ -58,7 +58,6 @@ class LoadedModel:
         Raises ModelError, UsageError, and DoesNotFit before any weight is read.
         """
         self.opened, self.file = opened, opened.file
-        file = opened.file
         self.path, self.title, self.config = opened.path, opened.title, opened.config
         self.text, self.tokenizer = opened.text, opened.text.tokenizer
         # Of the process, without the tokenizer, which is there already and planned like the rest; and of GPUs.
@@ -66,7 +65,12 @@ class LoadedModel:
         self.notices, opened.tell = opened.notices, self.notice
         self.doubts: list[str] = []
         self._tell = tell
-        self.adapters = adapter.open_all(load.lora, file)
+        with opened.sending():
+            self._load(load, cache, kept)
+
+    def _load(self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None) -> None:
+        """From the adapters on."""
+        self.adapters = adapter.open_all(load.lora, self.file)
         self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
         self.device = self._choose(load)
         self.exact = load.exact and self.device.kind == CUDA
@@ -83,15 +87,15 @@ class LoadedModel:
             self._note(too_many(self.threads))
         ops = self._on_cpu(load) if self.device.kind == CPU else None
         interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
-        weight_bytes = weights_of_tensors(file.tensors, self.config, self.device.kind, self.adapters, interleaved)
-        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index, opened.cards)
+        weight_bytes = weights_of_tensors(self.file.tensors, self.config, self.device.kind, self.adapters, interleaved)
+        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index, self.opened.cards)
         self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
         self.config = self.config.at(self.terms.ctx_size)
-        self.sampling_defaults = sampling.model_defaults(file.metadata)
+        self.sampling_defaults = sampling.model_defaults(self.file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
-        self._read_weights(ops or self._on_gpu(load), cache, opened.upload, kept)
-        file.check()
-        self.load_s = time.perf_counter() - opened.began
+        self._read_weights(ops or self._on_gpu(load), cache, self.opened.upload, kept)
+        self.file.check()
+        self.load_s = time.perf_counter() - self.opened.began
 
     def _choose(self, load: LoadOptions) -> Device:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
@@ -133,8 +137,6 @@ class LoadedModel:
         if self.device.kind == CUDA:
             torch.cuda.synchronize(ops.device)
             torch.cuda.empty_cache()  # what repacking needed for a while
-        if upload is not None:
-            upload.close()
 
     def _sent(self, upload: Upload, name: str) -> torch.Tensor | None:
         """The packed bytes of a tensor where they were sent to: uint8 [nbytes]; None = they were not."""

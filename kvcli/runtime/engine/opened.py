@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvcli.errors import ModelError
@@ -40,7 +42,15 @@ class Opened:
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
             check_there(load.device, index, len(machine.graphics()))
-        self.upload = self._upload(load)
+        self.upload = None if kept else self._upload(load)
+        try:
+            self._make_text(path, load, kept)
+        except BaseException:
+            with self.sending():
+                raise
+
+    def _make_text(self, path: Path, load: LoadOptions, kept: Opened | None) -> None:
+        file = self.file
         import_library(file.metadata)
         ahead.load_torch()
         self.path, self.title = path, title_of(path, file.size, file.metadata)
@@ -52,6 +62,15 @@ class Opened:
         if self.text.tokenizer.vocab_size > self.config.vocab_size:
             rows = f"the embedding {self.config.vocab_size} rows"
             raise ModelError(f"the vocabulary has {self.text.tokenizer.vocab_size} tokens, {rows}")
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Inside, the file may be on its way to a GPU, or there; afterwards it is not."""
+        try:
+            yield
+        finally:
+            if self.upload is not None:
+                self.upload.close()
 
     def _upload(self, load: LoadOptions) -> Upload | None:
         """The file on its way to the GPU that will probably compute; None = it is read as its tensors are wanted."""
