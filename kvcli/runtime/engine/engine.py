@@ -94,7 +94,7 @@ class Engine:
         one is closed, and its sequences are of use for `carried` only. Raises UsageError and DoesNotFit, with nothing
         changed."""
         terms = self._alike(self.terms.changed(ctx_size, evict))
-        del self.graph, self.steps, self.batches  # their memory is free for the other one's
+        del self.graph, self.steps, self.batches, self.kernels  # their memory is free for the other one's
         return Engine(self.loaded, terms, self.pool)
 
     def beside(self, options: CacheOptions) -> Engine:
