@@ -5,6 +5,9 @@ Texts name options by their fields, in backticks and perhaps with a value: `ctx`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class KVError(Exception):
     """A failure with a message for the user; the command line prints it and exits with `exit_code`."""
@@ -24,6 +27,17 @@ class KVError(Exception):
     def as_object(self) -> dict[str, int | str | None]:
         """What --json says of it, as "error"."""
         return {"code": self.exit_code, "message": self.message, "hint": self.hint or None}
+
+
+@contextmanager
+def of_draft_model() -> Iterator[None]:
+    """Whatever is refused is said to be the draft model's fault."""
+    try:
+        yield
+    except KVError as error:
+        error.message = f"the draft model: {error.message}"
+        error.args = (error.message,)
+        raise
 
 
 class UsageError(KVError):

@@ -46,6 +46,7 @@ class LoadOptions:
     chat: ChatOptions = MODELS_OWN
     lora: tuple[LoraOption, ...] = ()  # what is added to the weights
     strict_repeat: bool = False  # on a GPU rows of prompts have the same bits whatever is computed beside them
+    draft: str = ""  # another model of the same vocabulary that guesses tokens, named like `model`; "" = none
 
 
 @dataclass(frozen=True)
@@ -166,5 +167,7 @@ class SampleOptions:
     loop_stop: bool | None = None  # end an answer that repeats itself; None = unless ignore_eos
     stop: tuple[str, ...] = ()
     grammar: str = ""  # what the answer follows, made by runtime/text/grammar.py; "" = it is free
-    spec: str = "off"  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram" or "off"
+    spec: str | None = (
+        None  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram", "draft" or "off"
+    )
     logprobs: int | None = None  # of how many tokens log probabilities are told, beside the chosen one; None = of none

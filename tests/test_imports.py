@@ -63,6 +63,7 @@ runtime.engine.graph.capture runtime.engine.graph.legs runtime.engine.graph.next
 runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
+runtime.engine.spec.draftmodel
 runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute
 runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held

@@ -39,6 +39,7 @@ def load(
     backend: str = "auto",
     memory_limit: str | None = None,
     quantize: str | None = None,
+    draft: str | PathLike[str] | None = None,
     offline: bool = False,
     force_pretokenizer: bool = False,
     cache: CacheOptions = DEFAULTS,
@@ -64,6 +65,7 @@ def load(
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.
     quantize: what the weights of a folder are packed as while they are read: "q8_0", "q4_k", ...
+    draft: a smaller model of the same vocabulary, named like `model`, which guesses tokens: the answers stay the same.
     offline: download nothing.
     force_pretokenizer: go on with a pre-tokenizer that is not known; tokens may be wrong.
     cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window`, `keep` and `budget` stand
@@ -95,6 +97,7 @@ def load(
         strict_repeat=strict_repeat,
         lora=checks.adapters(lora),
         quantize=checks.block_format(quantize),
+        draft=fspath(draft or ""),
     )
     checks.check_load(options)
     checks.check_cache(cache)
@@ -108,10 +111,13 @@ def load(
     from kvcli.runtime.engine.opened import Opened
 
     opened = Opened(path, options)  # before torch is imported, whose libraries are loaded meanwhile
+    guesses = None
+    if options.draft:
+        guesses = Opened.draft(find_runnable(options.draft, offline, progress, LOG.info), options)
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
 
-    engine = Engine(LoadedModel(opened, options, cache, LOG.warning))
+    engine = Engine(LoadedModel(opened, options, cache, LOG.warning, draft=guesses))
     for text in engine.notices:
         LOG.log(logging.WARNING if text in engine.doubts else logging.INFO, "%s", text)
     return Model(engine, prompts, Tell(LOG.warning, LOG.info, LOG.info))

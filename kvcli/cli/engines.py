@@ -39,29 +39,33 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation, to_run=True)
+    draft = locate.locate_model(load.draft, invocation, to_run=True) if load.draft else None
     interrupts.stage = LEAVE
     try:
-        loaded = _loaded(path, load, cache, invocation)
+        loaded = _loaded(path, draft, load, cache, invocation)
         if loaded.terms.shortened and keeping.make_room():
-            loaded = _loaded(path, load, cache, invocation)
+            loaded = _loaded(path, draft, load, cache, invocation)
     except DoesNotFit:
         if not keeping.make_room():
             raise
-        loaded = _loaded(path, load, cache, invocation)
+        loaded = _loaded(path, draft, load, cache, invocation)
     _tell(loaded.notices, loaded.doubts, invocation)
     return loaded
 
 
-def _loaded(path: Path, load: LoadOptions, cache: CacheOptions, invocation: Invocation) -> LoadedModel:
+def _loaded(
+    path: Path, draft: Path | None, load: LoadOptions, cache: CacheOptions, invocation: Invocation
+) -> LoadedModel:
     kept = keeping.kept_model(path, load)
     with startup.uncollected():
         from kvcli.runtime.engine.opened import Opened
 
         # Before torch is imported, whose libraries are loaded meanwhile.
         opened = Opened(path, load, kept.opened if kept else None)
+        guesses = Opened.draft(draft, load) if draft else None
         from kvcli.runtime.engine.loaded import LoadedModel
 
-        return LoadedModel(opened, load, cache, partial(render.warn, invocation=invocation), kept)
+        return LoadedModel(opened, load, cache, partial(render.warn, invocation=invocation), kept, guesses)
 
 
 def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 0) -> Engine:

@@ -71,11 +71,11 @@ _NOTES = {
     "--grammar-file": "is --grammar FILE here, in Lark's notation",
     "-j --json-schema-file --format --response-format": "is --json-schema FILE; it takes the schema itself, too",
     "--lora-path --adapter-path": "is --lora FILE here, of an adapter as a .gguf file",
-    "-md --model-draft --draft-model": "has no counterpart: --spec suffix and ngram guess without a model",
+    "-md --model-draft": "is --draft-model here",
     "--draft --draft-max --draft-min --spec-draft-n-max --speculative-config": (
         "has no counterpart: how many tokens --spec guesses follows how often they are right"
     ),
-    "--spec-type": "is --spec suffix|ngram|off here",
+    "--spec-type": "is --spec suffix|ngram|draft|off here",
     "--mmproj --image": "has no counterpart: models for images are not supported",
     "--host --port --api-key": "is an option of kv serve",
     "-cb --cont-batching": _SAME + "answers of kv serve and of --batch are always written together",

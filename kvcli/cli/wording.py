@@ -8,6 +8,7 @@ import re
 _OTHER = {
     "cache_type": "--cache-type",
     "ctx": "--ctx-size",
+    "draft": "--draft-model",
     "force_pretokenizer": "--force-pretokenizer",
     "force_types": "--force-cache-type",
     "max_bytes": "--cache-size",

@@ -38,8 +38,9 @@ def parse_time(text: str) -> float:
 def weights_of(load: LoadOptions) -> LoadOptions:
     """The options less those that change nothing of what is kept."""
     return replace(
-        load, threads=0, offline=False, memory_limit=None, chat_anyway=False, chat=MODELS_OWN, strict_repeat=False
-    )
+        load, threads=0, offline=False, memory_limit=None, chat_anyway=False, chat=MODELS_OWN, strict_repeat=False,
+        draft="",
+    )  # fmt: skip
 
 
 def key(load: LoadOptions) -> str:

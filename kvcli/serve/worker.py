@@ -264,6 +264,7 @@ class Worker:
             work.fail(error)
             for request in left:
                 request.close()
+                request.guesses.close()
                 request.seq.close()
 
 

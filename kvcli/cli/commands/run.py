@@ -24,7 +24,7 @@ from kvcli.cli.flags.keeping import KeepFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
 from kvcli.cli.flags.promptcache import CACHE_MARK, CacheMarks, Chunks, FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
-from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.shared import CacheFlags, DraftFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.flags.tools import ToolFlags
 from kvcli.cli.helptext import GENERATE, GENERATION, OUTPUT, PROMPT
@@ -266,6 +266,7 @@ def run(
     ctx: typer.Context,
     model: ModelFlags,
     staying: KeepFlags,
+    draft: DraftFlags,
     cache: CacheFlags,
     evict: EvictFlags,
     attend: AttendFlags,
@@ -293,7 +294,7 @@ def run(
     """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
-        load, policy = model.options(invocation.offline), overflow.on_overflow
+        load, policy = draft.add_to(model.options(invocation.offline)), overflow.on_overflow
         keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
         chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
         load = replace(load, chat=tools.told(chat) if tools else chat)

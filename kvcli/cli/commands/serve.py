@@ -19,7 +19,7 @@ from kvcli.cli.flags.checks import checked, in_range, not_empty
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
-from kvcli.cli.flags.shared import CacheFlags, ModelFlags, grouped
+from kvcli.cli.flags.shared import CacheFlags, DraftFlags, ModelFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.helptext import GENERATE, SERVER
 from kvcli.cli.interrupt import FINISH, LEAVE, Interrupts
@@ -166,7 +166,7 @@ class _Opener:
         later = replace(self, interrupts=Interrupts(), load=replace(self.load, offline=True))
         if name == _called(self.load.model):  # the first one, which made room
             return later.open(self.load.model, tuple(self.flags.alias))
-        return later.open(name)
+        return replace(later, load=replace(later.load, draft="")).open(name)  # it drafts for the first one
 
 
 def _called(model: str) -> str:
@@ -197,6 +197,7 @@ def serve(
     ctx: typer.Context,
     flags: ServerFlags,
     model: ModelFlags,
+    draft: DraftFlags,
     cache: CacheFlags,
     evict: EvictFlags,
     attend: AttendFlags,
@@ -216,7 +217,8 @@ def serve(
         raise UsageError("--keep -1 cannot be used with kv serve: prompts have different lengths", "give a number")
     cache_options = replace(cache.options(evicting, attend.options(evicting)), sequences=flags.parallel)
     sampling = replace(sample.options(attended=True), unattended=False)
-    load = replace(model.options(invocation.offline), chat=template.options(None, thought.reasoning_budget))
+    load = draft.add_to(model.options(invocation.offline))
+    load = replace(load, chat=template.options(None, thought.reasoning_budget))
     from kvcli.serve import server
     from kvcli.serve.app import Guard, application
     from kvcli.serve.host import Host

@@ -15,18 +15,20 @@ from kvcli.cli.helptext import GENERATION
 from kvcli.errors import UsageError
 from kvcli.options import UNATTENDED_TOKENS, SampleOptions
 from kvcli.runtime.engine import sampling
-from kvcli.runtime.engine.spec.texts import METHODS
+from kvcli.runtime.engine.spec import METHODS
 
 _option = functools.partial(typer.Option, rich_help_panel=GENERATION)
 
 
-def _field(name: str, *flags: str, help: str, metavar: str = "F", model: str = "") -> typer.models.OptionInfo:
+def _field(
+    name: str, *flags: str, help: str, metavar: str = "F", model: str = "", default: str = ""
+) -> typer.models.OptionInfo:
     """The option of a field of `SampleOptions`. `model`: what it is where the model says nothing either."""
 
     def check(value: float | str) -> None:
         sampling.check(SampleOptions(**{name: value}))  # type: ignore[arg-type]
 
-    shown = f"the model's, else {model}" if model else True
+    shown = default or (f"the model's, else {model}" if model else True)
     return _option(*flags, metavar=metavar, help=help, callback=checked(check), show_default=shown)
 
 
@@ -197,11 +199,12 @@ class SampleFlags:
         ),
     ] = None
     spec: Annotated[
-        str,
+        str | None,
         _field(
             *("spec", "--spec"),
             metavar="|".join(METHODS),
             help="How tokens are guessed ahead where that saves time; the answer is the same.",
+            default="draft with --draft-model, else off",
         ),
     ] = SampleOptions.spec
     logit_bias: Annotated[

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -207,6 +207,25 @@ class ModelFlags:
             quantize=named(self.quantize) if self.quantize else "",
             lora=tuple(map(lora_option, self.lora)),
         )
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """A model that guesses tokens for the other one."""
+
+    draft_model: Annotated[
+        str | None,
+        _model(
+            "--draft-model",
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary that guesses tokens; the answer is the same.",
+            callback=not_empty("--draft-model", "give a name from kv models ls, or a .gguf file"),
+        ),
+    ] = None
+
+    def add_to(self, load: LoadOptions) -> LoadOptions:
+        """The options with the draft model."""
+        return replace(load, draft=self.draft_model or "")
 
 
 @dataclass(frozen=True)

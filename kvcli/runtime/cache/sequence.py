@@ -125,6 +125,7 @@ class Sequence:
         self.foreign = 0  # of its first rows, those that this engine would not compute so: converted, or from elsewhere
         self.moved: int | None = None  # from that row on some were computed elsewhere; None = none were
         self.exact: int | None = None  # how many first rows saw all that was there; None = all rows did
+        self.certain: int | None = None  # rows behind it may be taken back: pages stay that would be seen then
         self._chose = False  # whether the step that is on its way does not
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
@@ -223,7 +224,8 @@ class Sequence:
 
     def drop(self) -> int:
         """Release pages that no query from here on can see; returns how many."""
-        return sum(held.drop(self.length) for held in self._lists)
+        length = self.length if self.certain is None else min(self.certain, self.length)
+        return sum(held.drop(length) for held in self._lists)
 
     def rewindable(self, length: int) -> int:
         """The longest prefix of at most `length` rows that can be gone back to.

@@ -28,6 +28,7 @@ from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.spec.draftmodel import DraftModel
 from kvcli.runtime.engine.spec.guesses import Session
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
 from kvcli.runtime.engine.steplist import StepList
@@ -60,9 +61,9 @@ class Engine:
     """
 
     @torch.inference_mode()
-    def __init__(self, loaded: LoadedModel, terms: Terms | None = None, pool: PagePool | None = None) -> None:
-        """`terms`: by default those that the model was loaded for; `pool`: of an engine before this one, whose memory
-        goes over to it."""
+    def __init__(self, loaded: LoadedModel, terms: Terms | None = None, before: Engine | None = None) -> None:
+        """`terms`: by default those that the model was loaded for; `before`: an engine whose memory of pages goes over
+        to this one."""
         began = time.perf_counter()
         self.loaded = loaded
         self.config, self.device, self.tokenizer, self.model = (
@@ -71,11 +72,13 @@ class Engine:
         self.terms = terms = terms or loaded.terms
         self.layout, self.ctx_size, self.plan = replace(terms.layout, grain=loaded.grain), terms.ctx_size, terms.plan
         self.ubatch = terms.setting.step(terms.layout) // loaded.grain * loaded.grain
-        if pool is None:
+        if before is None:
             self.pool = PagePool(self.layout, terms.pool_bytes, self.model.ops.device)
         else:
-            self.pool = pool.under(self.layout, terms.pool_bytes)
-        self.session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS)
+            self.pool = before.pool.under(self.layout, terms.pool_bytes)
+        self.draft = self._draft(before)  # that of a model that guesses, where there is one
+        drafts = DraftModel(self.draft, self.config.vocab_size) if self.draft else None
+        self.session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS, drafts)
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
@@ -85,9 +88,9 @@ class Engine:
         self.load_s = loaded.load_s + time.perf_counter() - began
 
     @classmethod
-    def open(cls, path: Path, load: LoadOptions, cache: CacheOptions) -> Engine:
-        """Load a model and run it with these options. Raises as `LoadedModel` does."""
-        return cls(LoadedModel(Opened(path, load), load, cache))
+    def open(cls, path: Path, load: LoadOptions, cache: CacheOptions, draft: Path | None = None) -> Engine:
+        """Load a model, and a `draft` model beside it, and run it with these options. Raises as `LoadedModel` does."""
+        return cls(LoadedModel(Opened(path, load), load, cache, draft=Opened.draft(draft, load) if draft else None))
 
     def reopened(self, ctx_size: int, evict: EvictOptions) -> Engine:
         """An engine with another context, or another policy, over the same weights and the same memory of pages. This
@@ -95,12 +98,21 @@ class Engine:
         changed."""
         terms = self._alike(self.terms.changed(ctx_size, evict))
         del self.graph, self.steps, self.batches, self.kernels  # their memory is free for the other one's
-        return Engine(self.loaded, terms, self.pool)
+        return Engine(self.loaded, terms, self)
 
     def beside(self, options: CacheOptions) -> Engine:
         """An engine with other options of the cache over the same weights, with pages of its own: both stay open, and
         share what memory there is. Raises UsageError and DoesNotFit."""
-        return Engine(self.loaded, self._alike(self.terms.under(options)))
+        return Engine(self.loaded, self._alike(self.terms.without_draft().under(options)))
+
+    def _draft(self, before: Engine | None) -> Engine | None:
+        """The engine of the draft model, in the memory of the one before."""
+        terms = self.terms.of_draft()
+        if terms is None or self.loaded.draft is None:
+            return None
+        if before and before.session.drafts:
+            before.session.drafts.close()
+        return Engine(self.loaded.draft, terms, before.draft if before else None)
 
     def _alike(self, terms: Terms) -> Terms:
         """Terms under which the model is the same. Raises UsageError."""

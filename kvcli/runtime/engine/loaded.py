@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from kvcli import kernels
 from kvcli.codecs import canonical
-from kvcli.errors import ModelError, UsageError
+from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.engine import guard, repeating, sampling
 from kvcli.runtime.engine.opened import Opened
+from kvcli.runtime.engine.spec import DRAFT, drafting
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats import adapter
 from kvcli.runtime.formats.ggufheader import TensorInfo
@@ -28,7 +31,7 @@ from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import tokenizer_bytes, weights_of_tensors
-from kvcli.runtime.plan.plan import engine_budget
+from kvcli.runtime.plan.plan import Drafting, engine_budget
 from kvcli.runtime.promptcache import fingerprint
 
 
@@ -51,9 +54,12 @@ class LoadedModel:
         cache: CacheOptions,
         tell: Callable[[str], None] = lambda text: None,
         kept: LoadedModel | None = None,
+        draft: Opened | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Check everything else that can be refused, then map the weights. `cache`: what engines are to be opened with.
-        `kept`: a model of the same file on a CPU, whose weights are taken where they would be the same.
+        `kept`: a model of the same file on a CPU, whose weights are taken where they would be the same; `draft`: one
+        that is to guess tokens beside it; `terms`: what comes of the options, where that is known.
 
         Raises ModelError, UsageError, and DoesNotFit before any weight is read.
         """
@@ -66,9 +72,14 @@ class LoadedModel:
         self.doubts: list[str] = []
         self._tell = tell
         with opened.sending():
-            self._load(load, cache, kept)
+            self._load(load, cache, kept, draft, terms)
+            self.draft = None if draft is None else self._drafting(draft, load, cache)
+            self.load_s = time.perf_counter() - opened.began
 
-    def _load(self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None) -> None:
+    def _load(
+        self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None, draft: Opened | None,
+        terms: Terms | None,
+    ) -> None:  # fmt: skip
         """From the adapters on."""
         self.adapters = adapter.open_all(load.lora, self.file)
         self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
@@ -87,15 +98,39 @@ class LoadedModel:
             self._note(too_many(self.threads))
         ops = self._on_cpu(load) if self.device.kind == CPU else None
         interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
-        weight_bytes = weights_of_tensors(self.file.tensors, self.config, self.device.kind, self.adapters, interleaved)
-        budget = engine_budget(load.memory_limit, self.device.kind, self.device.index, self.opened.cards)
-        self.terms = Terms.settle(self.config, weight_bytes, cache, budget, self.threads)
+        self.terms = terms or self._settled(load, cache, interleaved, draft)
         self.config = self.config.at(self.terms.ctx_size)
         self.sampling_defaults = sampling.model_defaults(self.file.metadata)
         self._note(sampling.not_obeyed(self.sampling_defaults))
         self._read_weights(ops or self._on_gpu(load), cache, self.opened.upload, kept)
         self.file.check()
-        self.load_s = time.perf_counter() - self.opened.began
+
+    def _settled(self, load: LoadOptions, cache: CacheOptions, interleaved: bool, draft: Opened | None) -> Terms:
+        """What the options come to in the memory there is. Raises UsageError, ModelError for a draft model that cannot
+        be one, and DoesNotFit."""
+        kind = self.device.kind
+        weights = weights_of_tensors(self.file.tensors, self.config, kind, self.adapters, interleaved)
+        budget = engine_budget(load.memory_limit, kind, self.device.index, self.opened.cards)
+        if draft is None:
+            return Terms.settle(self.config, weights, cache, budget, self.threads)
+        drafting.check(self.config, self.tokenizer, draft, cache, self.grain > 1)
+        theirs = weights_of_tensors(draft.file.tensors, draft.config, kind, (), interleaved)
+        self._note(drafting.too_large(weights, theirs))
+        beside = Drafting(draft.config, theirs, KVLayout.of_options(draft.config, cache))
+        terms = Terms.settle(self.config, weights, cache, budget, self.threads, beside)
+        self._note(drafting.too_short(terms.ctx_size, draft.config))
+        return terms
+
+    def _drafting(self, draft: Opened, load: LoadOptions, cache: CacheOptions) -> LoadedModel:
+        """The draft model, on the same device. What is refused of it is said to be so."""
+        load = replace(load, device=str(self.device), lora=(), quantize="", strict_repeat=False)
+        with of_draft_model():
+            tell = partial(_told_of_draft, self.notice)
+            loaded = LoadedModel(draft, load, cache, tell, terms=self.terms.of_draft())
+        self.notices += [f"draft: {text}" for text in loaded.notices]
+        self.doubts += [f"draft: {text}" for text in loaded.doubts]
+        self.sampling_defaults["spec"] = DRAFT
+        return loaded
 
     def _choose(self, load: LoadOptions) -> Device:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
@@ -184,3 +219,7 @@ class LoadedModel:
     def tokenizer_hashes(self) -> dict[str, str]:
         """What token ids of a chat depend on: the tokenizer and the template, by content."""
         return fingerprint.text_hashes(self.file)
+
+
+def _told_of_draft(tell: Callable[[str], None], text: str) -> None:
+    tell(f"draft: {text}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from kvcli.errors import ModelError
-from kvcli.options import LoadOptions
+from kvcli.errors import ModelError, of_draft_model
+from kvcli.options import MODELS_OWN, LoadOptions
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.opening import open_model
@@ -32,8 +33,15 @@ class Opened:
     file: ModelFile
     text: ModelText
 
-    def __init__(self, path: Path, load: LoadOptions, kept: Opened | None = None) -> None:
-        """`kept`: the same files, opened with options that differ in the use of text alone. Raises ModelError,
+    @classmethod
+    def draft(cls, path: Path, load: LoadOptions) -> Opened:
+        """A model that is to draft for the one of these options. Raises as `__init__` does."""
+        with of_draft_model():
+            return cls(path, replace(load, quantize="", chat=MODELS_OWN), sends=False)
+
+    def __init__(self, path: Path, load: LoadOptions, kept: Opened | None = None, sends: bool = True) -> None:
+        """`kept`: the same files, opened with options that differ in the use of text alone; `sends`: whether the file
+        may be on its way to a GPU at once. Raises ModelError,
         DeviceError for a GPU that is not there, and UsageError for a GGUF file that is to be quantized."""
         self.began = time.perf_counter()
         self.cards = gpus()
@@ -42,7 +50,7 @@ class Opened:
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
             check_there(load.device, index, len(machine.graphics()))
-        self.upload = None if kept else self._upload(load)
+        self.upload = self._upload(load) if sends and not kept else None
         try:
             self._make_text(path, load, kept)
         except BaseException:

@@ -70,7 +70,8 @@ class Request:
         self._parked = self._abandoned = False
         self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
         self.seat: Ahead | None = None  # among requests whose tokens a device chooses together
-        self._guesses = host.session.guesses(options.spec)
+        self.guesses = host.session.guesses(sampler.effective["spec"])
+        self.guesses.follow(sampler)
         self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
         self._thinking = thinking
@@ -138,11 +139,11 @@ class Request:
             if self._parked:
                 self._parked = False
                 self.caches.resume(self.seq, self.history)
+            if self.answering and (self._ahead or self.seq.length == len(self.history) - 1):
+                return [*self.history[-1:], *self._guessed(budget - 1)]
         except KVError as error:
             self.fail(error)
             return []
-        if self.answering and (self._ahead or self.seq.length == len(self.history) - 1):
-            return [*self.history[-1:], *self._guessed(budget - 1)]
         start, end, layout = self.seq.length, len(self.history), self.seq.pool.layout
         if layout.attend.pages:  # rows of an answer are one by one as they were, where they are computed again
             end = min(end, max(self.n_prompt, start + 1))
@@ -158,7 +159,7 @@ class Request:
         size, most = layout.page_size, 0 if traces or layout.attend.pages or layout.grain > 1 else most
         wanted, room = self.options.max_tokens, self.host.ctx_size - length if self.seq.retention is None else most
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
-        found = self._guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
+        found = self.guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
         if found:
             self.close()
             self.seq.rewind(length - 1)  # a device may have computed the newest row, whose logits are gone
@@ -175,7 +176,7 @@ class Request:
                 self._choose(logits)
         except KVError as error:
             self.fail(error)
-        self._guesses.stepped(len(self.history))
+        self.guesses.stepped(len(self.history))
 
     def pull(self) -> bool:
         """Where a device chooses tokens by itself: take the next one, which computes the row that was wanted. False
@@ -190,7 +191,7 @@ class Request:
             raise
         except KVError as error:
             self.fail(error)
-        self._guesses.stepped(len(self.history))
+        self.guesses.stepped(len(self.history))
         return True
 
     def take(self, token: int) -> None:
@@ -200,7 +201,7 @@ class Request:
             self._accept(token)
         except KVError as error:
             self.fail(error)
-        self._guesses.stepped(len(self.history))
+        self.guesses.stepped(len(self.history))
 
     def choose(self, logits: torch.Tensor) -> None:
         """Choose the next token by the logits [vocab] of the newest row, which was computed together with others."""
@@ -262,7 +263,7 @@ class Request:
     def _go_on(self, logits: torch.Tensor | None) -> None:
         """Answer, if a token may come at all."""
         self.answering = True
-        self._guesses.more(self.history)
+        self.guesses.more(self.history)
         if self._thinking and self._thinking.lead:
             self._tell(None, self._text.given(self._thinking.lead))
             self._begin_calls()
@@ -281,13 +282,13 @@ class Request:
                 self._accept(next(self._tokens))
                 return
         guesses = self.seq.tokens[len(self.history) :]
-        self._guesses.drafted += len(guesses)
+        self.guesses.drafted += len(guesses)
         for row, guess in zip(logits.cpu(), [*guesses, -1], strict=True):
             self._plain = len(self.history)
             token = self.sampler.sample(row, self.history, self._plain)
             if token != guess:
                 self._take_back()
-            self._guesses.accepted += token == guess
+            self.guesses.accepted += token == guess
             if not self._accept(token) or token != guess or self._ends():
                 break
         self._plain = None
@@ -334,7 +335,7 @@ class Request:
     def _put(self, token: int, logprobs: Logprobs | None = None) -> None:
         """Append a token to the answer. A grammar is for what comes behind the thinking."""
         self.history.append(token)
-        self._guesses.more((token,))
+        self.guesses.more((token,))
         self._thought += self._thinks
         self._tell(token, self._text.push(token), logprobs)
         self.sampler.follows = not self._thinks
@@ -381,6 +382,7 @@ class Request:
         self.close()
         self.caches.park(self.seq)
         self.seq.close()
+        self.guesses.close()
         self._parked = True
 
     def close(self) -> None:
@@ -396,6 +398,7 @@ class Request:
     def abandon(self) -> None:
         """It will not be gone on with. What was computed of its prompt is kept, where there is a cache for it."""
         self.close()
+        self.guesses.close()
         if self._ledger is not None and not self.answering and not self._parked and not self._abandoned:
             self._abandoned = True
             self._ledger.interrupted(self.seq)
@@ -414,7 +417,7 @@ class Request:
             if self.seq.pool.layout.grain > 1:  # tokens are computed otherwise than prompts
                 self.seq.rewind_to(self.n_prompt)
             self._written = self._ledger.answered(self.seq)
-            self._guesses.over(self.history[self.n_prompt :])
+            self.guesses.over(self.history[self.n_prompt :])
         elif self._ledger is not None:
             self.abandon()
         self.end = self._told(reason)
@@ -427,7 +430,7 @@ class Request:
         text, reasoning, calls = self._text.rest(reason == "stop")
         ids, reuse = self.history[self.n_prompt :], self.reuse
         timings = self._clock.timings(self.host.load_s, self.n_prompt - reuse.tokens, len(ids))
-        tried, ledger = self._guesses, self._ledger or Ledger(reuse)
+        tried, ledger = self.guesses, self._ledger or Ledger(reuse)
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
             reuse.choice, reuse.how, ledger.breakpoints(), ledger.chunks(), tried.drafted, tried.accepted, tried.steps,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine.spec.texts import METHODS
+from kvcli.runtime.engine.spec import METHODS, OFF
 
 
 class _Rule(NamedTuple):
@@ -60,7 +60,7 @@ def check(options: SampleOptions) -> None:
         value = getattr(options, name)
         if value is not None and not rule.holds(value):
             raise UsageError(f"`{name}` must be {rule.text}, not {value}")
-    if options.spec not in METHODS:
+    if options.spec is not None and options.spec not in METHODS:
         raise UsageError(f"`spec` must be {', '.join(METHODS[:-1])} or {METHODS[-1]}, not {options.spec}")
     for token, bias in options.logit_bias.items():
         if not _is_int(token):
@@ -79,6 +79,8 @@ def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int
         if not 0 <= token < vocab_size:
             raise UsageError(f"`logit_bias` names token {token}, the vocabulary is 0 to {vocab_size - 1}")
     found: dict[str, Any] = {name: _default(name, defaults) for name in _BUILT_IN if getattr(options, name) is None}
+    if options.spec is None:
+        found["spec"] = defaults.get("spec", OFF)
     if options.loop_stop is None:
         found["loop_stop"] = not options.ignore_eos
     if options.seed == -1:
@@ -86,7 +88,7 @@ def settled(options: SampleOptions, defaults: Mapping[str, Any], vocab_size: int
     return replace(options, **found)
 
 
-def model_defaults(metadata: Mapping[str, Any]) -> dict[str, float]:
+def model_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's file says of sampling, by its own keys."""
     prefix = "general.sampling."
     return {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, (int, float))}

@@ -12,7 +12,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.plan.footprint import WeightBytes
-from kvcli.runtime.plan.plan import Budget, Plan, Setting, plan_for_engine
+from kvcli.runtime.plan.plan import Budget, Drafting, Plan, Setting, plan_for_engine
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,19 @@ class Terms:
 
     @classmethod
     def settle(
-        cls, config: ModelConfig, weights: WeightBytes, options: CacheOptions, budget: Budget, threads: int
+        cls,
+        config: ModelConfig,
+        weights: WeightBytes,
+        options: CacheOptions,
+        budget: Budget,
+        threads: int,
+        draft: Drafting | None = None,
     ) -> Terms:
-        """The terms of `options` within a budget. Raises UsageError, and DoesNotFit."""
+        """The terms of `options` within a budget, which a `draft` model has a part of. Raises UsageError, and
+        DoesNotFit."""
         if options.ctx_size < 0:
             raise UsageError(f"`ctx` must be 0 or more, not {options.ctx_size}", "0 = as trained, or what fits")
-        found = plan_for_engine(config, weights, options, budget, threads)
+        found = plan_for_engine(config, weights, options, budget, threads, draft)
         return cls(found.setting, budget, options, found.layout, found.ctx_size, found.plan, found.notice)
 
     def changed(self, ctx_size: int, evict: EvictOptions) -> Terms:
@@ -45,7 +52,7 @@ class Terms:
     def under(self, options: CacheOptions) -> Terms:
         """The terms of other options, within the same budget. Raises UsageError, and DoesNotFit."""
         same = self.setting
-        return Terms.settle(same.config, same.weights, options, self.budget, same.threads)
+        return Terms.settle(same.config, same.weights, options, self.budget, same.threads, same.draft)
 
     @property
     def keeps_prompt(self) -> bool:
@@ -94,8 +101,25 @@ class Terms:
 
     @property
     def pool_bytes(self) -> int:
-        """What the pool may grow to: all that the plan leaves."""
-        return self.plan.kv_bytes + self.budget.bytes - self.plan.needed
+        """What the pool may grow to: all that the plan leaves, but for a draft model's part of that."""
+        left, plan = self.budget.bytes - self.plan.needed, self.plan
+        return plan.kv_bytes + left - left * plan.draft_kv_bytes // max(1, plan.kv_bytes + plan.draft_kv_bytes)
+
+    def without_draft(self) -> Terms:
+        """The same for the model alone."""
+        same = self.setting
+        return Terms.settle(same.config, same.weights, self.options, self.budget, same.threads) if same.draft else self
+
+    def of_draft(self) -> Terms | None:
+        """The terms of the draft model, for sequences of the same tokens; None = there is none. Raises UsageError."""
+        setting = self.setting.of_draft
+        if setting is None:
+            return None
+        layout = self.setting.draft_layout(self.layout)
+        plan = replace(setting.plan(layout, self.setting.most(self.layout, self.ctx_size)), tokens=self.ctx_size)
+        left = self.budget.bytes - self.plan.needed - (self.pool_bytes - self.plan.kv_bytes)
+        budget = replace(self.budget, bytes=plan.needed + left, margin=0, runtime_bytes=0)
+        return Terms(setting, budget, self.options, layout, self.ctx_size, plan, "")
 
     @property
     def doubts(self) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End
-from kvcli.runtime.engine.spec.texts import OFF
+from kvcli.runtime.engine.spec import OFF
 from kvcli.runtime.evaluate.tasks import filler
 from kvcli.runtime.promptcache.prefixpages import common_length
 

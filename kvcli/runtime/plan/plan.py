@@ -65,12 +65,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All memory of one run. `kv_bytes` is the pool alone, committed in full."""
+    """All memory of one run. `kv_bytes` is the pool alone, committed in full; `draft_kv_bytes`: a draft model's."""
 
     rows: tuple[Row, ...]
     tokens: int
     kv_bytes: int
     margin: int
+    draft_kv_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -83,6 +84,23 @@ class Plan:
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
+
+
+DRAFT = "draft: "  # before the names of rows that a draft model takes
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A model that guesses beside another one, under the same options: its weights, and its cache of the same length.
+    `layout`: see `KVLayout.of_options`."""
+
+    config: ModelConfig
+    weights: WeightBytes
+    layout: KVLayout
+
+    def under(self, cache: CacheOptions) -> Drafting:
+        """With other options of the cache. Raises UsageError."""
+        return replace(self, layout=KVLayout.of_options(self.config, cache))
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,7 @@ class Setting:
     runtime_source: str = footprint.MEASURED
     evict: EvictOptions = FORGET_NOTHING
     attend: AttendOptions = READ_ALL
+    draft: Drafting | None = None  # whose memory is planned, too
 
     def stepping(self, layout: KVLayout, ctx_size: int, budget: float, asked: int) -> Setting:
         """This setting with the rows of a prefill step that were `asked` for; 0 = the most useful ones that leave
@@ -133,7 +152,28 @@ class Setting:
         """What `sequences` of `tokens` need under `layout`."""
         kv = layout.pool_bytes(tokens, self.step(layout), self.sequences, min(self.shared, tokens))
         rows = [*self._fixed(layout, tokens), *self._pool(layout, tokens, kv), *self._per_sequence(layout, tokens)]
-        return Plan(tuple(rows), tokens, kv, self.margin)
+        draft = self.draft_plan(layout, tokens)
+        more = [replace(row, name=DRAFT + row.name) for row in draft.rows if row.bytes] if draft else []
+        return Plan((*rows, *more), tokens, kv, self.margin, draft.kv_bytes if draft else 0)
+
+    @property
+    def of_draft(self) -> Setting | None:
+        """The setting of the draft model, beside this one: without what the process has once."""
+        if self.draft is None:
+            return None
+        config, weights = self.draft.config, self.draft.weights
+        return replace(self, config=config, weights=weights, runtime_bytes=0, margin=0, draft=None)
+
+    def draft_layout(self, layout: KVLayout) -> KVLayout:
+        """The layout of the draft model's cache beside `layout`, which is settled. It reads all that is there. Raises
+        UsageError where nothing of it can be evicted."""
+        assert self.draft is not None
+        return self.draft.layout.by_layer(self.kind != CPU).evicting(layout.retention)
+
+    def draft_plan(self, layout: KVLayout, tokens: int) -> Plan | None:
+        """What the draft model needs then; None = there is none."""
+        own = self.of_draft
+        return None if own is None else own.plan(self.draft_layout(layout), tokens)
 
     def _pool(self, layout: KVLayout, tokens: int, kv: int) -> list[Row]:
         """What a pool of `kv` bytes has."""
@@ -243,9 +283,15 @@ class EnginePlan:
 
 
 def plan_for_engine(
-    config: ModelConfig, weights: WeightBytes, cache: CacheOptions, budget: Budget | None, threads: int = 1
+    config: ModelConfig,
+    weights: WeightBytes,
+    cache: CacheOptions,
+    budget: Budget | None,
+    threads: int = 1,
+    draft: Drafting | None = None,
 ) -> EnginePlan:
-    """The plan of an engine on the budget's device (None = no limit). `weights`: as that kind of device holds them.
+    """The plan of an engine on the budget's device (None = no limit). `weights`: as that kind of device holds them;
+    `draft`: what a draft model beside it has.
 
     `cache.ctx_size` 0 takes the smaller of the training context and what fits, and the notice tells a
     reduction; any other size is honoured. Raises DoesNotFit where nothing or not the size asked for fits,
@@ -254,7 +300,7 @@ def plan_for_engine(
     layout, trained = KVLayout.of_options(config, cache), config.context_length
     wanted = cache.ctx_size or trained
     base = Setting(config, weights, threads=threads, margin=0, evict=cache.evict, together=cache.sequences)
-    base = replace(base, attend=cache.attend)
+    base = replace(base, attend=cache.attend, draft=draft.under(cache) if draft else None)
     if budget is not None:
         base = replace(base, kind=budget.kind, runtime_bytes=budget.runtime_bytes, margin=budget.margin)
     setting = base.stepping(layout, wanted, math.inf if budget is None else budget.bytes, cache.ubatch)
@@ -264,8 +310,9 @@ def plan_for_engine(
     fits = setting.largest_context(layout, budget.bytes, wanted)
     if fits == 0:
         least = setting.plan(layout.by_layer(setting.kind != CPU), layout.page_size).needed
+        models = "the model and its draft model need" if draft else "the model needs"
         raise DoesNotFit(
-            f"the model needs {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
+            f"{models} {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
             "use a smaller model or free memory; kv estimate shows what takes how much",
         )
     if cache.ctx_size:

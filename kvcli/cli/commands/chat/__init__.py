@@ -28,7 +28,7 @@ from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.keeping import KeepFlags
 from kvcli.cli.flags.promptcache import FileFlags, StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
-from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, ModelFlags, SystemFlags, grouped
+from kvcli.cli.flags.shared import DEFAULT_MODEL, CacheFlags, DraftFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags, ThinkingFlags
 from kvcli.cli.helptext import GENERATE
 from kvcli.cli.interrupt import Interrupts, last_words
@@ -71,6 +71,7 @@ def chat(
     ctx: typer.Context,
     model: ModelFlags,
     staying: KeepFlags,
+    draft: DraftFlags,
     cache: CacheFlags,
     store: StoreFlags,
     named: FileFlags,
@@ -98,6 +99,7 @@ def chat(
         flags.check()
         early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
+        load = draft.add_to(load)
         keeping.find_process(load, staying.seconds, False, invocation)
         evict_options = evict.options(cache.page_size)
         cache_options, name = cache.options(evict_options, attend.options(evict_options)), flags.session_name()

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
+from kvcli.errors import UsageError
+from kvcli.runtime.engine.spec import DRAFT, OFF
 from kvcli.runtime.engine.spec.pace import ROWS, Judgement, Pace
-from kvcli.runtime.engine.spec.texts import OFF, Guess, Pool, Texts
+from kvcli.runtime.engine.spec.texts import Guess, Pool, Texts
+
+if TYPE_CHECKING:
+    from kvcli.runtime.engine.sampler import Sampler
+
+
+class Drafts(Protocol):
+    """What makes guesses of a model of its own; see `DraftModel`."""
+
+    def guesses(self, session: Session) -> Guesses: ...
+
+    def close(self) -> None: ...
 
 
 class Session:
     """What the answers of an engine learn from each other: earlier ones, and how long steps take."""
 
-    def __init__(self, costs: Sequence[float]) -> None:
+    def __init__(self, costs: Sequence[float], drafts: Drafts | None = None) -> None:
         """`costs`: see `Pace`."""
-        self.pool, self.pace = Pool(), Pace(costs)
+        self.pool, self.pace, self.drafts = Pool(), Pace(costs), drafts
 
     def guesses(self, method: str) -> Guesses:
-        """For a new answer."""
-        return Guesses(self, method)
+        """For a new answer. Raises UsageError for a method that needs what is not there."""
+        if method != DRAFT:
+            return Guesses(self, method)
+        if self.drafts is None:
+            raise UsageError("`spec=draft` needs a model that drafts", "name one with `draft`")
+        return self.drafts.guesses(self)
 
 
 class Guesses:
     """`next` guesses before each step of an answer, `stepped` is told how that ended, and `more` of every token.
+    `close` lets go of what belongs to the answer; it can be gone on with.
 
     `steps`: how many there were; `drafted`: tokens that were computed before they were known; `accepted`: those of them
     that were right.
@@ -35,6 +54,9 @@ class Guesses:
         self._judgement = Judgement(session.pace)
         self._guess = Guess([], 0)
         self._asked: tuple[float, int, int] | None = None  # when, behind how many tokens, for how many rows
+
+    def follow(self, sampler: Sampler) -> None:
+        """Tokens are drawn as this one draws them."""
 
     def more(self, ids: Sequence[int]) -> None:
         """These tokens have come."""
@@ -69,3 +91,6 @@ class Guesses:
         """The answer is whole."""
         if self._texts is not None:
             self.session.pool.add(answer)
+
+    def close(self) -> None:
+        """Texts hold nothing."""

@@ -21,6 +21,7 @@ _RIGHT = (0.2, 0.4, 0.6, 0.75, 0.8)  # how often guesses are right, by tokens ma
 _TRUST = 2.0  # guesses that this counts for
 _MEMORY = 0.96  # what a guess counts when the next one comes
 _MARGIN = 1.15  # by which more tokens than time must be expected
+_DRAFT_RIGHT, _DRAFT_MARGIN = 0.75, 1.05  # the same of draft models
 _RATE, _BACK = 0.1, 0.002  # of what is measured, and of what was assumed
 _LOSS = 0.015  # of the time of other steps, which guesses may cost
 _CREDIT, _SAVED = 1.0, 4.0  # steps of one row that they may cost beside, and that they may have gained before
@@ -39,6 +40,25 @@ class Pace:
     def may(self) -> bool:
         """Whether guesses may cost something."""
         return self._account > 0
+
+    @property
+    def rich(self) -> bool:
+        """Whether there is enough to find out whether guesses have become right."""
+        return self._account >= _CREDIT
+
+    @property
+    def one_s(self) -> float:
+        """What a step of one row takes; 0 = that is not known yet."""
+        return self._one_s
+
+    def spent(self, seconds: float) -> None:
+        """So long were guesses made for the next step."""
+        if self._one_s:
+            self._account -= seconds / self._one_s
+
+    def cost(self, rows: int) -> float:
+        """What a step of so many rows takes, in steps of one."""
+        return 1.0 if rows == 1 else self.costs[_kind(rows, ROWS)]
 
     def took(self, rows: int, tokens: int, seconds: float) -> None:
         """A step of so many rows, which gave so many tokens, took so long."""
@@ -82,6 +102,44 @@ class Judgement:
             if n and (gain := (1 + sum(chances[:n])) / cost) > best:
                 best, most = gain, n
         return most
+
+
+class Drafted:
+    """How often guesses of a draft model are right, and how long it takes for one: from that, how many are worth it.
+
+    Each is right with the same chance, if those before it were. Those behind the first wrong one tell nothing.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._right, self._seen = _DRAFT_RIGHT * _TRUST, _TRUST
+        self._one_s = 0.0
+
+    def saw(self, drafted: int, accepted: int) -> None:
+        """So many of the guesses were right."""
+        for i in range(min(accepted + 1, drafted)):
+            self._right = self._right * _MEMORY + (i < accepted)
+            self._seen = self._seen * _MEMORY + 1
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """So many guesses took so long."""
+        each = seconds / tokens
+        self._one_s += (min(each, 2 * self._one_s) - self._one_s) * _RATE if self._one_s else each
+        self._pace.spent(seconds)
+
+    def worth(self, most: int) -> int:
+        """How many guesses to make. A step of one row is measured before the first; and where none are worth it, some
+        are made all the same as soon as the account allows it."""
+        pace, right = self._pace, self._right / self._seen
+        if not (most > 0 and pace.may and pace.one_s):
+            return 0
+        each = self._one_s / pace.one_s
+        tokens, best, found = 1.0, _DRAFT_MARGIN, 0
+        for n in range(1, min(most, ROWS[-1] - 1) + 1):
+            tokens += right**n
+            if (gain := tokens / (pace.cost(n + 1) + n * each)) > best:
+                best, found = gain, n
+        return found or (min(most, ROWS[0] - 1) if pace.rich else 0)
 
 
 def _kind(n: int, edges: Sequence[int]) -> int:

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-SUFFIX, NGRAM, OFF = "suffix", "ngram", "off"
-METHODS = (SUFFIX, NGRAM, OFF)
+from kvcli.runtime.engine.spec import NGRAM, OFF, SUFFIX
+
+METHODS = (SUFFIX, NGRAM, OFF)  # those that need no other model
 LENGTHS = (2, 4, 8, 16, 32)  # of ends that are looked for
 NGRAM_MOST = 4  # tokens that `ngram` looks for
 PLACES = 32  # where the last tokens stood, the newest ones, that are looked at

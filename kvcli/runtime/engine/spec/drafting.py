@@ -1,0 +1,69 @@
+"""Whether one model can draft for another, and what is worth knowing of it. No torch."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from kvcli.errors import ModelError, UsageError
+from kvcli.options import CacheOptions
+from kvcli.runtime.cache import eviction
+from kvcli.runtime.config import RECURRENT, ModelConfig
+from kvcli.runtime.engine.opened import Opened
+from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.text.tokenizer import Tokenizer
+from kvcli.runtime.text.vocabulary import UNUSED
+
+LEAVE = "leave `draft` out"
+OTHERS = "choose one of the same family, or guess without a model (`spec=suffix`)"
+
+
+def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, in_blocks: bool) -> None:
+    """Raises ModelError where `draft` cannot guess for a model of `config` and `tokenizer`, UsageError where nothing
+    can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
+    for what, layers in (("the model", config.layers), ("the draft model", draft.config.layers)):
+        if any(layer.kind == RECURRENT for layer in layers):
+            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", LEAVE)
+    options = {
+        f"`evict={cache.evict.policy}`": eviction.policy(cache.evict.policy).scorer is not None,
+        f"`attend=pages:{cache.attend.pages}`": cache.attend.pages > 0,
+        "`strict_repeat`": in_blocks,
+    }
+    for name in (name for name, there in options.items() if there):
+        raise UsageError(f"nothing can be guessed with {name}, so `draft` is of no use there", "leave one of them out")
+    if difference := differing(tokenizer, draft.text.tokenizer):
+        raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
+
+
+def differing(mine: Tokenizer, theirs: Tokenizer) -> str:
+    """The first thing in which two vocabularies differ; "" = ids mean the same. One may have unused tokens more."""
+    ours, other = mine.vocabulary, theirs.vocabulary
+    if ours.tokens != other.tokens:
+        for i, (a, b) in enumerate(zip_longest(ours.tokens, other.tokens)):
+            longer = ours if b is None else other
+            if a != b and (None not in (a, b) or longer.kinds[i] != UNUSED):
+                return f"token {i} is {_said(b)}, and {_said(a)} in the model"
+    for name in ("bos_id", "eos_id"):
+        a, b = getattr(ours, name), getattr(other, name)
+        if a != b:
+            return f"{name.removesuffix('_id').upper()} is token {b}, and {a} in the model"
+    return ""
+
+
+def _said(text: str | None) -> str:
+    return "not there" if text is None else repr(text[:40])
+
+
+def too_large(weights: WeightBytes, draft: WeightBytes) -> str:
+    """What to say of a draft model that reads more than the model; "" = nothing."""
+    if draft.read < weights.read:
+        return ""
+    sizes = f"{draft.read >> 20:,} MiB for each token, and {weights.read >> 20:,}"
+    return f"the draft model is as large as the model, or larger ({sizes}): guesses take more time than they save"
+
+
+def too_short(ctx_size: int, draft: ModelConfig) -> str:
+    """What to say of a draft model for a context beyond its training; "" = nothing."""
+    trained = draft.context_length
+    if not 0 < trained < ctx_size:
+        return ""
+    return f"the draft model was trained on {trained:,} tokens: behind them fewer guesses are right"

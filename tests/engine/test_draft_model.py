@@ -1,0 +1,375 @@
+"""A draft model changes speed alone: with its guesses an answer is to the bit what it is without."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from batches import Watched, alone, same, watched
+from engines import DRAWN, GREEDY, PROMPT, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernelcases import need_native
+from reusecases import NOWHERE, Told
+
+from kvcli.errors import DoesNotFit, KVError, ModelError, UsageError
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions, SampleOptions
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.loaded import LoadedModel
+from kvcli.runtime.engine.opened import Opened
+from kvcli.runtime.engine.scheduler import Scheduler
+from kvcli.runtime.engine.spec import drafting
+from kvcli.runtime.engine.spec.draftmodel import DraftGuesses, DraftModel
+from kvcli.runtime.engine.spec.pace import CPU_COSTS, Drafted, Pace
+from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.text.modeltext import ModelText
+
+OFF = {"spec": "off"}
+WORTH = Drafted.worth
+SINK, WINDOW = EvictOptions("sink", window=48, keep=5), EvictOptions("window", window=48)
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made whether they are worth it or not."""
+    monkeypatch.setattr(Drafted, "worth", lambda self, most: max(0, min(most, 4)))
+
+
+@functools.cache
+def engine_of(
+    variant: str, draft: str, codec: str = "f16", evict: EvictOptions = EvictOptions(), **more: int
+) -> Engine:
+    need_native()
+    options = CacheOptions(more.pop("ctx", 160), codec, codec, page_size=16, ubatch=24, evict=evict, **more)
+    return Engine.open(tiny.make(variant).path, LoadOptions(variant, 2, "native"), options, tiny.make(draft).path)
+
+
+def drafts(engine: Engine) -> Engine:
+    assert engine.draft is not None
+    return engine.draft
+
+
+def kept(engine: Engine) -> DraftModel:
+    assert isinstance(engine.session.drafts, DraftModel)
+    return engine.session.drafts
+
+
+def check(engine: Engine) -> None:
+    """Nothing is held but rows for later prompts."""
+    engine.pool.check([])
+    drafts(engine).pool.check(kept(engine).tree.holds())
+
+
+def both(engine: Engine, prompt: list[int], options: SampleOptions) -> tuple[Watched, Watched]:
+    """The answer without guesses and with them."""
+    return alone(engine, prompt, replace(options, **OFF)), alone(engine, prompt, options)
+
+
+CASES = [
+    *(("llama", "granite", codec, EvictOptions(), 1) for codec in ("f16", "int8", "int4")),
+    *(("llama", "qwen3", "int8", policy, tail) for policy in (SINK, WINDOW) for tail in (0, 1)),
+    ("gemma3", "gemma3", "int4", EvictOptions(), 1), ("gpt-oss", "llama-sliding", "int8", EvictOptions(), 1),
+    ("llama-padded", "llama", "f16", SINK, 1), ("llama", "llama-padded", "f16", EvictOptions(), 1),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "draft", "codec", "evict", "tail"), CASES)
+@settings(max_examples=3)
+@given(st.booleans(), st.integers(0, 9), st.integers(1, 90), st.integers(0, 60), st.sampled_from([1.0, 1.3]))
+def test_answers_are_those_without_a_draft_model(
+    variant: str, draft: str, codec: str, evict: EvictOptions, tail: int, drawn: bool, seed: int, n: int, most: int,
+    penalty: float,
+) -> None:  # fmt: skip
+    engine = engine_of(variant, draft, codec, evict, tail=tail)
+    options = replace(DRAWN if drawn else GREEDY, seed=seed, max_tokens=most, repeat_penalty=penalty)
+    assert same(*both(engine, PROMPT[:n], options))
+    check(engine)
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN])
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+@pytest.mark.parametrize("codec", ["f16", "int4"])
+def test_a_model_guesses_all_of_its_own_tokens(variant: str, codec: str, options: SampleOptions) -> None:
+    """Its windows are no multiples of a page: what guesses let go of would be missed."""
+    engine, options = engine_of(variant, variant, codec), replace(options, max_tokens=90)
+    rows, forward = list[int](), drafts(engine).forward_all
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(drafts(engine), "forward_all", lambda parts: rows.append(len(parts[0][1])) or forward(parts))
+        plain, found = both(engine, PROMPT[:60], options)
+    usage = found.end.usage
+    assert same(plain, found) and usage.drafted_tokens == usage.accepted_tokens > 60
+    assert usage.tokens_per_step > 3  # four guesses, fewer before the end of a page
+    assert sum(rows) <= 60 + 90  # no row twice
+    check(engine)
+
+
+def test_another_model_guesses_little_and_the_text_is_the_same() -> None:
+    engine, options = engine_of("llama", "granite"), replace(DRAWN, max_tokens=90)
+    plain, found = both(engine, PROMPT[:60], options)
+    usage = found.end.usage
+    assert same(plain, found) and usage.accepted_tokens < 0.15 * usage.drafted_tokens and usage.drafted_tokens > 100
+
+
+@pytest.mark.parametrize("codec", ["f16", "int8"])
+def test_turns_go_on_from_the_rows_of_the_draft_model(codec: str) -> None:
+    engine, options = engine_of("llama", "llama", codec), replace(DRAWN, max_tokens=30)
+    with closing(engine.prompt_caches(NOWHERE, Told())) as caches:
+        first = run(engine, engine.new_sequence(), PROMPT[:60], options, caches=caches)
+        turn, rows = [*PROMPT[:60], *first.ids, *PROMPT[60:70]], list[int]()
+        forward = drafts(engine).forward_all
+        with pytest.MonkeyPatch.context() as patched:
+            counted = lambda parts: rows.append(len(parts[0][1])) or forward(parts)  # noqa: E731
+            patched.setattr(drafts(engine), "forward_all", counted)
+            found = run(engine, seq := engine.new_sequence(), turn, options, caches=caches)
+        assert sum(rows) < 10 + 30 + 16 + 4  # but for the page that was being filled
+        assert found.ids == alone(engine, turn, replace(options, **OFF)).ids
+        seq.close()
+    kept(engine).close()
+
+
+def test_several_requests_have_guesses_in_one_step() -> None:
+    engine = engine_of("llama", "qwen3", "int8")
+    asked = [(PROMPT[5 * i : 40 + 5 * i], replace(DRAWN, seed=i, max_tokens=50)) for i in range(4)]
+    expected = [alone(engine, prompt, replace(options, **OFF)) for prompt, options in asked]
+    found = [watched(engine, *each) for each in asked]
+    scheduler, events = Scheduler(engine, 3), {id(each.request): each.events for each in found}
+    for each in found:
+        scheduler.submit(each.request)
+    for count in range(1000):
+        if scheduler.idle:
+            break
+        for request, more in scheduler.step():
+            events[id(request)] += more
+        if count == 20:
+            found[1].request.park()
+    for one, two in zip(found, expected, strict=True):
+        assert one.ids == two.ids and one.end.usage.drafted_tokens > 10
+        one.request.seq.close()
+    check(engine)
+
+
+def test_an_answer_for_whose_rows_the_draft_model_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = engine_of("llama", "llama"), replace(DRAWN, max_tokens=60)
+    kept(engine).close()
+    expected, take, left = (
+        alone(engine, PROMPT[:30], replace(options, **OFF)),
+        drafts(engine).pool.take,
+        iter(range(4)),
+    )
+
+    def refuse(arena: int) -> int:
+        if next(left, None) is None:
+            raise DoesNotFit("the KV pool is full")
+        return take(arena)
+
+    monkeypatch.setattr(drafts(engine).pool, "take", refuse)
+    found = alone(engine, PROMPT[:30], options)
+    assert found.ids == expected.ids and 0 < found.end.usage.drafted_tokens < 60
+    check(engine)
+
+
+def test_an_answer_that_is_given_up_leaves_nothing() -> None:
+    engine = engine_of("llama", "llama")
+    for count in (1, 5, 9):
+        events = engine.generate(seq := engine.new_sequence(), PROMPT[:60], replace(DRAWN, max_tokens=40))
+        for _ in range(count):
+            next(events)
+        events.close()  # type: ignore[attr-defined]
+        seq.close()
+        check(engine)
+
+
+def test_another_context_has_a_draft_model_too() -> None:
+    engine = Engine(engine_of("llama", "llama", "int4").loaded)
+    answer = alone(engine, PROMPT[:40], replace(GREEDY, max_tokens=20))
+    larger = engine.reopened(240, SINK)
+    assert drafts(larger).ctx_size == 240 and drafts(larger).retention == larger.retention
+    assert same(*both(larger, PROMPT[:40], replace(GREEDY, max_tokens=120)))
+    assert alone(larger, PROMPT[:40], replace(GREEDY, max_tokens=20)).ids == answer.ids
+    assert larger.beside(CacheOptions(64)).draft is None
+    check(larger)
+
+
+@pytest.mark.slow
+def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
+    """Chi-squared of the token behind the first one, which was guessed, over draws that differ by their seeds."""
+    engine = engine_of("llama", "granite")
+    how = SampleOptions(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, ignore_eos=True, max_tokens=2)
+    drawn = dict[tuple[int, ...], int]()
+    request = None
+    count = 200
+    for seed in range(count):
+        seq = engine.new_sequence()
+        request = engine.request(seq, PROMPT[:9], replace(how, seed=seed, max_tokens=3))
+        while not request.finished:
+            engine.step([request])
+        ids = tuple(request.history[9:11])
+        drawn[ids] = drawn.get(ids, 0) + 1
+        seq.close()
+    assert request is not None
+    seq, chances = engine.new_sequence(), dict[tuple[int, ...], float]()
+    sampler = request.sampler
+    first = zip(*sampler.distribution(engine.logits(engine.forward(seq, PROMPT[:9])[-1:])[0], PROMPT[:9]), strict=True)
+    for a, p in first:
+        twin = seq.fork()
+        logits = engine.logits(engine.forward(twin, [int(a)])[-1:])[0]
+        for b, q in zip(*sampler.distribution(logits, [*PROMPT[:9], int(a)]), strict=True):
+            chances[int(a), int(b)] = p * q
+        twin.close()
+    seq.close()
+    assert drawn.keys() <= chances.keys()
+    found = sum((drawn.get(ids, 0) - count * p) ** 2 / (count * p) for ids, p in chances.items())
+    assert found < len(chances) + 4 * (2 * len(chances)) ** 0.5
+
+
+# --- what is refused, and told
+
+
+def opened(variant: str) -> Opened:
+    return Opened(tiny.make(variant).path, LoadOptions(variant))
+
+
+@pytest.mark.parametrize(
+    ("variant", "draft", "options", "error"),
+    [
+        ("lfm2", "llama", CacheOptions(64), "the model has layers that keep a state"),
+        ("llama", "lfm2", CacheOptions(64), "the draft model has layers that keep a state"),
+        ("llama", "llama", CacheOptions(160, evict=EvictOptions("h2o", budget="128")), "with `evict=h2o`"),
+        ("llama", "llama", CacheOptions(160, attend=AttendOptions(pages=2)), "with `attend=pages:2`"),
+    ],
+)
+def test_models_and_options_that_nothing_can_be_guessed_with(
+    variant: str, draft: str, options: CacheOptions, error: str
+) -> None:
+    with pytest.raises((ModelError, UsageError), match=error):
+        LoadedModel(opened(variant), LoadOptions(variant, backend="reference"), options, draft=opened(draft))
+
+
+def test_a_model_with_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "differing", lambda mine, theirs: "token 3 is 'a', and 'b' in the model")
+    with pytest.raises(
+        ModelError, match="the draft model has another vocabulary: token 3 is 'a', and 'b' in the model"
+    ):
+        LoadedModel(opened("llama"), LoadOptions("llama"), CacheOptions(64), draft=opened("llama"))
+
+
+def test_vocabularies_are_compared() -> None:
+    metadata = opened("llama").file.metadata
+    tokens, kinds = (list(metadata[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
+
+    def differing(**keys: object) -> str:
+        changed = {**metadata, **{f"tokenizer.ggml.{name}": value for name, value in keys.items()}}
+        mine, theirs = (ModelText.of(each, "a").tokenizer for each in (metadata, changed))
+        return drafting.differing(mine, theirs)
+
+    assert differing() == ""
+    assert (
+        differing(tokens=[*tokens[:50], "other", *tokens[51:]])
+        == f"token 50 is 'other', and {tokens[50]!r} in the model"
+    )
+    more = {"tokens": [*tokens, "[PAD]"], "token_type": [*kinds, 5]}
+    assert differing(**more) == ""
+    assert (
+        differing(**more | {"token_type": [*kinds, 1]}) == f"token {len(tokens)} is '[PAD]', and not there in the model"
+    )
+    assert differing(eos_token_id=1) == "EOS is token 1, and 2 in the model"
+
+
+def test_what_is_said_of_a_draft_model() -> None:
+    engine = engine_of("llama", "llama", ctx=600)
+    assert any("as large as the model" in text for text in engine.notices)
+    assert any("trained on 512 tokens: behind them" in text for text in engine.notices)
+    sizes = WeightBytes(9 << 20, 0, 9 << 20, "", ""), WeightBytes(2 << 20, 0, 2 << 20, "", "")
+    assert drafting.too_large(*sizes) == "" and "9 MiB for each token, and 2" in drafting.too_large(*reversed(sizes))
+
+
+def test_what_a_draft_model_cannot_do_is_said_to_be_its_fault(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(KVError, match=r"^the draft model: "):
+        Opened.draft(path, LoadOptions("a"))
+
+
+def test_guesses_by_a_draft_model_need_one() -> None:
+    engine = engine_of("llama", "llama").beside(CacheOptions(64))
+    with pytest.raises(UsageError, match="`spec=draft` needs a model that drafts"):
+        engine.request(engine.new_sequence(), PROMPT[:9], replace(GREEDY, spec="draft"))
+
+
+# --- memory
+
+
+def test_memory_is_planned_for_both() -> None:
+    with_draft = engine_of("llama", "qwen3", "int8")
+    terms = with_draft.terms
+    alone, theirs = terms.without_draft().plan, drafts(with_draft).plan
+    assert terms.plan.total == alone.total + theirs.total
+    assert terms.plan.draft_kv_bytes == theirs.kv_bytes > 0 == alone.draft_kv_bytes
+    names = {row.name for row in terms.plan.rows}
+    assert {"draft: weights", "draft: KV pool"} <= names and "draft: runtime and libraries" not in names
+    pools = with_draft.pool.budget_bytes, drafts(with_draft).pool.budget_bytes
+    assert None not in pools
+    left = terms.budget.bytes - terms.plan.needed
+    assert sum(pools) == terms.plan.kv_bytes + theirs.kv_bytes + left  # type: ignore[arg-type]
+    assert with_draft.predict(100).total > replace(terms.setting, draft=None).plan(with_draft.layout, 100).total
+
+
+def test_a_context_that_fits_alone_may_not_fit_with_a_draft_model() -> None:
+    path, options = tiny.make("llama").path, CacheOptions(0, page_size=16)
+    load = LoadOptions("llama", 1, "reference")
+    whole = Engine.open(path, load, options).plan.total
+    load = replace(load, memory_limit=str(whole + 1000))
+    assert Engine.open(path, load, options).ctx_size == 512
+    with pytest.raises(DoesNotFit, match="the model and its draft model need"):
+        Engine.open(path, load, options, path)
+
+
+# --- how many
+
+
+@pytest.mark.parametrize(
+    ("costs", "right", "draft_s", "expected"),
+    [
+        (CPU_COSTS, 1.0, 0.0, 15), (CPU_COSTS, 0.8, 0.05, 3), (CPU_COSTS, 0.1, 0.05, 0), (CPU_COSTS, 0.9, 1.0, 0),
+        ((1.2, 1.3, 1.4), 0.95, 0.05, 15), ((1.2, 1.3, 1.4), 0.8, 0.05, 7),
+    ],
+)  # fmt: skip
+def test_as_many_are_guessed_as_are_worth_it(
+    costs: tuple[float, ...], right: float, draft_s: float, expected: int
+) -> None:
+    pace = Pace(costs)
+    judge = Drafted(pace)
+    worth = WORTH.__get__(judge)
+    assert worth(15) == 0  # a step without guesses is measured first
+    pace.took(1, 1, 1.0)
+    judge.took(1, draft_s)
+    for i in range(300):
+        judge.saw(1, (37 * i % 100 + 0.5) / 100 < right)
+    pace._account = 0.5
+    assert worth(15) == expected and worth(0) == 0
+    for _ in range(100):
+        pace.took(1, 1, 1.0)
+    assert worth(15) == (expected or 3)  # whether that has changed is found out now and then
+    pace.spent(100.0)
+    assert worth(15) == 0
+
+
+def test_the_first_guess_waits_until_the_prompt_is_read() -> None:
+    """A prefill step before each token, so that nothing waits for long."""
+    engine = engine_of("llama", "llama")
+    kept(engine).close()
+    request = engine.request(engine.new_sequence(), PROMPT[:140], replace(GREEDY, max_tokens=12))
+    steps = list[int]()
+    while not request.finished:
+        engine.step([request])
+        guesses = request.guesses
+        assert isinstance(guesses, DraftGuesses)
+        if request.answering and not request.finished:
+            steps.append(guesses.drafted)
+    assert steps[:4] == [0, 0, 0, 0] and steps[-1] > 0
+    request.seq.close()
