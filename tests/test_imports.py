@@ -51,8 +51,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.latents runtime.model.loading
-runtime.model.mixers
+runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.joined runtime.model.latents
+runtime.model.loading runtime.model.mixers
 runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
 runtime.cache.shown runtime.cache.states

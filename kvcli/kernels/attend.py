@@ -135,7 +135,7 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
 
     qkv float32 [T, heads * dim_q + kv_heads * (dim_k + dim_v)], or without what the layer has no projections of,
     changed -> float32 [T, heads * dim_v]. In records whose values are parts of keys (`RecordLayout.joined`) RoPE and
-    norms of keys are of the other part, and queries have those dims first.
+    norms of keys are of the other part, which queries have first, and each head's key stands beside its value.
     """
     kv = parts[0].kv  # all are of one form
     t, r, spans = qkv.shape[0], kv.record, tuple([part.span for part in parts])
@@ -168,8 +168,11 @@ def _store(
     """Store the rows of a step from their projections, whose columns from `lo` on are keys and values."""
     r, (rotated_k, rotated_v) = parts[0].kv.record, parts[0].kv.rotated
     hi = lo + r.kv_heads * r.dim_k
-    k = qkv[:, lo:hi].view(-1, r.kv_heads, r.dim_k)
-    v = k.clone() if layer.keys_as_values else qkv[:, hi:].view(-1, r.kv_heads, r.dim_v)
+    if r.joined:
+        k, v = (x.contiguous() for x in qkv[:, lo:].view(-1, r.kv_heads, r.dim_q).split([r.dim_k, r.dim_v], 2))
+    else:
+        k = qkv[:, lo:hi].view(-1, r.kv_heads, r.dim_k)
+        v = k.clone() if layer.keys_as_values else qkv[:, hi:].view(-1, r.kv_heads, r.dim_v)
     k = _turned(ops, k, layer.k_norm, layer, angles)
     if layer.v_norm is not None:
         v = _normed(ops, v, layer.v_norm, layer.eps)

@@ -174,6 +174,11 @@ class Stretch(NamedTuple):
     watch: Watch | None = None
 
     @property
+    def record(self) -> RecordLayout:
+        """What pages have of the layer."""
+        return self.kv.record
+
+    @property
     def span(self) -> tuple[int, int]:
         """The first position, and how many there are."""
         return self.start, self.hi - self.lo

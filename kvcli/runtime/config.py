@@ -120,7 +120,9 @@ class LayerConfig:
     `dim_k`/`dim_v` are per KV head. A latent (MLA) layer has kv_heads 1; dim_v is the rank of latents, which are
     values and parts of keys, and dim_k counts what keys have besides, the dims that RoPE turns.
     `window` counts the tokens a sliding layer sees, the query included; 0 = all. In a chunked layer a query sees those
-    of its own chunk, of `window` tokens; the first one begins at position 0. `rope` None: positions are not seen
+    of its own chunk, of `window` tokens; the first one begins at position 0. `turned` is not 0 where a value is its key
+    before norm and RoPE: RoPE turns so many dims of the key at most, and all others are those of the value, times a
+    weight each, so that they need not be stored twice (`KVLayout.build`). `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows; `mixer` is what it has in
     the place of attention, None where kv only plans for it. `shares_kv_with` names the layer whose rows this one reads;
     it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of the model. `cutoff`: of its gates
@@ -140,6 +142,7 @@ class LayerConfig:
     d_ff: int = 0
     cutoff: float | None = None
     mixer: Mixer | None = None
+    turned: int = 0
 
 
 RMS, LAYER = "rms", "layer"  # norms: arXiv 1910.07467 and 1607.06450

@@ -49,7 +49,7 @@ def test_smollm2(kv_here: KvHere, smollm2_path: Path) -> None:
     assert facts["arch"] == "llama" and facts["parameters"] == 134_515_008 and facts["runs"] is True
     assert facts["file_bytes"] == 98_362_432 and facts["context_length"] == 8192
     group = {"kind": "full", "layers": 30, "kv_heads": 3, "dim_k": 64, "dim_v": 64, "window": None}
-    group |= {"row_bytes": 3 * (64 + 64) * 2, "state_bytes": 0}
+    group |= {"row_bytes": 3 * (64 + 64) * 2, "state_bytes": 0, "turned": 0}
     assert facts["attention"] == {"kind": "gqa", "groups": [group]}
     # 30 layers x 3 heads x (64 + 64) x 2 bytes
     assert facts["bytes_per_token"] == facts["windows_full_bytes_per_token"] == 23_040
@@ -199,5 +199,6 @@ def test_bad_files_are_one_line(content: bytes | None, message: str, kv_here: Kv
 
 def test_row_bytes_of_other_kinds() -> None:
     assert f16_row_bytes(LayerConfig(LATENT, 1, 64, 512)) == 576 * 2
+    assert f16_row_bytes(LayerConfig("full", 4, 512, 512, turned=128)) == 4 * 640 * 2
     assert f16_row_bytes(LayerConfig(RECURRENT, 0, 0, 0, state_bytes=100)) == 0
     assert f16_row_bytes(LayerConfig("full", 8, 128, 128, shares_kv_with=0)) == 0

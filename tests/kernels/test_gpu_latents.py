@@ -17,7 +17,7 @@ from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig, RopeConfig
+from kvcli.runtime.config import FULL, LATENT, LayerConfig, ModelConfig, RopeConfig
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 
@@ -31,7 +31,7 @@ def _one_thread():
 
 
 class Latents:
-    """The second of two layers over latents."""
+    """The second of two layers over latents, or over keys that are values, too, of some KV heads."""
 
     def __init__(
         self,
@@ -41,9 +41,12 @@ class Latents:
         heads: int,
         kept: Retention | None = None,
         size: int = 16,
+        kv_heads: int = 0,
         **how: object,
     ) -> None:
         layer = LayerConfig(LATENT, 1, *dims, rope=RopeConfig(10000.0, dims[0]))
+        if kv_heads:
+            layer = LayerConfig(FULL, kv_heads, dims[1], dims[1], rope=layer.rope, turned=dims[0])
         config = ModelConfig("x", "", 10, 2, 2, heads, 4096, EPS, (layer, layer), 1.0)
         layout = KVLayout.build(config, codec, codec, size).evicting(kept)
         self.ops, on = ops, ops.device
@@ -66,6 +69,8 @@ CASES = [
     ("f16", (16, 64), 16, {"size": 64}),
     *((codec, (64, 512), 16, {"size": 64}) for codec in ("f16", "int8") if DEVICE == "cuda"),
     *((codec, (16, 64), 5, {}) for codec in ("f32", "fp8", "int8", "int4")),
+    *((codec, (16, 64), 6, {"kv_heads": 2}) for codec in ("f16", "fp8", "int8")),
+    *((codec, (128, 512), 32, {"size": 64, "kv_heads": 4}) for codec in ("f16", "int8") if DEVICE == "cuda"),
     ("bf16", (8, 32), 20, {"amplitude": 1.3, "temperature": (0.3, 16, 0), "softcap": 2.0}),
 ]
 
@@ -77,19 +82,23 @@ def test_steps_are_those_of_the_reference(codec: str, dims: tuple[int, int], hea
     both = [Latents(ops, codec, dims, heads, **how) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
     generator = torch.manual_seed(heads)
     for t in (18, 1, 14, 1) if DEVICE == "cpu" else (80, 1, 300, 1, 1):
-        qkv = torch.randn(t, (heads + 1) * sum(dims), generator=generator)
+        qkv = torch.randn(t, (heads + how.get("kv_heads", 1)) * sum(dims), generator=generator)
         expected, found = (each.run(qkv) for each in both)
         assert error(found, expected) < (6e-3 if CODECS[codec].bits < 16 else 2e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ("int8",))
-def test_evicted_rows_are_not_seen_and_kept_ones_are_turned(codec: str):
-    retention = Rolling(5, 32, 16)
-    both = [Latents(ops, codec, (16, 64), 5, retention) for ops in (OPS, GpuBackend(torch.device(DEVICE)))]
+@pytest.mark.parametrize("kv_heads", (0, 2))
+def test_evicted_rows_are_not_seen_and_kept_ones_are_turned(codec: str, kv_heads: int):
+    retention, heads = Rolling(5, 32, 16), 6
+    both = [
+        Latents(ops, codec, (16, 64), heads, retention, kv_heads=kv_heads)
+        for ops in (OPS, GpuBackend(torch.device(DEVICE)))
+    ]
     generator = torch.manual_seed(1)
     for t in (40, 1, 9, 1):
-        qkv = torch.randn(t, 6 * 80, generator=generator)
+        qkv = torch.randn(t, (heads + (kv_heads or 1)) * 80, generator=generator)
         expected, found = (each.run(qkv) for each in both)
         assert error(found, expected) < 6e-3
     assert both[0].seq.evicted > 0

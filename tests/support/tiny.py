@@ -380,15 +380,15 @@ VARIANTS = {
             "final_logit_softcapping": 2.0,
         },
     ),
-    # Layers that see everything have one head of keys, which are their values, too.
+    # Layers that see everything have keys that are their values, too.
     "gemma4-keys": Variant(
         "gemma4",
         {
             "layer_types": _slides(True, True, False),
             "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
+            "num_global_key_value_heads": 2,
         },
-        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, True, False], "attention.head_count_kv": [2, 2, 1]},
+        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, True, False]},
     ),
     # The one with experts has a dense part beside them, and keys as values.
     "gemma4-experts": Variant(

@@ -110,6 +110,8 @@ def _group_text(group: LayerGroup) -> str:
     if group.kind == LATENT:
         return f"{group.layers} latent · {group.dim_v} + {group.dim_k} that RoPE turns, stored once for all heads"
     dims = f"dim {group.dim_k}" if group.dim_k == group.dim_v else f"dim K {group.dim_k}, V {group.dim_v}"
+    if group.turned:
+        dims += f", values are keys: stored once, beside {group.turned} dims that RoPE turns"
     window = f" ({'chunks of' if group.kind == CHUNKED else 'window'} {group.window:,})" if group.window else ""
     state = f"state of {group.state_bytes:,} bytes in f32" if group.state_bytes else ""
     if group.kind == RECURRENT:

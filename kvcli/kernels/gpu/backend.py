@@ -241,7 +241,7 @@ class GpuBackend:
         chip = Chip.of(self.device)
         if kv.record.joined:
             block, _ = latents.block_rows(kv.record, layer.heads, rows)
-            alone = latents.parts_of_one(layer.heads, chip) + latents.OTHERS if rows == 1 else 0
+            alone = latents.parts_of_one(kv.record, layer.heads, chip) + latents.OTHERS if rows == 1 else 0
             asked = Asked(part.start, rows, block, layer.window, alone, edged=self.block > 0)
             return device_pages(kv, page_lists(kv, part.shift, asked, self.device), self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)

@@ -21,13 +21,15 @@ from kvcli.kernels.reference.rotation import block
 @triton.jit(do_not_specialize=["offset", "length", "past"])
 def _prepare(
     qkv, position, shift, into, frequencies, v_norm, q, offset, eps, factor, amplitude, growth, length, past,
-    HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr,
-    ROPE: tl.constexpr, SIZE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
-    CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr, GAIN: tl.constexpr,
-    SPARE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    V_OFFSET: tl.constexpr, RECORD: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN: tl.constexpr,
+    NORMED: tl.constexpr, GAIN: tl.constexpr, SPARE: tl.constexpr, APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and head; the one behind the heads writes the row, those behind it make second queries."""
-    WIDTH: tl.constexpr = (HEADS + 1) * (DIM_K + DIM_V)
+    """One program a row and head; the ROWS behind the heads write the rows of as many KV heads, those behind them make
+    second queries."""
+    WIDTH: tl.constexpr = (HEADS + ROWS) * (DIM_K + DIM_V)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, PAD_K)
@@ -38,10 +40,10 @@ def _prepare(
             return
     inside = at
     to = t
-    if head > HEADS:
+    if head >= HEADS + ROWS:
         inside = at - tl.load(shift + t)
         to = t + tl.num_programs(0)
-        head -= HEADS + 1
+        head -= HEADS + ROWS
     c, s = 0.0, 0.0
     if ROPE > 0:
         c, s = turning(inside, frequencies, ROPE, PAD_K)
@@ -66,7 +68,7 @@ def _prepare(
             v = v * tl.rsqrt(tl.sum(v * v, 0) / DIM_V + eps) * tl.load(v_norm + j, mask=j < DIM_V, other=0.0)
         if TURN > 0:
             v = hadamard(v, PAD_V, TURN)
-        row = word + offset
+        row = word + offset + (head - HEADS).to(tl.int64) * RECORD
         store_row(row + at % SIZE * K_ROW, x, DIM_K, PAD_K, CODEC_K)
         store_row(row + V_OFFSET + at % SIZE * V_ROW, v, DIM_V, PAD_V, CODEC_V)
 
@@ -74,7 +76,8 @@ def _prepare(
 def prepare(
     qkv: torch.Tensor, layer: AttentionLayer, pages: DevicePages, out: Queries | None = None, pdl: int = SERIAL
 ) -> Queries:
-    """qkv float32 [T, heads * dim_q + dim_k + dim_v] -> queries; the rows go into their pages."""
+    """qkv float32 [T, (heads + kv_heads) * dim_q] -> queries; the rows go into their pages. Without KV heads where the
+    layer stores none."""
     r, lists, rows, heads = pages.record, pages.lists, qkv.shape[0], layer.heads
     target, into = pages.where_rows_go
     frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
@@ -82,11 +85,12 @@ def prepare(
         out = Queries.empty(rows * (1 + lists.turns), heads, r.dim_q, 0, qkv.device)
     o, (_, rotated) = target.record, pages.rotated
     present = (qkv if x is None else x for x in (frequencies, layer.v_norm))  # something stands for what is not there
-    launch(_prepare, (rows, heads * (1 + lists.turns) + 1))(
+    stored = r.kv_heads if layer.stores else 0
+    launch(_prepare, (rows, heads * (1 + lists.turns) + stored))(
         qkv, lists.position, lists.shift, into, *present, out.q, target.offset, layer.eps, layer.scale * LOG2_E,
-        layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, r.dim_k, padded(r.dim_k), r.dim_v,
+        layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, stored, r.dim_k, padded(r.dim_k), r.dim_v,
         padded(r.dim_v), 0 if frequencies is None else 2 * frequencies.shape[0], r.page_size,
-        o.k_row_bytes, o.v_row_bytes, o.v_offset, o.codec_k.numbers, o.codec_v.numbers,
+        o.k_row_bytes, o.v_row_bytes, o.v_offset, o.record_bytes, o.codec_k.numbers, o.codec_v.numbers,
         block(r.dim_v) if rotated else 0, layer.v_norm is not None,
         layer.amplitude != 1 or layer.temperature is not None, lists.spare, lists.apart, pdl, **launch_options(pdl, 1),
     )  # fmt: skip

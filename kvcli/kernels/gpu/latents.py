@@ -1,4 +1,5 @@
-"""Attention over latents: rows whose value is a part of the key, and which all heads have in common (arXiv 2405.04434).
+"""Attention over latents: rows whose value is a part of the key, and which all heads have in common (arXiv 2405.04434),
+or all heads of a group.
 
 The kernels are cut as those of other rows (attention.py, combine.py), but for this: a tile of values is read
 once, for scores and for sums; a program has some of the heads, a *tile* of them, since accumulators of all would not
@@ -63,13 +64,19 @@ def tile_of_heads(heads: int) -> int:
 def block_rows(record: RecordLayout, heads: int, rows: int) -> tuple[int, int]:
     """How many positions make a block of a step of `rows`, and how many queries a program has, of its heads."""
     m = 16 if rows == 1 else 32
-    return 1 if rows == 1 else min(record.page_size, m // tile_of_heads(heads)), m
+    return 1 if rows == 1 else min(record.page_size, m // tile_of_heads(heads // record.kv_heads)), m
 
 
-def parts_of_one(heads: int, chip: Chip) -> int:
+def tiles_of_heads(record: RecordLayout, heads: int) -> int:
+    """Tiles of heads, of all KV heads."""
+    group = heads // record.kv_heads
+    return record.kv_heads * -(-group // tile_of_heads(group))
+
+
+def parts_of_one(record: RecordLayout, heads: int, chip: Chip) -> int:
     """Programs, of each tile of heads, that decoding one query is worth: one on each multiprocessor, which has room
     for no more."""
-    return min(MOST_PARTS - OTHERS, max(1, chip.multiprocessors // -(-heads // tile_of_heads(heads))))
+    return min(MOST_PARTS - OTHERS, max(1, chip.multiprocessors // tiles_of_heads(record, heads)))
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -208,7 +215,8 @@ def _span(
 @triton.jit(do_not_specialize=["rows_end", "offset", "open_offset"])
 def _attend(
     q, position, work, table, edges, scale_v, out, tops, totals, rows_end, offset, open_offset, softcap,
-    HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, OPEN_RECORD: tl.constexpr,
+    BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, CODEC_K: tl.constexpr,
     CODEC_V: tl.constexpr, NV: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     V_SCALES: tl.constexpr, OFF_V: tl.constexpr, FACTOR_V: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
@@ -226,21 +234,26 @@ def _attend(
     lo = tl.load(item + 2)
     hi = tl.load(item + 3)
     r = tl.arange(0, M)
-    head = tl.program_id(0) * TILE + r % TILE
+    kv_head = tl.program_id(0) // ((GROUP + TILE - 1) // TILE)
+    inside = tl.program_id(0) % ((GROUP + TILE - 1) // TILE) * TILE + r % TILE  # the group
+    head = kv_head * GROUP + inside
+    offset += kv_head.to(tl.int64) * RECORD
+    open_offset += kv_head.to(tl.int64) * OPEN_RECORD
+    scale_v += kv_head
     if APART:
         own = tl.load(item + 4)
         newest = tl.load(position + own).to(tl.int32)
         at = newest + r * 0
-        ok = (r < tl.where(kind == 0, 0, TILE)) & (head < HEADS)
+        ok = (r < tl.where(kind == 0, 0, TILE)) & (inside < GROUP)
         row = own.to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
         cell = tl.minimum(head, HEADS - 1).to(tl.int64) * parts + share
-        scale_v += own
+        scale_v += own * (HEADS // GROUP)
     else:
         start = tl.load(position).to(tl.int32)  # no kernel of this token writes it
         end = start + rows_end
         base = (start // BLOCK + tl.program_id(2)) * BLOCK
         at = base + r // TILE  # positions
-        ok = (r < BLOCK * TILE) & (head < HEADS) & (at >= start) & (at < end)
+        ok = (r < BLOCK * TILE) & (inside < GROUP) & (at >= start) & (at < end)
         newest = tl.minimum(base + BLOCK, end) - 1
         at = tl.minimum(tl.maximum(at, tl.maximum(base, start)), newest)
         row = (at - start).to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
@@ -293,15 +306,16 @@ def attend(
     """Causal attention of the T queries of a step over latents: partial results. `softcap`: see `kernels.attention`."""
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]
     rows, opened = len(lists.shift), pages.open or pages
-    o, tile = opened.record, tile_of_heads(heads)
+    o, group = opened.record, heads // r.kv_heads
     if out is None:
         out = Partials.of(pages, rows, heads)
     positions, m = block_rows(r, heads, 1 if lists.apart else rows)
     tiles = tiles or tiling(r, Chip.of(queries.q.device))
-    launch(_attend, (-(-heads // tile), out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
+    launch(_attend, (tiles_of_heads(r, heads), out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, lists.position, lists.work, lists.table, lists.edges,
         queries.q if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
-        rows, pages.offset, opened.offset, softcap * LOG2_E, heads, tile, positions, m, r.page_size, r.dim_k,
+        rows, pages.offset, opened.offset, softcap * LOG2_E, heads, group, tile_of_heads(group), r.record_bytes,
+        o.record_bytes, positions, m, r.page_size, r.dim_k,
         padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_v),
         r.k_row_bytes, r.v_row_bytes, r.v_offset, r.v_scales, left_centre(r.codec_v), head_factor(r.codec_v),
         o.codec_k.numbers, o.codec_v.numbers, o.k_row_bytes, o.v_row_bytes, o.v_offset, lists.edged, softcap > 0,

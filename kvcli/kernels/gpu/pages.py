@@ -169,6 +169,11 @@ class BoundStretch(NamedTuple):
     sealing: Sealing
     fixes: bool = False
 
+    @property
+    def record(self) -> RecordLayout:
+        """What pages have of the layer."""
+        return self.pages.record
+
 
 class HostLists(NamedTuple):
     """What `PageLists` has, on the host."""

@@ -35,14 +35,26 @@ class GroupLayout:
     retention: Retention | None = None  # what stays where old rows are evicted; None = they are not
     limit = None  # there may be any number of pages
     by_layer: bool = False  # a chunk of the pool has its pages' records of one layer, then those of the next
+    joined: bool = False  # values are parts of keys (`LayerConfig.turned`); of these `dim_k` dims stand beside them
     summarized: bool = False  # each page has a summary beside it, by which queries choose what they read
 
     @cached_property
     def record(self) -> RecordLayout:
         """What each page has of one layer and head."""
+        joined = self.joined or self.kind == LATENT
         return RecordLayout.of(
-            self.page_size, self.kv_heads, self.dim_k, self.dim_v, self.codec_k, self.codec_v, self.kind == LATENT
+            self.page_size, self.kv_heads, self.dim_k, self.dim_v, self.codec_k, self.codec_v, joined
         )
+
+    @property
+    def types(self) -> tuple[str, str]:
+        """The cache types of keys and of values. What RoPE turns of keys that are values, too, has at least 16 bits
+        whatever these are."""
+        return (self.codec_v if self.record.joined else self.codec_k).name, self.codec_v.name
+
+    def apart(self) -> GroupLayout:
+        """These layers with keys and values stored apart."""
+        return replace(self, joined=False, dim_k=self.dim_v, codec_k=self.codec_v) if self.joined else self
 
     @property
     def layer_bytes(self) -> int:

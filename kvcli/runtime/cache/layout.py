@@ -7,7 +7,9 @@ Cache types below 16 bits are *sealed*: a row is written in 16 bits and encoded 
 sequence also holds pages of a 16-bit class in such a group: the sinks, and those that are being filled.
 Group g's 16-bit class, if it has one, is an arena of its own, behind those of all groups.
 
-A latent is stored once, as the value; the key has beside it the part that RoPE turns.
+A latent is stored once, as the value; the key has beside it the part that RoPE turns. So is a value that is its key,
+too (`LayerConfig.turned`), where both have one type of 8 bits or more: smaller types would save nothing, as that part
+keeps 16 bits.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class KVLayout:
                 f"a 16-bit tail of {tail} pages with {sinks} pages of sinks is not possible",
                 "the tail is one page or none; without one there must be sinks, which fix the scales and means",
             )
-        keys: list[tuple[str, int, int, int, int]] = []
+        keys: list[tuple[str, int, int, int, int, int]] = []
         members: list[list[int]] = []
         slots: list[tuple[int, int] | None] = []
         for i, layer in enumerate(config.layers):
@@ -93,11 +95,27 @@ class KVLayout:
                 group = keys.index(key)
                 slots.append((group, len(members[group])))
                 members[group].append(i)
+        once = k == v and k.bits >= LEAST_LATENT_BITS
         groups = tuple(
             GroupLayout(
+                kind,
+                tuple(layers),
+                heads,
+                turned,
+                dim_v,
+                window,
+                at_least_16(k),
+                v,
+                page_size,
+                sinks,
+                tail,
+                joined=True,
+            )
+            if turned and once
+            else GroupLayout(
                 kind, tuple(layers), heads, dim_k, dim_v, window, *_types(k, v, kind, window), page_size, sinks, tail
             )
-            for (kind, heads, dim_k, dim_v, window), layers in zip(keys, members, strict=True)
+            for (kind, heads, dim_k, dim_v, window, turned), layers in zip(keys, members, strict=True)
         )
         return cls(groups, page_size, state_arenas(config.layers, page_size), tuple(slots))
 
@@ -124,7 +142,7 @@ class KVLayout:
             raise UsageError(*NOTHING_TO_EVICT)
         if selection and any(g.kind == LATENT for g in self.groups):
             raise UsageError(f"{selection.policy} does not select latents, which all heads share", "`evict=sink` does")
-        return replace(self, selection=selection)
+        return replace(self.apart() if selection else self, selection=selection)
 
     def attending(self, attend: AttendOptions) -> KVLayout:
         """This layout where queries read only some pages, but in groups with windows or chunks of their own. UsageError
@@ -139,8 +157,17 @@ class KVLayout:
                 f"{attend.named} changes nothing: no layer of this model reads keys of all tokens",
                 "windows, latents and states are read as they are: leave it out",
             )
-        groups = (replace(g, summarized=True) if g.kind == FULL else g for g in self.groups)
+        groups = (replace(g, summarized=True) if g.kind == FULL else g for g in self.apart().groups)
         return replace(self, groups=tuple(groups), attend=attend)
+
+    @property
+    def joined(self) -> bool:
+        """Whether values that are keys, too, are stored once."""
+        return any(g.joined for g in self.groups)
+
+    def apart(self) -> KVLayout:
+        """This layout with keys and values stored apart where values are keys, too."""
+        return replace(self, groups=tuple(g.apart() for g in self.groups))
 
     def by_layer(self, by_layer: bool) -> KVLayout:
         """This layout with chunks by layer, or by page. A GPU walks through one layer's pages at a time, and looks up
@@ -261,9 +288,9 @@ class KVLayout:
         return noted + places + tokens * each
 
 
-def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int]:
+def _group_key(layer: LayerConfig) -> tuple[str, int, int, int, int, int]:
     kind = layer.kind if layer.window or layer.kind not in WINDOWED else FULL
-    return kind, layer.kv_heads, layer.dim_k, layer.dim_v, layer.window
+    return kind, layer.kv_heads, layer.dim_k, layer.dim_v, layer.window, layer.turned
 
 
 def _types(k: Codec, v: Codec, kind: str, window: int) -> tuple[Codec, Codec]:

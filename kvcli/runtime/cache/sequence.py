@@ -391,4 +391,6 @@ def _types(group: GroupLayout) -> str:
     """The cache types of a group in words."""
     if group.kind == LATENT:
         return f"latents {group.codec_v.name}"
+    if group.joined:
+        return f"keys and values {group.codec_v.name}"
     return f"keys {group.codec_k.name}, values {group.codec_v.name}"

@@ -26,6 +26,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import CHUNKED, LATENT, RECURRENT
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.model.decoder import Attention
+from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 
 STEP = 256  # rows that are copied at a time
@@ -66,6 +67,8 @@ def refused(engine: Engine) -> str:
         return "its layers do not keep keys that can be turned to another position"
     if any(isinstance(each.inner, Attention) and each.inner.how.norms_last for each in engine.model.weights.sublayers):
         return "its keys are normed behind RoPE"
+    if engine.layout.joined != any(layer.turned for layer in engine.config.layers):
+        return "values that are keys, too, are stored once in 16 bits, and apart in this cache type"
     if engine.retention is not None or engine.layout.selection is not None:
         return "old rows are evicted"
     return ""
@@ -110,40 +113,48 @@ def graft(engine: Engine, seq: Sequence, source: Sequence, lo: int, hi: int) -> 
     Of layers with windows those that `source` still has are copied: all that a query behind them sees. Raises
     DoesNotFit.
     """
-    layers, ops, ropes = engine.config.layers, engine.model.ops, engine.model.ropes  # torch stores rows on any device
+    layers, ops = engine.config.layers, engine.model.ops  # torch stores rows on any device
     exact = seq.pool is source.pool and seq.tokens == source.tokens[:lo]  # the same rows would be computed here
     views, slots, moved = source.views(), source.pool.layout.slots, float(seq.length - lo)
     own = [(i, slot) for i, slot in enumerate(slots) if slot and layers[i].shares_kv_with is None]
-    turns = {each: ropes.table(each) for each in {layers[i].rope for i, _ in own}}
-    angles = {each: table.at_positions(np.array([moved])) for each, table in turns.items() if table is not None}
+    turns = {i: _rope(engine, i) for i, _ in own}
+    angles = {table: table.at_positions(np.array([moved])) for table in turns.values() if table is not None}
     for start in range(lo, hi, STEP):
         tokens = source.tokens[start : min(hi, start + STEP)]
         first = seq.length
         into = seq.reserve(tokens)
         for i, (group, index) in own:
-            kv, rope = into.kv(i), layers[i].rope
+            kv, rope = into.kv(i), turns[i]
             for at, k, v in _rows(views[group][index], start, start + len(tokens)):
-                if rope in angles:
+                if rope is not None:
                     rope_(k, *(x.expand(len(k), -1).contiguous().to(k.device) for x in angles[rope]))
                 if kv.rotated[0]:
                     ops.rotate_(k)
                 if kv.rotated[1]:
                     ops.rotate_(v)
                 store(k, v, kv, first + at - start)
-            seal_step(ops, turns[rope], kv, first, first + len(tokens))
+            seal_step(ops, rope, kv, first, first + len(tokens))
         seq.commit(tokens)
         if seq.moved is None and not exact:
             seq.moved = first
 
 
+def _rope(engine: Engine, layer: int) -> RopeTable | None:
+    """What turns the keys of a layer as they are stored."""
+    shape = engine.config.layers[layer]
+    table = engine.model.ropes.table(shape.rope)
+    return table.first(shape.turned) if table is not None and shape.turned and engine.layout.joined else table
+
+
 def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there."""
+    """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there; copies."""
     size = kv.record.page_size
     for first, page in zip(kv.entries.first.tolist(), kv.entries.memory, strict=True):
         lo, hi = max(start, first), min(end, first + size)
         if lo < hi:
             k, v = kv.rows(page, lo - first, hi - first)
-            yield lo, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+            k, v = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (k, v))
+            yield lo, k, v
 
 
 @torch.inference_mode()

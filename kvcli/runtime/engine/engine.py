@@ -121,6 +121,9 @@ class Engine:
                 f"the RoPE of this model is another one in a context of {terms.ctx_size:,} tokens",
                 "open the model anew with that `ctx`",
             )
+        if terms.layout.joined != self.layout.joined:
+            what = "values that are keys, too, are stored once, and apart where rows are selected by score"
+            raise UsageError(f"this model's {what}", "open the model anew with that `evict`")
         return terms
 
     def carried(self, seq: Sequence) -> Sequence:

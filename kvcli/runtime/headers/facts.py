@@ -32,7 +32,7 @@ class QuantShare:
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that keep the same kind of rows, or a state. `row_bytes` is what one layer keeps for one token at f16,
-    `state_bytes` what it keeps of a sequence whatever its length."""
+    `state_bytes` what it keeps of a sequence whatever its length. `turned`: see `LayerConfig`."""
 
     kind: str
     layers: int
@@ -42,6 +42,7 @@ class LayerGroup:
     window: int
     row_bytes: int
     state_bytes: int = 0
+    turned: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,17 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
             layer.window,
             f16_row_bytes(layer),
             layer.state_bytes,
+            layer.turned,
         )
         counts[key] = counts.get(key, 0) + 1
     return tuple(LayerGroup(key[0], count, *key[1:]) for key, count in counts.items())
 
 
 def f16_row_bytes(layer: LayerConfig) -> int:
-    """Bytes a layer keeps for one token in 16 bit: keys and values of each KV head, or the latent once."""
+    """Bytes a layer keeps for one token in 16 bit: keys and values of each KV head, or what is both once."""
     if layer.kind == RECURRENT or layer.shares_kv_with is not None:
         return 0
-    return layer.kv_heads * (layer.dim_k + layer.dim_v) * _F16_BYTES
+    return layer.kv_heads * ((layer.turned or layer.dim_k) + layer.dim_v) * _F16_BYTES
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> TokenizerFacts | None:

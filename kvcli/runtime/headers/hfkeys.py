@@ -134,6 +134,8 @@ def _layers(config: HFConfig) -> dict[str, Any]:
         keys["attention.sliding_window"] = 0
     if shared := config.count("num_kv_shared_layers", default=0):
         keys["attention.shared_kv_layers"] = shared
+    if config.model_type.startswith("gemma4") and config.get("attention_k_eq_v"):
+        keys["attention.keys_as_values"] = True  # as files say by their tensors
     return keys
 
 

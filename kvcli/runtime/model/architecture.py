@@ -33,6 +33,7 @@ from kvcli.runtime.model.ropekeys import read_rope
 from kvcli.runtime.text.placeholders import count_tokens
 
 _WIDEST = 1 << 20  # d_model
+_STEP = 8  # dims: kernels read rows in such steps, and a dim more that does not turn is no other score
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, in row-major order (rows, columns) as numpy has them
 
 
@@ -68,7 +69,8 @@ class Architecture:
     `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates of some layers are cut off.
     `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so many experts have none.
     `latents`: attention is over latents. `experts`: files may have them. `mixers`: reads which layers keep a state, and
-    what they have in the place of attention. `of_images`: keys that say nothing of text.
+    what they have in the place of attention. `turned`: RoPE turns such a share of a head where values are keys (see
+    `LayerConfig.turned`). `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
@@ -90,6 +92,7 @@ class Architecture:
     qk_norm_but: int = 0
     experts: Mixture | None = None
     mixers: MixerReader | None = None
+    turned: float = 0.0
     of_images: tuple[str, ...] = ()
 
     def read(self, metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
@@ -176,8 +179,20 @@ class Architecture:
             layers = [x if mixer is None else _stateful(x, mixer, d_model) for x, mixer in states]
         if self.altup:
             layers = [replace(x, cutoff=y) for x, y in zip(layers, _cutoffs(keys, n), strict=True)]
+        if self.turned:
+            both = bool(keys.get("attention.keys_as_values", False))
+            layers = [self._with_turned(x, f"blk.{i}.attn_", shapes, both) for i, x in enumerate(layers)]
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
         return tuple(share_last(layers, first))[: n - _ahead(keys)]
+
+    def _with_turned(self, layer: LayerConfig, prefix: str, shapes: Shapes, named: bool) -> LayerConfig:
+        """A layer that sees everything with what RoPE turns of its keys, where these are its values, too: where there
+        is no matrix of values, or, without tensors, where the file says so (`named`)."""
+        there = f"{prefix}k.weight" in shapes
+        if layer.kind != FULL or not (named or there) or f"{prefix}v.weight" in shapes or layer.dim_k != layer.dim_v:
+            return layer
+        pairs = int(self.turned * layer.dim_k / 2)
+        return replace(layer, turned=min(layer.dim_k, -(-2 * pairs // _STEP) * _STEP))
 
     def _latent_layers(self, keys: Keys, shapes: Shapes, n: int) -> tuple[LayerConfig, ...]:
         _, rank, rotary = read_latents(keys)
@@ -301,7 +316,7 @@ def share_last(layers: Sequence[LayerConfig], first: int) -> list[LayerConfig]:
         owners = [j for j in range(first) if layers[j].kind == layers[i].kind]
         if not owners:
             raise ModelError(f"layer {i} shares the cache of an earlier {layers[i].kind} layer, and there is none")
-        result[i] = replace(layers[i], shares_kv_with=owners[-1])
+        result[i] = replace(layers[i], shares_kv_with=owners[-1], turned=layers[owners[-1]].turned)
     return result
 
 

@@ -13,6 +13,7 @@ from kvcli.kernels.reference.experts import sigmoid
 from kvcli.kernels.reference.pointwise import cut_gates
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
+from kvcli.runtime.model.joined import JoinedRows
 from kvcli.runtime.model.mixers import Mixing
 from kvcli.runtime.model.rope import RopeTables
 
@@ -23,12 +24,14 @@ Operand = Any  # rows as the backend's `matmul` reads them
 @dataclass(frozen=True)
 class Attention:
     """Attention of model layer `layer`: the product that gives q, k and v side by side, and what `ops.attend` wants.
-    `gate`: the product by whose sigmoid what heads give is multiplied, () = it is not."""
+    `gate`: the product by whose sigmoid what heads give is multiplied, () = it is not. `joined`: where values are keys,
+    what to do where they are stored once."""
 
     layer: int
     qkv: Matrices
     how: AttentionLayer
     gate: Matrices = ()
+    joined: JoinedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,11 @@ class Decoder:
         Products are of all rows at once; each part then looks at its own pages.
         """
         if isinstance(inner, Attention):
-            qkv = self.ops.matmul(x, inner.qkv)
-            heads = self.ops.attend(qkv, [p.stretch(inner.layer, *rows) for rows, p in step.rows], inner.how)
+            qkv, how = self.ops.matmul(x, inner.qkv), inner.how
+            parts = [p.stretch(inner.layer, *rows) for rows, p in step.rows]
+            if inner.joined is not None and parts[0].record.joined:
+                qkv, how = inner.joined.rows(self.ops, qkv), inner.joined.how
+            heads = self.ops.attend(qkv, parts, how)
             return heads * sigmoid(self.ops.matmul(x, inner.gate)) if inner.gate else heads
         if isinstance(inner, LatentAttention):
             return self._latents(inner, x, step)

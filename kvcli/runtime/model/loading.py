@@ -31,12 +31,15 @@ from kvcli.runtime.model.decoder import (
     TokenGate,
 )
 from kvcli.runtime.model.experts import load_experts
+from kvcli.runtime.model.joined import JoinedRows
 from kvcli.runtime.model.latents import load_latents
 from kvcli.runtime.model.mixers import load_mixer
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.model.ropekeys import FACTORS
 from kvcli.runtime.model.sealing import seal_step
 from kvcli.runtime.model.weights import UnreadWeights, Weights, half_split, half_split_rows
+
+TURNS_LEAST = 1e-12  # radians a token: what is divided by 1e30 stands still
 
 
 def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
@@ -236,7 +239,26 @@ class _Loader:
             partial(seal_step, self.ops, rope, stores=stores),
         )  # fmt: skip
         gates = self.ops.place((gate.matrix,)) if gate else ()
-        return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how, gates)
+        return Attention(i, self.ops.place(tuple(x.matrix for x in parts)), how, gates, self._joined(i, how))
+
+    def _joined(self, i: int, how: AttentionLayer) -> JoinedRows | None:
+        """What to do where values that are keys are stored once; None where they are not keys. Raises ModelError where
+        RoPE turns other dims than was said when rows were laid out."""
+        shape = self.config.layers[i]
+        rope = self.ropes.table(shape.rope)
+        if not shape.turned or rope is None:
+            return None
+        turns = rope.frequencies > TURNS_LEAST
+        if turns[shape.turned // 2 :].any():
+            raise ModelError(
+                f"RoPE turns {2 * int(turns.sum())} dims of keys in layer {i}, at most {shape.turned} are those of kv's"
+                f" {self.config.arch}",
+                "kv would compute another model than this one",
+            )
+        owner = i if shape.shares_kv_with is None else shape.shares_kv_with
+        k_norm = self._head_norm(f"blk.{owner}.attn_k_norm", shape.kv_heads, shape)
+        assert k_norm is not None
+        return JoinedRows.of(how, rope, shape.turned, k_norm, self.ops)
 
     def _projections(self, i: int) -> list[_Projection]:
         """q, k and v, which files have one by one or as one matrix; what the layer has none of is left out."""

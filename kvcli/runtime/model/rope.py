@@ -17,16 +17,25 @@ CENTRES = 1 << 15  # angles that are kept for page lists that have much in commo
 class RopeTable:
     """Cosines and sines of one RoPE configuration; angles in float64, so large positions stay right."""
 
-    def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None) -> None:
-        """`factors` float32 [dim / 2] also divide the frequencies (see `RopeConfig.scaling`)."""
+    def __init__(self, rope: RopeConfig, factors: torch.Tensor | None = None, dims: int = 0) -> None:
+        """`factors` float32 [dim / 2] also divide the frequencies (see `RopeConfig.scaling`). `dims`: only so many are
+        turned, those of the first pairs; 0 = all."""
+        self._made, self._first = (rope, factors), dict[int, RopeTable]()
         self._last: tuple[Spans, Angles]
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self.frequencies = _frequencies(rope)
         if factors is not None:
             self.frequencies /= factors.double().numpy()
+        self.frequencies = self.frequencies[: dims // 2 or None]
         self._last = ((0, 1),), self.at_positions(np.zeros(1))
         self._inside: tuple[Spans, np.ndarray, Angles] = ((0, 1),), np.zeros(1, dtype=np.int64), self._last[1]
         self._centres: tuple[np.ndarray, Angles] = np.zeros(1), self._last[1]
+
+    def first(self, dims: int) -> RopeTable:
+        """The table that turns only the first `dims` / 2 pairs of dims; one for all that ask."""
+        if dims not in self._first:
+            self._first[dims] = RopeTable(*self._made, dims)
+        return self._first[dims]
 
     def frequencies_on(self, device: torch.device) -> torch.Tensor:
         """The frequencies, float64 [dim / 2], on a device; copied once."""

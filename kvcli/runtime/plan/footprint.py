@@ -254,7 +254,8 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
         return _of_delta(layer.mixer)
     if layer.kind == RECURRENT:
         return config.d_model, 2 * config.d_model, config.d_model
-    q = config.n_heads * (layer.dim_k + layer.dim_v if layer.kind == LATENT else layer.dim_k)
+    beside = layer.dim_v if layer.kind == LATENT else layer.turned  # what queries of joined records have besides
+    q = config.n_heads * (layer.dim_k + beside)
     out = config.n_heads * layer.dim_v
     return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
 

@@ -26,6 +26,7 @@ from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, release, take_rows
 from kvcli.runtime.promptcache.prefixpages import needed
+from kvcli.runtime.promptcache.sameness import APART, VALUES
 from kvcli.runtime.promptcache.settings import pair, types_of
 
 STEP = 256  # rows that are converted at a time
@@ -38,12 +39,15 @@ def source_layout(config: ModelConfig, target: KVLayout, file: PromptCacheFile) 
     try:
         size = int(found.get("page_size", ""))
         source = KVLayout.build(config, types[0].pop(), types[1].pop(), size)
+        source = source.apart() if found.get(VALUES) == APART else source
     except (KeyError, ValueError, UsageError):
         raise CacheFileError(f"{file.path}: its cache types make no sense") from None
     pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
              for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
     if types[0] or types[1] or any(s.sealed for s, _ in pairs) or _fields(layout_fields(source)) != _fields(found):
         raise _refused(file, "rows below 16 bits are not encoded twice")
+    if source.joined != target.joined:
+        raise _refused(file, "values that are keys, too, are stored once in one of them and apart in the other")
     if target.retention:
         raise _refused(file, "rows were evicted")
     if target.states:
@@ -77,7 +81,8 @@ def _holds(source: KVLayout, target: KVLayout) -> bool:
     """Whether every type is the same or has more bits, and some have."""
     pairs = [(s, t) for a, b in zip(source.groups, target.groups, strict=True)
              for s, t in ((a.codec_k, b.codec_k), (a.codec_v, b.codec_v))]  # fmt: skip
-    return all(s == t or s.bits > t.bits for s, t in pairs) and any(s != t for s, t in pairs)
+    more = all(s == t or s.bits > t.bits for s, t in pairs) and any(s != t for s, t in pairs)
+    return more and source.joined == target.joined
 
 
 def named(source: KVLayout) -> str:

@@ -22,6 +22,7 @@ from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.host.cores import usable_cpus
+from kvcli.runtime.promptcache.sameness import APART, ONCE, VALUES
 
 _BLOCK = 8 << 20
 _TEXT_HASHES = ("tokenizer", "template")
@@ -34,6 +35,7 @@ def identity(file: ModelFile, adapters: Sequence[Adapter], config: ModelConfig, 
         **_with(adapters, model_hashes(file)),
         "model_config": _canonical(_shape_of(config)),
         **layout_fields(layout),
+        **({VALUES: ONCE if layout.joined else APART} if any(layer.turned for layer in config.layers) else {}),
         "positions": "absolute from 0",
         "byte_order": sys.byteorder,
     }
@@ -44,8 +46,9 @@ def _shape_of(config: ModelConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(dataclasses.replace(config, name=""))
     del fields["block"]
     for layer in fields["layers"]:
-        if layer["mixer"] is None:  # as before there were any
-            del layer["mixer"]
+        for name in ("mixer", "turned"):
+            if not layer[name]:  # as before there were any
+                del layer[name]
     return fields
 
 
@@ -53,8 +56,8 @@ def layout_fields(layout: KVLayout) -> dict[str, str]:
     """The fields that the cache options decide."""
     groups, retention = layout.groups, layout.retention
     return {
-        "cache_type_k": " ".join(group.codec_k.name for group in groups),
-        "cache_type_v": " ".join(group.codec_v.name for group in groups),
+        "cache_type_k": " ".join(group.types[0] for group in groups),
+        "cache_type_v": " ".join(group.types[1] for group in groups),
         "page_size": str(layout.page_size),
         "sinks": " ".join(str(group.sinks if group.sealed else 0) for group in groups),
         "tail": " ".join(str(group.tail if group.sealed else 0) for group in groups),

@@ -19,11 +19,13 @@ from kvcli.runtime.cache.eviction import Retention
 
 ALL = 1 << 62  # rows: however many there are
 SCOPE = "scope"  # no row depends on it: it keeps prompts apart that must not be shared
+VALUES, ONCE, APART = "values", "once", "apart"  # how values are stored that are keys, too
 _ALWAYS = (
     "weights",
     "model_config",
     "cache_type_k",
     "cache_type_v",
+    VALUES,
     "positions",
     "byte_order",
     "computed_on",

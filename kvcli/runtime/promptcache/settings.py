@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions
-from kvcli.runtime.promptcache.sameness import alike, evict_options, is_sealed, unevicted
+from kvcli.runtime.promptcache.sameness import VALUES, alike, evict_options, is_sealed, unevicted
 
 # Fields that no option sets, and what to call a file in which they are other than here.
 _OTHER = {
     "weights": "the weights of another model or adapter",
     "model_config": "another model configuration",
+    VALUES: "values apart from keys, or not",
     "positions": "other positions",
     "byte_order": "another byte order",
 }

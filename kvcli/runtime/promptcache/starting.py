@@ -14,6 +14,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.config import LayerConfig
 from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.sameness import APART, VALUES
 from kvcli.runtime.promptcache.settings import cache_options
 
 _LAYER = {field.name for field in fields(LayerConfig)} - {"rope", "temperature"}  # which no size depends on
@@ -27,6 +28,7 @@ def layout_of(identity: Mapping[str, str]) -> KVLayout:
         options = cache_options(identity)
         config: Any = SimpleNamespace(layers=layers)
         layout, asked = KVLayout.of_options(config, options), options.evict
+        layout = layout.apart() if identity.get(VALUES) == APART else layout
         retention = eviction.policy(asked.policy).retention
         return (
             layout if retention is None else layout.evicting(retention(asked.keep or 0, asked.window, layout.page_size))

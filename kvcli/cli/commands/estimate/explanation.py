@@ -11,6 +11,7 @@ from kvcli.runtime.cache.grouplayout import SUMMARY_BYTES, GroupLayout
 from kvcli.runtime.config import CHUNKED, LATENT, WINDOWED
 
 _OF_ROWS = "keys", "values", "K", "V"  # parts of a row, in words and in sums
+_OF_JOINED = "rotary parts", "values that are keys", "rotary", "value"
 _OF_LATENTS = "rotary parts", "latents", "rotary", "latent"
 
 
@@ -64,7 +65,7 @@ def _outcome(report: Report, o: Outcome) -> Iterator[str]:
 def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -> Iterator[str]:
     query, size = report.query, g.page_size
     title += f", {'chunks of' if g.kind == CHUNKED else 'window'} {g.window:,}" if g.window else ""
-    keys, values, k, v = _OF_LATENTS if g.kind == LATENT else _OF_ROWS
+    keys, values, k, v = _OF_LATENTS if g.kind == LATENT else _OF_JOINED if g.joined else _OF_ROWS
     types = f"{g.codec_k.name} {keys}, {g.codec_v.name} {values}"
     yield f"  {title}: {len(g.layers)} layers × {g.kv_heads} KV heads, {types}"
     record, each = g.record, g.record.token_bytes

@@ -145,9 +145,11 @@ def _attention(config: ModelConfig) -> str:
 def formula(group: GroupLayout) -> str:
     """'32 × 8 × (128 K + 128 V) × 2 B = 131,072 B (f16)' for one group of a cache in f16."""
     head = f"{len(group.layers)} × {group.kv_heads} × " if group.kind != LATENT else f"{len(group.layers)} × "
-    widths = f"({group.dim_k} K + {group.dim_v} V)" if group.kind != LATENT else f"{group.record.dim_q}"
+    widths = f"({group.dim_k} K + {group.dim_v} V)" if not group.record.joined else f"{group.record.dim_q}"
     end = f" up to {group.window:,} tokens" if group.window else ""
     note = " (latent: K and V share it)" if group.kind == LATENT else ""
+    if group.joined:
+        note = f" (K is V but for {group.dim_k} dims that RoPE turns)"
     return f"{head}{widths} × 2 B = {group.token_bytes:,} B{end}{note} (f16)"
 
 

@@ -61,7 +61,7 @@ class BatchTables:
         self.noted = None  # nothing is: see `GroupTables`
         chip, slots = Chip.of(device), -(-ctx_size // group.page_size) + 2
         if group.record.joined:
-            self.most, self.budget = latents.MOST_PARTS, latents.parts_of_one(heads, chip)
+            self.most, self.budget = latents.MOST_PARTS, latents.parts_of_one(group.record, heads, chip)
         else:
             self.most, self.budget = most_parts(group.dim_v), programs(chip, group.sealed) // group.kv_heads
         evicts = group.retention

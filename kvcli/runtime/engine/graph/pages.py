@@ -111,7 +111,7 @@ class GroupTables:
         each = programs(self.chip, group.sealed) // group.kv_heads
         self.block, _ = block_rows(group.record, heads, rows, self.chip)
         if group.record.joined:
-            self.most, each = latents.MOST_PARTS, latents.parts_of_one(heads, self.chip)
+            self.most, each = latents.MOST_PARTS, latents.parts_of_one(group.record, heads, self.chip)
             self.block, _ = latents.block_rows(group.record, heads, rows)
         self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
         self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block

@@ -16,5 +16,6 @@ ARCHITECTURE = Architecture(
     embed_scale=lambda d_model: d_model**0.5,
     query_dim=lambda config: 1,
     tokens_each=True,
+    turned=0.25,
     experts=Mixture(normed=True, beside=True),
 )
