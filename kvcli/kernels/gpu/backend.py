@@ -7,7 +7,8 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -26,6 +27,7 @@ from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
+from kvcli.kernels.gpu.language import AFTER, INTERPRETED, SERIAL
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.noting import note
@@ -71,6 +73,17 @@ class GpuBackend:
         self._hadamard: dict[int, torch.Tensor] = {}
         self._most = 0  # numbers that `expand.slices` needs
         self._packed = False  # whether any weights are
+        self.pdl = SERIAL
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Inside, kernels are launched ahead of each other, where the card can (see `language.SERIAL`): in a graph, in
+        which nothing writes the lists of pages."""
+        self.pdl = AFTER if Chip.of(self.device).ahead and not INTERPRETED else SERIAL
+        try:
+            yield
+        finally:
+            self.pdl = SERIAL
 
     @property
     def arithmetic(self) -> str:
@@ -103,7 +116,7 @@ class GpuBackend:
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = self._half_rows(x)
-        return wide.finish(self._products(rows, weights), rows.scales, add_to)
+        return wide.finish(self._products(rows, weights), rows.scales, add_to, self.pdl)
 
     def gated(
         self,
@@ -117,8 +130,8 @@ class GpuBackend:
         products, paired = self._products(rows, weights), weights[0].paired
         woven = self._weaves(products.shape[1])
         if bias is None:
-            return wide.gate(products, act, paired, woven, rows.scales)
-        gates = wide.finish(products, rows.scales, None)
+            return wide.gate(products, act, paired, woven, rows.scales, self.pdl)
+        gates = wide.finish(products, rows.scales, None, self.pdl)
         gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if paired else bias
         return wide.gate(gates, act, paired, woven)
 
@@ -128,14 +141,14 @@ class GpuBackend:
         t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
         block = self.block if t > 1 else 0
         by_few = not block and all(few.can(w, t) for w in weights)
-        values = wide.weave(rows, cols, by_few).values
+        values = wide.weave(rows, cols, by_few, self.pdl).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
         out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
         done = 0
         for w in weights:
             if by_few:
-                few.product(values, w, out[:, :, done : done + w.rows])
+                few.product(values, w, out[:, :, done : done + w.rows], self.pdl)
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
@@ -156,11 +169,13 @@ class GpuBackend:
         """What `matmul` is given, as products read it."""
         if isinstance(x, wide.HalfRows):
             return x
-        return wide.HalfRows(x) if x.dtype == torch.float16 else wide.halve(x.contiguous(), self._weaves(len(x)))
+        if x.dtype == torch.float16:
+            return wide.HalfRows(x)
+        return wide.halve(x.contiguous(), self._weaves(len(x)), self.pdl)
 
     def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> wide.HalfRows:
         """`rms_norm`, as products read it."""
-        return wide.norm(x, weight, eps, self._weaves(len(x)))
+        return wide.norm(x, weight, eps, self._weaves(len(x)), self.pdl)
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
@@ -302,7 +317,7 @@ class GpuBackend:
         for part in parts:
             rows = qkv[part.lo : part.hi]
             if isinstance(part, BoundStretch):
-                found.append(_attend_bound(rows, part, layer))
+                found.append(_attend_bound(rows, part, layer, self.pdl))
             else:
                 found.append(self._attend(rows, part, layer))
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -339,14 +354,14 @@ class GpuBackend:
         return latents.combine(latents.attend(queries, pages, layer.softcap), pages)
 
 
-def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer) -> torch.Tensor:
+def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, pdl: int) -> torch.Tensor:
     """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
     pages, record = bound.pages, bound.pages.record
-    make: Callable[[], Queries] = partial(latentrows.prepare, qkv, layer, pages)
+    make: Callable[[], Queries] = partial(latentrows.prepare, qkv, layer, pages, pdl=pdl)
     if not record.joined:
         qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
         layer = normed_together(qkv, layer, record.dim_k)
-        make = partial(prepare, qkv, layer, pages)
+        make = partial(prepare, qkv, layer, pages, pdl=pdl)
     queries = make()
     if layer.stores and bound.fixes and pages.open is not None:
         fix_basis(pages, _frequencies(layer.rope, qkv.device))
@@ -354,12 +369,14 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer)
     if layer.stores and bound.sealing == Sealing.PAGES:
         seal(pages, 0, len(pages.lists.into) * record.page_size)
     elif layer.stores and bound.sealing == Sealing.ROW:
-        seal_step(pages, by_row=True)
+        seal_step(pages, pdl, by_row=True)
     partials = Partials.of(pages, len(qkv), layer.heads, bound.parts)
     if record.joined:
-        return latents.combine(latents.attend(queries, pages, layer.softcap, partials), pages, bound.parts)
-    found = attend(queries, pages, layer.window, layer.softcap, partials)
-    out = combine(found, pages, sinks=layer.sinks, most=bound.parts)
+        return latents.combine(
+            latents.attend(queries, pages, layer.softcap, partials, pdl), pages, bound.parts, pdl=pdl
+        )
+    found = attend(queries, pages, layer.window, layer.softcap, partials, pdl)
+    out = combine(found, pages, None, pdl, layer.sinks, bound.parts)
     if pages.lists.noted is not None:
         note(partials, pages, layer.sinks)
     assert out is not None

@@ -3,6 +3,7 @@
 A product of many rows reads float16 and is summed in float32. Rows behind a norm fit into float16 as they are. Others,
 which may be of any size, are divided by their largest element; the product is multiplied by it again, as it is stored
 or added to the residual stream. Rows that packed weights are multiplied with as they are decoded are woven (woven.py).
+`pdl`: see `language.SERIAL`.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -16,9 +17,9 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP
-from kvcli.kernels.gpu.language import ACTS, glu
+from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
-from kvcli.kernels.gpu.tiles import LARGEST_HALF
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.gpu.woven import place, width
 
 COLUMNS = 1024  # of a row that a program scales
@@ -54,7 +55,8 @@ def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constex
 
 
 @triton.jit
-def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
+def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     v = tl.load(x + row * N + i, mask=i < N, other=0.0)
@@ -62,11 +64,11 @@ def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.con
     _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False) -> HalfRows:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
     """`pointwise.rms_norm` of x float32 [T, n]."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     out = _empty(t, n, x.device, woven)
-    launch(_norm, (t,))(x, weight, out, eps, n, pad, woven, num_warps=_warps(pad))
+    launch(_norm, (t,))(x, weight, out, eps, n, pad, woven, pdl, **launch_options(pdl, _warps(pad)))
     return HalfRows(out, None, woven)
 
 
@@ -79,15 +81,17 @@ def _scale_down(v, row, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVE
 
 
 @triton.jit
-def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
+def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     _scale_down(tl.load(x + row * N + i, mask=i < N, other=0.0), row, values, scales, N, PAD, WOVEN)
 
 
 @triton.jit
-def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr):
+def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, PDL: tl.constexpr):
     """Rows of N elements, woven, or with BACK woven ones as they were."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     if BACK:
@@ -108,8 +112,9 @@ def _summed(x, i, seen, parts_apart, PARTS: tl.constexpr):
 
 @triton.jit
 def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr,
-          PARTS: tl.constexpr, SCALED: tl.constexpr, WOVEN: tl.constexpr):  # fmt: skip
+          PARTS: tl.constexpr, SCALED: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """x: parts of rows of 2 N, runs of RUN gates, each with what they gate behind it; SCALED: times `by`."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     at, apart = row * (2 * N) + i // RUN * (2 * RUN) + i % RUN, tl.num_programs(0).to(tl.int64) * (2 * N)
@@ -124,39 +129,42 @@ def _empty(rows: int, n: int, device: torch.device, woven: bool) -> torch.Tensor
     return torch.empty(rows, width(n) if woven else n, dtype=torch.float16, device=device)
 
 
-def halve(x: torch.Tensor, woven: bool = False) -> HalfRows:
+def halve(x: torch.Tensor, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
     """Float32 rows [T, n] of any size."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
-    launch(_halve, (t,))(x, found.values, found.scales, n, pad, woven, num_warps=_warps(pad))
+    launch(_halve, (t,))(x, found.values, found.scales, n, pad, woven, pdl, **launch_options(pdl, _warps(pad)))
     return found
 
 
-def weave(rows: HalfRows, n: int, woven: bool = True) -> HalfRows:
+def weave(rows: HalfRows, n: int, woven: bool = True, pdl: int = SERIAL) -> HalfRows:
     """Rows of n elements, woven or not, as they are wanted."""
     if rows.woven == woven:
         return rows
     t, pad = rows.values.shape[0], _pad(n)
     out = _empty(t, n, rows.values.device, woven)
-    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, num_warps=_warps(pad))
+    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, pdl, **launch_options(pdl, _warps(pad)))
     return HalfRows(out, rows.scales, woven)
 
 
-def gate(x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None) -> HalfRows:
+def gate(
+    x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None, pdl: int = SERIAL
+) -> HalfRows:
     """`pointwise.glu` of x float32 [T, 2 n], or [parts, T, 2 n], to be summed, times the scales [T] of its rows.
     `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
     parts, (t, n) = x.shape[0] if x.dim() == 3 else 1, (x.shape[-2], x.shape[-1] // 2)
     found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
     launch(_gate, (t,))(
         x, x if scales is None else scales, found.values, found.scales, n, _pad(n), ACTS[act], GROUP if paired else n,
-        parts, scales is not None, woven, num_warps=_warps(_pad(n)),
+        parts, scales is not None, woven, pdl, **launch_options(pdl, _warps(_pad(n))),
     )  # fmt: skip
     return found
 
 
 @triton.jit
 def _finish(product, scales, to, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-            SCALED: tl.constexpr):  # fmt: skip
+            SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     v = _summed(product + row * n, i, i < n, tl.num_programs(0).to(tl.int64) * n, PARTS)
@@ -167,7 +175,9 @@ def _finish(product, scales, to, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, 
     tl.store(to + row * n + i, v, mask=i < n)
 
 
-def finish(product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor | None) -> torch.Tensor:
+def finish(
+    product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor | None, pdl: int = SERIAL
+) -> torch.Tensor:
     """A product float32 [parts, T, n], summed over its parts, times the scales [T] of its rows, added to `add_to` where
     there is one -> [T, n]."""
     parts, t, n = product.shape
@@ -176,6 +186,6 @@ def finish(product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Ten
     to = product[0] if add_to is None else add_to
     launch(_finish, (t, triton.cdiv(n, COLUMNS)))(
         product, product if scales is None else scales, to, n, COLUMNS, parts, add_to is not None,
-        scales is not None, num_warps=4,
+        scales is not None, pdl, **launch_options(pdl, 4),
     )  # fmt: skip
     return to

@@ -18,7 +18,7 @@ from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence, Step
 from kvcli.runtime.engine.graph.batchpages import BatchPages
-from kvcli.runtime.engine.graph.capture import captured
+from kvcli.runtime.engine.graph.capture import captured, launched_ahead
 from kvcli.runtime.engine.graph.pages import sent
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
@@ -107,7 +107,8 @@ class BatchGraph:
     def launch(self) -> None:
         """Every kernel of a step."""
         step = cast(Step, RowsApart(self.tokens.clamp(min=0), self.pages))  # all that the decoder asks of one
-        self.logits.copy_(self.model.logits(self.model.hidden(step)))
+        with launched_ahead(self.model):
+            self.logits.copy_(self.model.logits(self.model.hidden(step)))
 
     def _replay(self) -> None:
         if self.device.type != "cuda":  # Triton's interpreter

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.engine.graph.legs import GraphLegs
+from kvcli.runtime.model.decoder import Decoder
 
 
 def captured(launch: Callable[[], None], legs: GraphLegs | None, memory: Any) -> torch.cuda.CUDAGraph:
@@ -24,3 +26,9 @@ def captured(launch: Callable[[], None], legs: GraphLegs | None, memory: Any) ->
     with torch.cuda.graph(graph, pool=memory):
         launch()
     return graph
+
+
+def launched_ahead(model: Decoder) -> AbstractContextManager[None]:
+    """Inside, the model's kernels are launched ahead of each other; see `GpuBackend.ahead`."""
+    assert isinstance(model.ops, GpuBackend)
+    return model.ops.ahead()

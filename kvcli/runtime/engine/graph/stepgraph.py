@@ -7,6 +7,7 @@ of the next larger graph, of which the last may be spare. Long steps keep a GPU 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.kernels.gpu.shares import NoRoom
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Step
-from kvcli.runtime.engine.graph.capture import captured
+from kvcli.runtime.engine.graph.capture import captured, launched_ahead
 from kvcli.runtime.engine.graph.legs import GraphLegs, graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
@@ -79,7 +80,8 @@ class Rows:
     def launch(self, bucket: int, fixes: bool = False) -> None:
         """Every kernel of a step that sees up to `bucket` rows."""
         step = cast(Step, BoundPart(self.ids, self.pages, bucket, fixes, self.legs))  # all that the decoder asks of one
-        self.hidden.copy_(self.model.hidden(step))
+        with nullcontext() if fixes else launched_ahead(self.model):  # else what is fixed is read at once
+            self.hidden.copy_(self.model.hidden(step))
 
     def replay(self, bucket: int, fixes: bool, memory: Any) -> None:
         """Compute a step by its graph, captured at the first time; `memory`: the pool that graphs share."""
