@@ -140,7 +140,9 @@ class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         system = self.system if isinstance(self.system, str) else _plain(self.system or [], "`system`")
         if system:
             messages = [{"role": "system", "content": system}, *messages]
-        return Question(self.model, asked.chat(messages, self._reasoning(), self._tools()), base)
+        tools = self._tools()
+        prompt, size = asked.chat(messages, self._reasoning(), tools), asked.chars(messages)
+        return Question(self.model, prompt, base, tools=tools is not None, chars=size)
 
     def _tools(self) -> calls.Asked | None:
         """Raises UsageError."""

@@ -103,6 +103,11 @@ def chat(
     return partial(_chat, messages[:-1] if lead else messages, lead, thinking, tools)
 
 
+def chars(messages: list[Json]) -> int:
+    """Of text in all of them."""
+    return sum(len(message["content"]) for message in messages)
+
+
 def _chat(messages: list[Json], lead: str, thinking: Change | None, tools: Asked | None, text: ModelText) -> Prompt:
     if text.template is None:
         raise UsageError("this model has no chat template: it continues texts", "ask for completions instead")

@@ -30,13 +30,21 @@ class TextCall(Sampled, kw_only=True):
         """One for each prompt. Raises UsageError."""
         asked.refuse({"suffix": self.suffix}, "cannot be used: the model continues texts")
         if self.echo and self.logprobs is not None:
-            raise UsageError("`echo` and `logprobs` cannot be used together")
+            raise UsageError(
+                "`echo` and `logprobs` cannot be used together: the prompt's own are not computed",
+                "leave one of them out",
+            )
         if self.best_of not in (None, self.n or 1):
             raise UsageError("`best_of` must be what `n` is")
         limit = 16 if self.max_tokens is None else self.max_tokens  # as the interface has it
         options = asked.options(self.options(serving, logprobs=self.logprobs), max_tokens=limit)
         count = 1 if self.n is None else self.n
-        return [Question(self.model, partial(asked.raw, each), options, count) for each in _listed(self.prompt)]
+        return [
+            Question(
+                self.model, partial(asked.raw, each), options, count, chars=len(each) if isinstance(each, str) else 0
+            )
+            for each in _listed(self.prompt)
+        ]
 
 
 def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -50,8 +58,9 @@ def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
     return found
 
 
-def _text_logprobs(found: list[Logprobs]) -> Json:
-    offsets, at = [], 0
+def _text_logprobs(found: list[Logprobs], at: int) -> Json:
+    """`at`: where in the text of the choice the first of them begins."""
+    offsets = []
     for each in found:
         offsets.append(at)
         at += len(each.chosen.token)
@@ -71,9 +80,13 @@ class _Texts:
         self.head = {"id": wire.new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
         self.head["model"] = served
         self.with_usage = call.with_usage
+        self.offsets: dict[int, int] = {}  # of the tokens that come next, by the numbers of choices
 
     def choice(self, index: int, text: str, told: list[Logprobs], reason: str | None) -> Json:
-        logprobs = _text_logprobs(told) if self.call.logprobs is not None else None
+        """A choice, or the next piece of it."""
+        at = self.offsets.get(index, 0)
+        logprobs = _text_logprobs(told, at) if self.call.logprobs is not None else None
+        self.offsets[index] = at + sum(len(each.chosen.token) for each in told)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, answers: list[list[Answer]]) -> Json:
@@ -84,7 +97,12 @@ class _Texts:
                 choices.append(self.choice(index, lead + answer.text, answer.logprobs, finish(answer.end)))
             tokens.append(usage_of([each.end for each in found]))
         total = _added(tokens)
-        return {**self.head, "choices": choices, "usage": total, "timings": timings(answers[0][0].end)}
+        return {
+            **self.head,
+            "choices": choices,
+            "usage": total,
+            "timings": timings(*(found[0].end for found in answers)),
+        }
 
     def chunk(self, index: int, event: Event) -> str:
         if not isinstance(event, (Token, End)):
@@ -113,7 +131,7 @@ async def completions(request: Request, serving: Serving, body: bytes) -> Respon
     served = await wire.while_connected(request, serving.host.served(call.model))
     leads = ["" for _ in questions]
     if call.echo:
-        made = [question.prompt(served.text) for question in questions]
+        made = [(await serving.host.prompt(question))[1] for question in questions]
         leads = [served.text.tokenizer.decode(prompt.ids) for prompt in made]
     form = _Texts(call, served.name, leads, questions[0].count)
     if call.stream:

@@ -7,12 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcli.errors import DoesNotFit, KVError, ModelError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
 from kvcli.serve.calls import Calls
 from kvcli.serve.worker import Stopped, Work, Worker
@@ -20,6 +22,8 @@ from kvcli.serve.worker import Stopped, Work, Worker
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
 
+LONG = 50_000  # characters of a prompt that take a while to tokenize
+Made = TypeVar("Made")
 PING_S = 10.0  # of silence, after which a stream says that it is alive
 
 
@@ -32,6 +36,13 @@ class Question:
     options: SampleOptions
     count: int = 1
     grammar: Callable[[], str] | None = None  # makes `options.grammar`, which may take a while
+    tools: bool = False  # the prompt has a grammar of its own
+    chars: int = 0  # of text in it
+
+    @property
+    def slow(self) -> bool:
+        """Whether its prompt may take seconds to make, for which others do not wait."""
+        return self.grammar is not None or self.tools or self.chars > LONG
 
 
 @dataclass
@@ -128,18 +139,38 @@ class Served:
     def text(self) -> ModelText:
         return self.worker.engine.loaded.text
 
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What is known of its file. `digest`: of its weights."""
+        file = self.worker.engine.loaded.file
+        arch = str(file.metadata.get("general.architecture", ""))
+        return {"arch": arch, "file_bytes": file.size, "digest": fingerprint.model_hashes(file)["weights"]}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that can be loaded. `size`: bytes of its file, `digest`: SHA-256 of it; 0 and "" = not known."""
+
+    name: str
+    size: int = 0
+    arch: str = ""
+    digest: str = ""
+
 
 class Host:
     """The models of a server. Others than the first are loaded when they are asked for, at most `most` at a time: one
     that has not been used for the longest, and writes no answer, makes room."""
 
-    def __init__(self, first: Served, load: Callable[[str], Served], known: Callable[[], list[str]], most: int) -> None:
-        """`load` opens a model by its name and may take long; it raises KVError. `known`: names that it can load."""
+    def __init__(
+        self, first: Served, load: Callable[[str], Served], known: Callable[[], list[Known]], most: int
+    ) -> None:
+        """`load` opens a model by its name and may take long; it raises KVError. `known`: those that it can."""
         self.loaded, self.known, self.most = [first], known, most
         self._first = first.name
         self._names_of_first = ("", first.name, *first.aliases)
         self._load, self._lock = load, asyncio.Lock()
         self._texts = ThreadPoolExecutor(1, "kv-text")  # templates and tokenizers, beside the event loop
+        self._slow_texts = ThreadPoolExecutor(2, "kv-slow-text")  # and those that others do not wait for
 
     def find(self, name: str) -> Served | None:
         """The loaded model that a name means; "" is the first one."""
@@ -156,7 +187,7 @@ class Host:
         async with self._lock:
             if (found := self.find(name)) is not None:
                 return found
-            known = self.known()
+            known = [each.name for each in self.known()]
             name = self._first if name in self._names_of_first else name
             if name not in (self._first, *known):
                 there = ", ".join(dict.fromkeys([*(each.name for each in self.loaded), *known]))
@@ -187,15 +218,25 @@ class Host:
     async def prompt(self, question: Question) -> tuple[Served, Prompt, SampleOptions]:
         """The model that is asked, its tokens of the question, and the options with the grammar. Raises KVError."""
         served = await self.served(question.model)
+        served.worker.engine.check_text(question.chars)
 
         def make() -> tuple[Served, Prompt, SampleOptions]:
             options = question.options
             if question.grammar is not None:
-                grammar.known(served.text.tokenizer)
                 options = replace(options, grammar=question.grammar())
-            return served, question.prompt(served.text), options
+            prompt = question.prompt(served.text)
+            source = prompt.tools.followed(options.grammar)[0] if prompt.tools else options.grammar
+            if source:
+                grammar.ready(source, served.text.tokenizer)
+            return served, prompt, options
 
-        return await asyncio.get_running_loop().run_in_executor(self._texts, make)
+        return await self.beside(make, question.slow)
+
+    async def beside(self, make: Callable[[], Made], slow: bool = False) -> Made:
+        """What `make` returns, which works on texts: not in the event loop, and if it is `slow` where others do not
+        wait for it. Raises what it does."""
+        pool = self._slow_texts if slow else self._texts
+        return await asyncio.get_running_loop().run_in_executor(pool, make)
 
     async def ask(self, question: Question) -> Reply:
         """Begin to answer. Raises KVError."""
@@ -212,6 +253,7 @@ class Host:
         for served in self.loaded:
             served.worker.stop(seconds)
         self._texts.shutdown()
+        self._slow_texts.shutdown()
 
 
 class NoModel(ModelError):

@@ -3,6 +3,7 @@ page for people."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import resources
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from kvcli.serve import asked, metrics, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
+from kvcli.serve.host import LONG
 from kvcli.serve.serving import Serving
 
 # The page needs nothing from elsewhere, and must not be given it.
@@ -58,7 +60,9 @@ async def slots(request: Request, serving: Serving, body: bytes) -> Response:
 async def tokenize(request: Request, serving: Serving, body: bytes) -> Response:
     call = asked.decoded(body, TokenizeCall)
     text = (await wire.while_connected(request, serving.host.served(call.model))).text
-    ids = text.tokenizer.encode(call.content, add_bos=call.add_special, parse_special=call.parse_special)
+    how = {"add_bos": call.add_special, "parse_special": call.parse_special}
+    make = partial(text.tokenizer.encode, call.content, **how)
+    ids = await serving.host.beside(make, len(call.content) > LONG)
     tokens = [{"id": token, "piece": text.tokenizer.piece(token)} for token in ids] if call.with_pieces else ids
     return wire.object_response({"tokens": tokens})
 

@@ -242,7 +242,9 @@ async def chat(request: Request, serving: Serving, body: bytes) -> Response:
         return _loads(call.model, True)
     messages = [message.plain(number) for number, message in enumerate(call.messages)]
     tools = calls.asked(call.tools, None, None)
-    question = Question(call.name, asked.chat(messages, call.thinking, tools), options, grammar=call.shape)
+    prompt = asked.chat(messages, call.thinking, tools)
+    told, size = tools is not None, asked.chars(messages)
+    question = Question(call.name, prompt, options, grammar=call.shape, tools=told, chars=size)
     return await _answered(request, serving, question, call, True)
 
 
@@ -261,7 +263,8 @@ async def generate(request: Request, serving: Serving, body: bytes) -> Response:
     else:
         system = [{"role": "system", "content": call.system}] if call.system else []
         prompt = asked.chat([*system, {"role": "user", "content": call.prompt}], call.thinking)
-    return await _answered(request, serving, Question(call.name, prompt, options, grammar=call.shape), call, False)
+    question = Question(call.name, prompt, options, grammar=call.shape, chars=len(call.prompt))
+    return await _answered(request, serving, question, call, False)
 
 
 def _details(found: Json) -> Json:
@@ -271,8 +274,8 @@ def _details(found: Json) -> Json:
 async def tags(request: Request, serving: Serving, body: bytes) -> Response:
     models = [
         {
-            "name": each["name"], "model": each["name"], "modified_at": _now(), "size": 0, "digest": "",
-            "details": _details(each),
+            "name": each["name"], "model": each["name"], "modified_at": _now(), "size": each["file_bytes"],
+            "digest": each["digest"], "details": _details(each),
         }
         for each in serving.models()
     ]  # fmt: skip
@@ -287,8 +290,9 @@ async def ps(request: Request, serving: Serving, body: bytes) -> Response:
         models.append(
             {
                 "name": served.name, "model": served.name, "size": size,
-                "size_vram": size if engine.device.kind == "cuda" else 0, "digest": "",
-                "details": _details({}), "expires_at": "9999-12-31T23:59:59Z", "context_length": engine.ctx_size,
+                "size_vram": size if engine.device.kind == "cuda" else 0, "digest": served.facts["digest"],
+                "details": _details(served.facts), "expires_at": "9999-12-31T23:59:59Z",
+                "context_length": engine.ctx_size,
             }
         )  # fmt: skip
     return wire.object_response({"models": models})

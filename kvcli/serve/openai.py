@@ -155,7 +155,8 @@ class ChatCall(Sampled, kw_only=True):
         thinking = asked.reasoning(effort, self.reasoning_budget, variables)
         count, shape = 1 if self.n is None else self.n, self._shape()
         tools = calls.asked(self.tools, self.tool_choice, self.parallel_tool_calls)
-        return Question(self.model, asked.chat(messages, thinking, tools), options, count, shape)
+        prompt, size = asked.chat(messages, thinking, tools), asked.chars(messages)
+        return Question(self.model, prompt, options, count, shape, tools is not None, size)
 
     def _shape(self) -> Callable[[], str] | None:
         """What the answer's form is. Raises UsageError."""
@@ -176,17 +177,20 @@ def failure(found: Failure) -> Json:
     return {"error": {"message": found.message, "type": kind, "param": None, "code": found.code or None}}
 
 
-def timings(end: End) -> Json:
-    """As llama-server tells them: counts, milliseconds, tokens a second."""
-    times = end.timings
+def timings(*ends: End) -> Json:
+    """As llama-server tells them: counts, milliseconds, tokens a second; of answers to several prompts, one after the
+    other, the sums."""
+    times = [end.timings for end in ends]
+    prefilled, prefill_s = sum(each.prefill_tokens for each in times), sum(each.prefill_s for each in times)
+    decoded, decode_s = sum(each.decode_tokens for each in times), sum(each.decode_s for each in times)
     return {
-        "cache_n": end.usage.cache_read_tokens,
-        "prompt_n": times.prefill_tokens,
-        "prompt_ms": times.prefill_s * 1e3,
-        "prompt_per_second": times.prompt_tps,
-        "predicted_n": end.usage.completion_tokens,
-        "predicted_ms": times.decode_s * 1e3,
-        "predicted_per_second": times.decode_tps,
+        "cache_n": sum(end.usage.cache_read_tokens for end in ends),
+        "prompt_n": prefilled,
+        "prompt_ms": prefill_s * 1e3,
+        "prompt_per_second": prefilled / prefill_s if prefill_s else 0.0,
+        "predicted_n": sum(end.usage.completion_tokens for end in ends),
+        "predicted_ms": decode_s * 1e3,
+        "predicted_per_second": decoded / decode_s if decode_s else 0.0,
     }
 
 

@@ -63,6 +63,17 @@ class Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
+class Format(msgspec.Struct):
+    """The form of the answer. Names and descriptions of schemas are of no account."""
+
+    type: str = "text"
+    schema: Json | None = None
+
+
+class Text(msgspec.Struct):
+    format: Format | None = None
+
+
 class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[Item]
     model: str = ""
@@ -73,7 +84,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: Any = None  # of no account: nothing is padded
     reasoning: Reasoning | None = None
-    text: Json | None = None
+    text: Text | None = None
     tools: list[Json] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -117,16 +128,18 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         mode = {"none": "off", None: None}.get(effort, "on")
         thinking = asked.reasoning(mode, None, {"reasoning_effort": effort} if mode == "on" else None)
         tools = calls.asked(self.tools, self.tool_choice, self.parallel_tool_calls)
-        return Question(self.model, asked.chat(messages, thinking, tools), options, grammar=self._shape())
+        prompt = asked.chat(messages, thinking, tools)
+        told, size = tools is not None, asked.chars(messages)
+        return Question(self.model, prompt, options, grammar=self._shape(), tools=told, chars=size)
 
     def _shape(self) -> Callable[[], str] | None:
         """What the answer's form is. Raises UsageError."""
-        given = (self.text or {}).get("format") or {"type": "text"}
-        if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
-            return asked.shaped(given["schema"], "text.format.schema")
-        if given.get("type") not in ("text", "json_object"):
+        given = (self.text.format if self.text else None) or Format()
+        if given.type == "json_schema" and given.schema is not None:
+            return asked.shaped(given.schema, "text.format.schema")
+        if given.type not in ("text", "json_object"):
             raise UsageError("`text.format` must be of type text, json_object, or json_schema with a `schema`")
-        return asked.shaped(grammar.ANY_JSON if given["type"] == "json_object" else None, "text.format")
+        return asked.shaped(grammar.ANY_JSON if given.type == "json_object" else None, "text.format")
 
 
 class _Response:

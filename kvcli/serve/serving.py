@@ -34,8 +34,14 @@ class Serving:
                     "type_v": type_v,
                     "device": str(engine.device),
                     "parallel": served.worker.parallel,
+                    **served.facts,
                 }
             )
-        there = {each["name"] for each in found}
-        others = (name for name in self.host.known() if name not in there)
-        return found + [{"name": name, "created": 0, "loaded": False} for name in others]
+        there = {each["name"]: each for each in found}
+        for known in self.host.known():
+            facts = {"arch": known.arch, "file_bytes": known.size, "digest": known.digest}
+            if known.name not in there:
+                found.append({"name": known.name, "created": 0, "loaded": False, **facts})
+            elif known.digest:
+                there[known.name]["digest"] = known.digest  # as it was before it was loaded
+        return found

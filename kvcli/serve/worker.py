@@ -75,6 +75,7 @@ class Worker:
         self.counts = Counts()
         self.used = time.monotonic()  # when something was asked last
         self._scheduler = Scheduler(engine, parallel)
+        self._preempted = 0  # by schedulers that had a fault
         self._waiting: deque[Work] = deque()
         self._running: list[Work] = []
         self._change = threading.Condition()
@@ -146,7 +147,7 @@ class Worker:
         return {
             "requests_running": self._answers,
             "requests_waiting": len(self._waiting),
-            "preemptions_total": self._scheduler.preemptions,
+            "preemptions_total": self._preempted + self._scheduler.preemptions,
             "cache_pages_used": sum(pool.used(arena) for arena in range(len(self.engine.layout.arenas))),
             "cache_used_bytes": pool.used_bytes,
             "cache_budget_bytes": pool.budget_bytes or 0,
@@ -258,6 +259,7 @@ class Worker:
 
         with self._change:
             dropped, self._running = self._running, []
+        self._preempted += self._scheduler.preemptions
         self._scheduler = Scheduler(self.engine, self.parallel)
         for work in dropped:
             left = [work.requests[number] for number in work.left]

@@ -18,7 +18,7 @@ from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.serve import server
 from kvcli.serve.app import Guard, application
-from kvcli.serve.host import Host, Served
+from kvcli.serve.host import Host, Known, Served
 from kvcli.serve.serving import Serving
 from kvcli.serve.worker import Worker
 
@@ -91,7 +91,12 @@ def running(
     """A server over an engine. `others`: models that it can load, by name: what makes their engines."""
     engine = engine or open_engine()
     first, known = served(engine, **how), dict(others or {})
-    host = Host(first, lambda name: replace(served(known[name](), name), aliases=()), lambda: list(known), most)
+    host = Host(
+        first,
+        lambda name: replace(served(known[name](), name), aliases=()),
+        lambda: [Known(name) for name in known],
+        most,
+    )
     listening = server.bound("127.0.0.1", 0)
     found = Server(server.address(listening), engine, host)
     app = application(Serving(host, SampleOptions()), guard or Guard())

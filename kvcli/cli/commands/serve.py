@@ -30,7 +30,7 @@ from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
 from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
-    from kvcli.serve.host import Served
+    from kvcli.serve.host import Known, Served
 
 _option = functools.partial(typer.Option, rich_help_panel=SERVER)
 
@@ -174,11 +174,13 @@ def _called(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") if os.path.exists(model) else model
 
 
-def _known() -> list[str]:
-    """Names of models that are on this disk and run."""
+def _known() -> list[Known]:
+    """Models that are on this disk and run."""
     from kvcli.runtime.hub import inventory
+    from kvcli.serve.host import Known
 
-    return [each.name for each in inventory.entries() if each.path and not each.damaged and each.runs == "yes"]
+    here = (each for each in inventory.entries() if each.path and not each.damaged and each.runs == "yes")
+    return [Known(each.name, each.size, each.arch, each.sha256) for each in here]
 
 
 EXAMPLES = """
@@ -219,6 +221,8 @@ def serve(
     sampling = replace(sample.options(attended=True), unattended=False)
     load = draft.add_to(model.options(invocation.offline))
     load = replace(load, chat=template.options(None, thought.reasoning_budget))
+    from kvcli.runtime.text import grammar
+    from kvcli.runtime.text.compiling import Compiler
     from kvcli.serve import server
     from kvcli.serve.app import Guard, application
     from kvcli.serve.host import Host
@@ -229,6 +233,9 @@ def serve(
     with Interrupts() as interrupts, ExitStack() as stack:
         listening = stack.enter_context(server.bound(flags.host, flags.port))
         opener = _Opener(load, cache_options, kept, flags, invocation, interrupts)
+        compiler = Compiler()
+        grammar.COMPILER = compiler  # of others: what takes too long is ended
+        stack.callback(compiler.close)
         host = Host(opener.open(load.model, tuple(flags.alias)), opener.later, _known, flags.models_max)
         interrupts.stage = FINISH
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.errors import UsageError
+from kvcli.errors import ContextOverflow, UsageError
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
@@ -332,6 +332,16 @@ class Engine:
         """Where single tokens have a fast way: `graph_tokens`; None where they are computed like prompts."""
         graph = None if _notes(seq) else self.graph
         return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
+
+    def check_text(self, chars: int) -> None:
+        """Raises ContextOverflow for a prompt of so many characters where no text of that length has few enough tokens:
+        tokenizing it would take long for nothing."""
+        most = self.tokenizer.longest
+        if most and chars > most * self.ctx_size and self.layout.retention is None:
+            raise ContextOverflow(
+                f"the prompt has {chars:,} characters, which are more tokens than the context of {self.ctx_size:,}",
+                "shorten it",
+            )
 
     def sampled_on_host(self, settled: SampleOptions) -> str:
         """Why the host chooses every token with these options although the device computes it; "" = it does not."""

@@ -43,6 +43,7 @@ class Entry:
     damaged: bool = False  # a file is there, but not with the size it should have
     files: tuple[Path, ...] = ()
     unfinished: int = 0
+    sha256: str = ""  # that its file has to have; "" = nobody says
 
 
 def entries(shapes: bool = False) -> list[Entry]:
@@ -100,6 +101,7 @@ def _of_recipe(recipe: Recipe) -> Entry:
         damaged=path is not None and store.stored_variant(recipe) is None,
         files=((path,) if path else ()) + pieces,
         unfinished=sum(piece.stat().st_size for piece in pieces),
+        sha256=recipe.file.sha256 if recipe.file else "",
     )
 
 

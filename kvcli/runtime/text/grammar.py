@@ -7,23 +7,64 @@ derivatives; about 50 us for a vocabulary of 128k). No torch.
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from kvcli.errors import UsageError
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 ANY_JSON: dict[str, Any] = {"type": "object"}
+# A step takes some 20 ms at most, an answer's automaton some 100 MB. Nothing is computed ahead: that can take hours.
+_LIMITS = LLParserLimits(precompute_large_lexemes=False, max_lexer_states=50_000, verbose_errors=False)
 
 
 def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON schema", lenient: bool = False) -> str:
     """What an answer follows that is JSON of this schema, as `SampleOptions.grammar` takes it. Raises UsageError, with
     the path of what is wrong, for a schema that is none or cannot be followed. `lenient`: what it says beside types and
     properties is left out where it cannot be followed."""
+    return COMPILER("json_schema", schema if isinstance(schema, Mapping) else _text(schema), called, lenient)
+
+
+def _text(schema: str | bytes) -> str:
+    return schema.decode("utf-8", "replace") if isinstance(schema, bytes) else schema
+
+
+def compiled(kind: str, *given: Any) -> str:
+    """What `json_schema` gives (`kind` "json_schema"), or a grammar as it is, which was tried out ("source"). Raises
+    UsageError."""
+    return _json_schema(*given) if kind == "json_schema" else _tried(*given)
+
+
+COMPILER: Callable[..., str] = compiled
+"""Does what `compiled` does; a server has one that ends what takes too long."""
+
+
+def _tried(source: str) -> str:
+    """The grammar, with which an answer over bytes was begun. Raises UsageError for one that is too large."""
+    matcher = LLMatcher(LLTokenizer("byte"), _without_tokens(source), log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise UsageError(f"the grammar cannot be followed: {_one_line(matcher.get_error())}")
+    return source
+
+
+def _without_tokens(source: str) -> str:
+    """The grammar with texts in place of tokens by their ids, which bytes do not have."""
+    found = json.loads(source)
+    for part in found["grammars"]:
+        if isinstance(lark := part.get("lark_grammar"), str):
+            part["lark_grammar"] = re.sub(r"<\[(\d+)\]>", r'"\1"', lark)
+    return json.dumps(found)
+
+
+def _json_schema(schema: Mapping[str, Any] | str, called: str, lenient: bool) -> str:
     if not isinstance(schema, Mapping):
         try:
             schema = json.loads(schema)
@@ -91,7 +132,7 @@ def _place(part: Any, problem_of: Callable[[Any], str], path: str, problem: str)
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:400]
+    return " ".join(text.replace("<non-verbose/>", "").split())[:400]
 
 
 class Constraint:
@@ -101,7 +142,7 @@ class Constraint:
     def __init__(self, source: str, tokenizer: Tokenizer, vocab_size: int, waits: bool = False) -> None:
         """`vocab_size`: of the logits. Raises UsageError for a grammar that is too large."""
         self.waits, self._tokenizer = waits, tokenizer
-        self._matcher = LLMatcher(known(tokenizer), source, log_level=0)
+        self._matcher = _matcher(source, tokenizer).deep_copy()
         self._check()
         words = -(-tokenizer.vocab_size // 32)
         self._bits, self._vocab_size = np.zeros(words, np.int32), vocab_size
@@ -138,6 +179,29 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise UsageError(f"the grammar cannot be followed: {_one_line(self._matcher.get_error())}")
+
+
+_KEPT = 8  # grammars of a tokenizer that stay compiled: calls of one conversation have the same
+_MATCHERS: WeakKeyDictionary[Tokenizer, dict[str, LLMatcher]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def ready(source: str, tokenizer: Tokenizer) -> None:
+    """Compile a grammar ahead, which takes up to seconds. Raises UsageError for one that is too large."""
+    COMPILER("source", source)
+    _matcher(source, tokenizer)
+
+
+def _matcher(source: str, tokenizer: Tokenizer) -> LLMatcher:
+    """At the beginning of an answer."""
+    with _LOCK:
+        kept = _MATCHERS.setdefault(tokenizer, {})
+        if (found := kept.pop(source, None)) is None:
+            found = LLMatcher(known(tokenizer), source, log_level=0, limits=_LIMITS)
+        kept[source] = found
+        while len(kept) > _KEPT:
+            del kept[next(iter(kept))]
+        return found
 
 
 _TOKENIZERS: WeakKeyDictionary[Tokenizer, LLTokenizer] = WeakKeyDictionary()

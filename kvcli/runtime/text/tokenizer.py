@@ -173,6 +173,11 @@ class Tokenizer:
             else:
                 ids += self._model.encode(part)
 
+    @cached_property
+    def longest(self) -> int:
+        """No token stands for more characters than this; 0 = it may, since texts are normalized."""
+        return 0 if self._normalize else max(map(len, self.vocabulary.tokens))
+
     def controls(self, text: str) -> list[tuple[int, str]]:
         """Where control tokens stand in `text`, were it trusted: (offset, token) in order."""
         found, at = [], 0
