@@ -211,7 +211,7 @@ def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, p
         monkeypatch.setattr(engine, "synchronize", lambda: None)
         engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
     else:
-        engine = open_tiny("llama", "cuda", options)
+        engine = open_tiny("llama", "auto", options)
     found, steps = together(engine, 8)
     for number, (request, expected) in enumerate(zip(found, alone, strict=True)):
         assert request.end is not None
