@@ -21,8 +21,8 @@ from kvcli.runtime.host.cores import usable_cpus
 class Choice:
     """One cache type at the context that was asked for. Sizes are in bytes.
 
-    `total_bytes`: weights, cache, workspace and libraries; `max_ctx`: the longest context that fits, within training;
-    `decode_tps`: what memory bandwidth allows at most, None = not known.
+    `total_bytes`: weights, cache, workspace and libraries, those of a draft model, too; `max_ctx`: the longest context
+    that fits, within training; `decode_tps`: what memory bandwidth allows at most, None = not known.
     """
 
     cache_type: str
@@ -63,6 +63,7 @@ def estimate(
     sequences: int = 1,
     lora: Adapters = (),
     quantize: str | None = None,
+    draft: str | None = None,
     offline: bool = False,
 ) -> Estimate:
     """What a model would need; only headers are read.
@@ -78,6 +79,7 @@ def estimate(
     sequences: contexts at a time.
     lora: LoRA adapters of a GGUF file, as `load` takes them.
     quantize: what the weights of a folder are to be packed as, as `load` takes it.
+    draft: a model that guesses tokens, as `load` takes it; its memory is part of every total.
     offline: read nothing from the network.
 
     Raises UsageError, ModelError, DeviceError and DownloadError.
@@ -104,13 +106,14 @@ def estimate(
     planned = planned_model(
         model, Given(), target.memory.kind, offline, checks.adapters(lora), checks.block_format(quantize)
     )
+    beside = planning.planned_draft(planned, draft, target.memory.kind, offline) if draft else None
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")
     query = Query(
         (context,), planning.kept_apart(planned, pairs), cache.page_size, cache.ubatch, sequences,
         threads=len(usable_cpus()), tail=cache.tail, sinks=cache.sinks, evict=cache.evict,
-        attend=cache.attend,
+        attend=cache.attend, draft=beside,
     )  # fmt: skip
     [outcomes] = planning.compare(planned, target, query)
     best = planning.recommend(outcomes, bool(named), planned.config.context_length)
@@ -122,7 +125,7 @@ def estimate(
         planned.config.context_length,
         tuple(map(_choice, outcomes)),
         None if best is None else _choice(best.outcome),
-        (*planned.notices, *warnings),
+        (*planned.notices, *(f"draft: {text}" for text in (beside.notices if beside else ())), *warnings),
     )
 
 

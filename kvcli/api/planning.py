@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcli.codecs import CODECS, codec
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, of_draft_model
 from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, CacheOptions, EvictOptions
 from kvcli.runtime.cache.layout import LEAST_LATENT_BITS, KVLayout
-from kvcli.runtime.config import FULL, LATENT, WINDOWED
-from kvcli.runtime.headers.plannedmodel import PlannedModel
+from kvcli.runtime.config import FULL, LATENT, WINDOWED, ModelConfig
+from kvcli.runtime.engine.spec import drafting
+from kvcli.runtime.headers.plannedmodel import PlannedModel, planned_model
+from kvcli.runtime.headers.shapes import Given
 from kvcli.runtime.host.device import AUTO, check_there, parse_device
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.cards import Card, card_of, find_card
 from kvcli.runtime.plan.footprint import WeightBytes
-from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Plan, Setting, per_rank
+from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Drafting, Plan, Setting, per_rank
 from kvcli.runtime.plan.speed import token_seconds
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
 
@@ -79,6 +81,7 @@ class Query:
     sinks: int = CacheOptions.sinks
     evict: EvictOptions = FORGET_NOTHING
     attend: AttendOptions = READ_ALL
+    draft: PlannedModel | None = None  # a model that guesses beside the other one
 
 
 @dataclass(frozen=True)
@@ -205,26 +208,47 @@ def setting(model: PlannedModel, target: Target, query: Query) -> Setting:
     )
 
 
+def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool) -> PlannedModel:
+    """The model of that name as one that guesses for `model`, on a device of `kind`. Raises DownloadError, and
+    ModelError where that cannot be."""
+    with of_draft_model():
+        found = planned_model(name, Given(), kind, offline)
+    drafting.check_layers(model.config, found.config)
+    return found
+
+
 def compare(model: PlannedModel, target: Target, query: Query) -> list[list[Outcome]]:
     """For each context, every pair. Raises UsageError, also for a context that is too short for what is to be kept."""
-    base = setting(model, target, query)
     if model.runs == "no":
         target = replace(target, card=None)  # speeds are those of kv
-    layouts = {
-        pair: KVLayout.build(base.config, *pair, query.page_size, sinks=query.sinks, tail=query.tail)
-        for pair in query.pairs
-    }
-    trained = model.config.context_length or NO_LIMIT
-    longest = {pair: _largest(base, layout, target, query, trained) for pair, layout in layouts.items()}
+    alone, trained = setting(model, target, query), model.config.context_length or NO_LIMIT
+    plans = []
+    for pair in query.pairs:
+        base, layout = _with_draft(alone, query, pair), _layout(alone.config, query, pair)
+        plans.append((pair, base, layout, _largest(base, layout, target, query, trained)))
     return [
         [
             _outcome(
                 base.stepping(layout, context, target.memory.free, query.ubatch), pair, layout, target, context, most
             )
-            for (pair, layout), most in zip(layouts.items(), longest.values(), strict=True)
+            for pair, base, layout, most in plans
         ]
         for context in query.contexts
     ]
+
+
+def _layout(config: ModelConfig, query: Query, pair: Pair) -> KVLayout:
+    return KVLayout.build(config, *pair, query.page_size, sinks=query.sinks, tail=query.tail)
+
+
+def _with_draft(base: Setting, query: Query, pair: Pair) -> Setting:
+    """The setting with the draft model, whose cache has the same types. Raises UsageError."""
+    draft = query.draft
+    if draft is None:
+        return base
+    config = per_rank(draft.config, query.ranks)
+    weights = (draft.weights or _NO_WEIGHTS).part(query.ranks)
+    return replace(base, draft=Drafting(config, weights, _layout(config, query, pair)))
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, query: Query, trained: int) -> tuple[int, int]:

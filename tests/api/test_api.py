@@ -304,6 +304,18 @@ def test_a_missing_model(tmp_path: Path) -> None:
         kvcli.load("nonsense")
 
 
+def test_a_draft_model_guesses() -> None:
+    path = str(tiny.make("llama").path)
+    with kvcli.load(path, draft=path, ctx=64, device="cpu") as model:
+        asked = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+        guessed = model.generate([5, 6, 7], **asked)
+        assert guessed.sampling.spec == "draft"
+        assert guessed.text == model.generate([5, 6, 7], spec="off", **asked).text
+        assert "draft: weights" in {row.name for row in model.estimate().rows}
+    more, alone = kvcli.estimate(path, memory="2G", draft=path).best, kvcli.estimate(path, memory="2G").best
+    assert more is not None and alone is not None and more.total_bytes > alone.total_bytes
+
+
 def test_an_estimate() -> None:
     path = str(tiny.make("llama").path)
     found = kvcli.estimate(path, memory="2G", cache_type=["f16", "int4"], ctx=256)

@@ -121,6 +121,27 @@ def test_every_form_has_the_same_numbers(kv_here: KvHere) -> None:
         assert f"largest context: {row['max_ctx_size']:,} " in explained
 
 
+def test_a_draft_model_is_counted(small: Path, kv_here: KvHere) -> None:
+    both, alone, theirs = (
+        json.loads(ok(kv_here("estimate", *args, "--vram", "80G", "-c", "64", "--json")))
+        for args in ((str(small), "--draft-model", str(small)), (str(small),), (str(small),))
+    )
+    assert (both["draft_model"], alone["draft_model"]) == (str(small), None)
+    names = {each["name"]: each["predicted_bytes"] for each in both["fixed"]}
+    assert names["draft: weights"] == names["weights"] > 0
+    for sums, one, other in zip(both["types"], alone["types"], theirs["types"], strict=True):
+        assert sums["draft_kv_bytes"] == sums["kv_bytes"] == one["kv_bytes"] and one["draft_kv_bytes"] == 0
+        once = names["CUDA context + libraries"]  # of the process
+        assert sums["predicted_bytes"] == one["predicted_bytes"] + other["predicted_bytes"] - once
+    asked = "estimate", str(small), "--draft-model", str(small), "--vram", "80G", "-c", "64"
+    screen = ok(kv_here(*asked))
+    assert "draft KV" in screen and "\ndraft      " in screen and max(map(len, screen.splitlines())) <= 80
+    assert "draft: KV pool" in ok(kv_here(*asked, "--explain"))
+    assert f"--draft-model {small}" in ok(kv_here(*asked, "--print-args"))
+    code, _, err = kv_here("estimate", str(small), "--draft-model", "nowhere.gguf")
+    assert code == 3 and "the draft model: " in err
+
+
 def test_explain_multiplies(kv_here: KvHere) -> None:
     out = ok(kv_here("estimate", *CARD, "--explain", "-ct", "int4"))
     assert "a token: 32 × 8 × 132 = 33,792 B" in out

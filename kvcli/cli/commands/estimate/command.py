@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ from kvcli.cli.commands.estimate.flags import DeviceFlags, OutputFlags, PlanFlag
 from kvcli.cli.engines import tell_aliases
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
-from kvcli.cli.flags.shared import grouped
+from kvcli.cli.flags.shared import DraftFlags, grouped
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
@@ -40,6 +41,7 @@ def register(app: typer.Typer) -> None:
 def estimate(
     ctx: typer.Context,
     plan: PlanFlags,
+    draft: DraftFlags,
     evict: EvictFlags,
     attend: AttendFlags,
     shape: ShapeFlags,
@@ -61,9 +63,12 @@ def estimate(
     if model is not None and model_option is not None:
         raise UsageError("the model is given twice, as an argument and as --model")
     asked = evict.options(plan.page_size, prompt=False)
-    report = _report(model or model_option, plan, asked, attend.options(asked), shape, device, invocation)
+    beside = draft.draft_model
+    report = _report(model or model_option, plan, beside, asked, attend.options(asked), shape, device, invocation)
     for text in report.model.notices:
         render.notice(text, invocation)
+    for text in report.query.draft.notices if report.query.draft else ():
+        render.notice(f"draft: {text}", invocation)
     for text in report.warnings:
         render.warn(text, invocation)
     if output.check:
@@ -83,6 +88,7 @@ def estimate(
 def _report(
     name: str | None,
     plan: PlanFlags,
+    draft: str | None,
     evict: EvictOptions,
     attend: AttendOptions,
     shape: ShapeFlags,
@@ -90,7 +96,7 @@ def _report(
     invocation: Invocation,
 ) -> Report:
     from kvcli.api.checks import block_format, lora_option
-    from kvcli.api.planning import compare, find_target, recommend
+    from kvcli.api.planning import compare, find_target, planned_draft, recommend
     from kvcli.cli.commands.estimate.view import Report
     from kvcli.runtime.headers.plannedmodel import planned_model
 
@@ -102,6 +108,8 @@ def _report(
     adapters, form = tuple(map(lora_option, plan.lora)), block_format(plan.quantize)
     model = planned_model(name, given, target.memory.kind, invocation.offline, adapters, form)
     query = plan.query(model, evict, attend)
+    if draft is not None:
+        query = replace(query, draft=planned_draft(model, draft, target.memory.kind, invocation.offline))
     outcomes = compare(model, target, query)
     trained = model.config.context_length
     if trained and max(query.contexts) > trained:
@@ -161,6 +169,7 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += [word for each in plan.lora for word in ("--lora", each)]
     args += ["--quantize", plan.quantize] if plan.quantize else []
+    args += ["--draft-model", query.draft.run_as or query.draft.name] if query.draft else []
     args += choice.args
     args += [] if query.page_size == CacheOptions.page_size else ["--page-size", str(query.page_size)]
     args += [] if query.ubatch == CacheOptions.ubatch else ["-ub", str(query.ubatch)]

@@ -17,9 +17,10 @@ from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig
 from kvcli.runtime.headers.plannedmodel import PlannedModel
 from kvcli.runtime.host.memory import CPU
-from kvcli.runtime.plan.plan import per_rank
+from kvcli.runtime.plan.plan import DRAFT, per_rank
 from kvcli.words import counted, human_count
 
+_IN_TABLE = ("KV pool", f"{DRAFT}KV pool")
 _BYTES = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -82,13 +83,7 @@ def _token_bytes(o: Outcome) -> str:
 
 def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
     model, config, ranks = report.model, report.model.config, report.query.ranks
-    parts = [
-        one_line(os.path.basename(model.name) or model.name),
-        config.arch if config.arch != model.name else "",
-        model.quantization,
-    ]
-    if model.params:
-        parts.append(f"{human_count(model.params)} parameters")
+    parts = _named(model)
     if model.params and model.weights and model.weights.packed:
         parts.append(f"{8 * (model.weights.in_file or model.weights.packed) / model.params:.2f} bits/weight")
     yield "model", " · ".join(part for part in parts if part)
@@ -102,6 +97,10 @@ def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
         named = [one_line(name) + (f" {size(nbytes, units)}" if nbytes else "") for name, nbytes in model.alternatives]
         more = f", and {len(named) - 3} more" if len(named) > 3 else ""
         yield "others", ", ".join(named[:3]) + more
+    if draft := report.query.draft:
+        yield "draft", " · ".join(filter(None, _named(draft)))
+        for group in KVLayout.build(per_rank(draft.config, ranks), "f16", "f16").groups:
+            yield "", formula(group)
     for option, nbytes in model.lora:
         yield "adapter", f"{one_line(os.path.basename(option.path))} · scale {option.scale:g} · {size(nbytes, units)}"
     yield "attention", _attention(config)
@@ -114,6 +113,13 @@ def _model_lines(report: Report, units: str) -> Iterator[tuple[str, str]]:
         live, kept = layout.states
         yield "state", f"{live.page_bytes:,} B per sequence in {len(live.layers)} layers (f32), whatever the context"
         yield "", f"at most {kept.limit} checkpoints of as many bytes, which later prompts go on from"
+
+
+def _named(model: PlannedModel) -> list[str]:
+    """What a model is; "" for what is not known."""
+    arch = model.config.arch if model.config.arch != model.name else ""
+    size = f"{human_count(model.params)} parameters" if model.params else ""
+    return [one_line(os.path.basename(model.name) or model.name), arch, model.quantization, size]
 
 
 def _how_it_runs(model: PlannedModel) -> str:
@@ -163,7 +169,7 @@ def _device_lines(report: Report, units: str) -> list[str]:
     plan = _shown(report).plan
     rows = [("", units, "source")]
     for row in plan.rows:
-        if row.name != "KV pool" and (count := number(row.bytes, units)).strip("0."):  # not nothing in these units
+        if row.name not in _IN_TABLE and (count := number(row.bytes, units)).strip("0."):  # not nothing in these units
             rows.append((row.name, count, _source(row.source, row.detail)))
     rows.append(("margin", number(target.margin, units), "left free (--margin)"))
     width = max(9, *(len(count) for _, count, _ in rows))
@@ -187,11 +193,13 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
     times = f" × {query.sequences:,} sequences" if query.sequences > 1 else ""
     common = f", {query.shared:,} of them shared" if query.shared and query.sequences > 1 else ""
     small, unit = ("B", 1) if units == "B" else ("KiB", 1024) if "i" in units else ("kB", 1000)
-    rows = [["cache", f"{small}/token", "KV", "total", "left", "fits", "max ctx", "≤ tok/s"]]
+    drafts = ["draft KV"] if query.draft else []
+    rows = [["cache", f"{small}/token", "KV", *drafts, "total", "left", "fits", "max ctx", "≤ tok/s"]]
     for o in outcomes:
         star = "*" if o.memory_context > o.max_context else ""
         rate = "-" if o.tokens_per_s is None else f"{o.tokens_per_s:.1f}"
-        sizes = [number(count, units) for count in (o.plan.kv_bytes, o.plan.total, o.left)]
+        pools = [o.plan.kv_bytes, *([o.plan.draft_kv_bytes] if drafts else [])]
+        sizes = [number(count, units) for count in (*pools, o.plan.total, o.left)]
         token = f"{o.layout.token_bytes(context) / unit:,.{0 if unit == 1 else 1}f}"
         rows.append([o.label, token, *sizes, "yes" if o.fits else "no", f"{o.max_context:,}" + star, rate])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -285,6 +293,7 @@ def _type_object(o: Outcome) -> dict[str, Any]:
         "ctx_size": o.plan.tokens,
         "pages": o.pages,
         "kv_bytes": o.plan.kv_bytes,
+        "draft_kv_bytes": o.plan.draft_kv_bytes,
         "predicted_bytes": o.plan.total,
         "left_bytes": o.left,
         "fits": o.fits,
@@ -301,12 +310,14 @@ def as_json(report: Report) -> dict[str, Any]:
     """The object of --json; bytes are integers, `null` is what is not known."""
     model, config, memory = report.model, report.config, report.target.memory
     plan = _shown(report).plan
-    varying = ("KV pool", "tables and token ids", "per-sequence state")
+    of_cache = ("KV pool", "tables and token ids", "per-sequence state")
+    varying = (*of_cache, *(DRAFT + name for name in of_cache))
     fixed = [
         {"name": r.name, "predicted_bytes": r.bytes, "source": r.source} for r in plan.rows if r.name not in varying
     ]
     return {
         "model": model.name if model.origin != "flags" else None,
+        "draft_model": report.query.draft.name if report.query.draft else None,
         "model_info": {
             "arch": config.arch, "origin": model.origin, "parameters": model.params,
             "weight_type": model.quantization or None, "context_length": config.context_length or None,

@@ -20,9 +20,7 @@ OTHERS = "choose one of the same family, or guess without a model (`spec=suffix`
 def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, in_blocks: bool) -> None:
     """Raises ModelError where `draft` cannot guess for a model of `config` and `tokenizer`, UsageError where nothing
     can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
-    for what, layers in (("the model", config.layers), ("the draft model", draft.config.layers)):
-        if any(layer.kind == RECURRENT for layer in layers):
-            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", LEAVE)
+    check_layers(config, draft.config)
     options = {
         f"`evict={cache.evict.policy}`": eviction.policy(cache.evict.policy).scorer is not None,
         f"`attend=pages:{cache.attend.pages}`": cache.attend.pages > 0,
@@ -32,6 +30,13 @@ def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: Cache
         raise UsageError(f"nothing can be guessed with {name}, so `draft` is of no use there", "leave one of them out")
     if difference := differing(tokenizer, draft.text.tokenizer):
         raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
+
+
+def check_layers(config: ModelConfig, draft: ModelConfig) -> None:
+    """Raises ModelError where one of the two cannot take guesses back."""
+    for what, layers in (("the model", config.layers), ("the draft model", draft.layers)):
+        if any(layer.kind == RECURRENT for layer in layers):
+            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", LEAVE)
 
 
 def differing(mine: Tokenizer, theirs: Tokenizer) -> str:
