@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvcli.runtime.engine.loaded import LoadedModel
 
+ASKED_TIMES = 3  # where a process is there and does not answer
 ANSWER_S = 5.0  # until a process that keeps a model has said what it is, or has left
 
 
@@ -101,13 +102,17 @@ def _start(what: wanted.Wanted) -> None:
 
 def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
     """What the process of that socket says, and the connection; None where there is none."""
-    try:
-        conn = wire.connect(name)
-        conn.settimeout(ANSWER_S)
-        wire.send(conn, kind)
-        return json.loads(wire.receive(conn)[1]), conn
-    except (OSError, ValueError, wire.Closed):
-        return None
+    for _ in range(ASKED_TIMES):
+        try:
+            conn = wire.connect(name)
+            conn.settimeout(ANSWER_S)
+            wire.send(conn, kind)
+            return json.loads(wire.receive(conn)[1]), conn
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None  # nobody is there
+        except (OSError, ValueError, wire.Closed):  # it may be about to leave
+            continue
+    return None
 
 
 def processes() -> list[tuple[str, dict[str, Any]]]:

@@ -23,7 +23,7 @@ def attempt(args: "list[str]") -> None:
         return
     from kvcli.keepalive import places
 
-    for name in places.sockets(places.kind()):
+    for name in places.sockets() and places.sockets(places.kind()):
         from kvcli.keepalive import wire
 
         try:

@@ -47,8 +47,10 @@ class Staying:
     @property
     def about(self) -> dict[str, Any]:
         """What the only process says of itself."""
-        (found,) = self.processes()
-        return found
+        found = self.processes()
+        there = [each.name for each in self.places.iterdir()], (self.folder / "state/kv/keep-alive.log").read_text()
+        assert len(found) == 1, there
+        return found[0]
 
     def processes(self) -> list[dict[str, Any]]:
         code, out, err = self.run("ps", "--json")

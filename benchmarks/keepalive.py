@@ -1,0 +1,104 @@
+"""What --keep-alive is worth: `kv run -n 1` with and without a process that keeps the model, and many runs at a time.
+
+    python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4]
+
+Prints wall time (medians), time to the first token, the memory of the caller, whether all answers are those of a run
+without, and the memory of the process before and after. Needs Linux. Everything is in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-c", "from kvcli.__main__ import main; main()"]
+PROMPTS = ["Why is the sky blue?", "Name three rivers.", "What is 2+2?", "Say hello in French."]
+
+
+class Kv:
+    """Runs `kv` with a folder for sockets that nobody else has."""
+
+    def __init__(self, model: str, folder: str) -> None:
+        self.model, self.environment = model, os.environ | {"XDG_RUNTIME_DIR": folder}
+
+    def run(self, *args: str) -> bytes:
+        words = [*COMMAND, *args]
+        return subprocess.run(
+            words, env=self.environment, stdin=subprocess.DEVNULL, check=True, capture_output=True
+        ).stdout
+
+    def ask(self, prompt: str, tokens: int, *args: str) -> bytes:
+        return self.run("run", "-m", self.model, "--no-cache", "-s", "1", "-n", str(tokens), *args, prompt)
+
+    def processes(self) -> list[dict[str, Any]]:
+        return json.loads(self.run("ps", "--json"))["processes"]
+
+    def timed(self, count: int, *args: str) -> tuple[float, float]:
+        """Median seconds of a whole run of one token, and until its first token as it tells them."""
+        walls, firsts = [], []
+        for _ in range(count):
+            began = time.perf_counter()
+            self.ask(PROMPTS[0], 1, *args)
+            walls.append(time.perf_counter() - began)
+            firsts.append(json.loads(self.ask(PROMPTS[0], 1, "--json", *args))["timings"]["ttft_s"])
+        return statistics.median(walls), statistics.median(firsts)
+
+    def caller_bytes(self) -> int:
+        """The most memory that the caller's process had."""
+        words = [*COMMAND, "run", "-m", self.model, "--no-cache", "-n", "64", "--ignore-eos", PROMPTS[0]]
+        process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert process.stdout
+        process.stdout.read(1)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.stdout.read()
+        process.wait()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=9)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Kv(asked.model, folder), asked.runs, asked.at_once, asked.repeat)
+
+
+def measure(kv: Kv, runs: int, at_once: int, repeat: int) -> None:
+    print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} CPUs")
+    wall, first = kv.timed(repeat, "--keep-alive", "0")
+    print(f"without: {wall:.3f} s, first token {1000 * first:.0f} ms")
+    alone = {prompt: kv.ask(prompt, 8, "--keep-alive", "0") for prompt in PROMPTS}
+    kv.ask(PROMPTS[0], 1, "--keep-alive", "1h")
+    while not kv.processes():
+        time.sleep(0.1)
+    try:
+        wall, first = kv.timed(repeat)
+        print(f"with:    {wall:.3f} s, first token {1000 * first:.0f} ms")
+        print(f"caller:  {kv.caller_bytes() / (1 << 20):.0f} MiB")
+        before, began = kv.processes()[0], time.perf_counter()
+        with ThreadPoolExecutor(at_once) as pool:
+            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(runs)]
+            same = sum(pool.map(lambda prompt: kv.ask(prompt, 8) == alone[prompt], prompts))
+        after, took = kv.processes()[0], time.perf_counter() - began
+        print(f"{runs} runs of 8 tokens, {at_once} at a time: {took:.1f} s, {same} answers as without")
+        print(f"answered by the process: {after['answered'] - before['answered']}")
+        sizes = [f"{each['memory_bytes'] / (1 << 20):.1f}" for each in (before, after)]
+        print(f"its memory: {sizes[0]} MiB before, {sizes[1]} MiB after")
+    finally:
+        kv.run("stop", "--all")
+
+
+if __name__ == "__main__":
+    main()
