@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, half_of, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, Selected, padded
 from kvcli.kernels.gpu.rows import LOG2_E, Queries
@@ -53,64 +52,39 @@ def summarize(keys: torch.Tensor, summaries: torch.Tensor, offset: int, means: i
     )  # fmt: skip
 
 
-@triton.jit
-def _load_means(summaries, at, lo, hi, offset, head, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr,
-                BN: tl.constexpr):  # fmt: skip
-    """Means of BN entries from `at` on, float16 [BN * MEANS, PAD], and what their scores are at most, [BN * MEANS]."""
-    row = tl.arange(0, BN * MEANS)
-    d = tl.arange(0, PAD)
-    entry = at + row // MEANS
-    there = (entry >= lo) & (entry < hi)
-    base = tl.load(summaries + entry, mask=there, other=0)
-    p = (base + offset).to(tl.pointer_type(tl.float16)) + ((head * MEANS + row % MEANS) * DIM)
-    means = tl.load(p[:, None] + d[None, :], mask=(base != 0)[:, None] & (d < DIM)[None, :], other=0.0)
-    return means, tl.where(base != 0, 0.0, tl.where(there, FORCED, NEVER))
-
-
-@triton.jit
-def _store_scores(to, means, beside, pooled, at, room, MEANS: tl.constexpr, BN: tl.constexpr):
-    s = tl.sum(means.to(tl.float32) * pooled[None, :], 1)
-    s = tl.where(beside == 0.0, s, beside)
-    best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
-    best = tl.where(best == best, best, LEAST)  # no number would have no rank
-    entry = at + tl.arange(0, BN)
-    tl.store(to + entry, best, mask=entry < room)
-
-
 @triton.jit(do_not_specialize=["offset", "room"])
 def _score(
     q, summaries, limits, scores, offset, room,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head, TILES times BN entries of the table and a block of queries, q [blocks, kv_heads * GROUP,
-    DIM]. All means are on their way before it waits for the queries."""
+    """One program: a head, BN entries of the table and a block of queries, q [blocks, kv_heads * GROUP, DIM].
+
+    Means are read two elements in a word: so few registers hold them that all programs of some 2,000 pages find room,
+    and have theirs on the way before they wait for the queries.
+    """
     head = tl.program_id(0)
     block = tl.program_id(2)
-    at = tl.program_id(1) * (BN * TILES)
-    lo = tl.load(limits).to(tl.int32)
-    hi = tl.load(limits + 1).to(tl.int32)
-    m0, b0 = _load_means(summaries, at, lo, hi, offset, head, DIM, PAD, MEANS, BN)
-    m1, b1, m2, b2, m3, b3 = m0, b0, m0, b0, m0, b0
-    if TILES > 1:
-        m1, b1 = _load_means(summaries, at + BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
-    if TILES > 2:
-        m2, b2 = _load_means(summaries, at + 2 * BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
-        m3, b3 = _load_means(summaries, at + 3 * BN, lo, hi, offset, head, DIM, PAD, MEANS, BN)
+    row = tl.arange(0, BN * MEANS)
+    d = tl.arange(0, PAD // 2)
+    at = tl.program_id(1) * BN + row // MEANS
+    there = (at >= tl.load(limits)) & (at < tl.load(limits + 1))
+    base = tl.load(summaries + at, mask=there, other=0)
+    known = base != 0
+    p = (base + offset).to(tl.pointer_type(tl.int32)) + ((head * MEANS + row % MEANS) * (DIM // 2))
+    means = tl.load(p[:, None] + d[None, :], mask=known[:, None] & (d < DIM // 2)[None, :], other=0)
     wait_for_previous(PDL)
-    d = tl.arange(0, PAD)
-    pooled = tl.zeros((PAD,), tl.float32)
+    even = tl.zeros((PAD // 2,), tl.float32)
+    odd = even
     first = q + (block * tl.num_programs(0) + head) * GROUP * DIM
     for g in tl.static_range(GROUP):
-        pooled += tl.load(first + g * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
-    pooled = pooled / GROUP
-    to = scores + (block * tl.num_programs(0) + head) * room
-    _store_scores(to, m0, b0, pooled, at, room, MEANS, BN)
-    if TILES > 1:
-        _store_scores(to, m1, b1, pooled, at + BN, room, MEANS, BN)
-    if TILES > 2:
-        _store_scores(to, m2, b2, pooled, at + 2 * BN, room, MEANS, BN)
-        _store_scores(to, m3, b3, pooled, at + 3 * BN, room, MEANS, BN)
+        even += tl.load(first + g * DIM + 2 * d, mask=d < DIM // 2, other=0.0).to(tl.float32)
+        odd += tl.load(first + g * DIM + 2 * d + 1, mask=d < DIM // 2, other=0.0).to(tl.float32)
+    s = tl.sum(half_of(means, False) * (even / GROUP)[None, :] + half_of(means, True) * (odd / GROUP)[None, :], 1)
+    s = tl.where(known, s, tl.where(there, FORCED, NEVER))
+    best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
+    best = tl.where(best == best, best, LEAST)  # no number would have no rank
+    entry = tl.program_id(1) * BN + tl.arange(0, BN)
+    tl.store(scores + (block * tl.num_programs(0) + head) * room + entry, best, mask=entry < room)
 
 
 @triton.jit
@@ -160,11 +134,9 @@ def score(
     limits[0] to limits[1] are there. q float16 or float32 [blocks, kv_heads * group, dim_k]."""
     r, blocks = pages.record, scores.shape[0]
     each = max(1, TILE // pages.means)
-    programs = triton.cdiv(entries, each) * r.kv_heads * blocks
-    tiles = min(4, 1 << (programs // (2 * Chip.of(q.device).multiprocessors)).bit_length())  # so many programs run
-    launch(_score, (r.kv_heads, triton.cdiv(entries, each * tiles), blocks))(
+    launch(_score, (r.kv_heads, triton.cdiv(entries, each), blocks))(
         q, summaries, limits, scores, pages.summary_offset, scores.shape[2],
-        group, r.dim_k, padded(r.dim_k), pages.means, each, tiles, pdl, **launch_options(pdl, 4),
+        group, r.dim_k, padded(r.dim_k), pages.means, each, pdl, **launch_options(pdl, 4),
     )  # fmt: skip
 
 
