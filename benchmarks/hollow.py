@@ -15,12 +15,13 @@ from unittest import mock
 import torch
 
 from kvcli.blockformats import FORMATS
-from kvcli.kernels import DeltaLayer, ExpertTensor, QuantTensor
+from kvcli.kernels import DeltaLayer, ExpertTensor, MambaLayer, QuantTensor
 from kvcli.kernels.gpu import compiled, past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
 from kvcli.kernels.gpu.legs import BoundLegs, Legs
+from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.sample import uniforms
 from kvcli.options import CacheOptions
 from kvcli.runtime.config import ModelConfig, RopeConfig
@@ -108,16 +109,20 @@ class HollowWeights(Weights):
 
 @torch.inference_mode()
 def launched_by_states(chip: Chip) -> set[Variant]:
-    """Every kernel that layers with a state launch on that card, for LFM2 1.2B and Qwen3.5 27B."""
+    """Every kernel that layers with a state launch on that card, for LFM2 1.2B, Qwen3.5 27B and Granite 4 H Small."""
     d, kernel = 2048, 3
     vectors = (torch.empty(*shape, device=META) for shape in ((10240, 4), (48,), (48,), (128,)))
     layer = DeltaLayer(16, 48, 128, 128, *vectors, 1e-6, True)
     weight = torch.empty(d, kernel, device=META)
+    of_heads = (torch.empty(n, device=META) for n in (128, 128, 128, 8192))
+    conv = torch.empty(8448, 4, device=META), torch.empty(8448, device=META)
+    space = MambaLayer(128, 64, 1, 128, *conv, *of_heads, 1e-5)
     with assumed(chip), collecting() as found:
         for rows in (1, PROMPT):
             legs = [BoundLegs(Legs.empty(rows, META))]
             states.short_conv(torch.empty(rows, 3 * d, device=META), weight, None, legs)
             states.delta_net(torch.empty(rows, 16480, device=META), layer, legs)
+            mamba(torch.empty(rows, 16768, device=META), space, legs)
     return found
 
 
@@ -125,7 +130,7 @@ def launched_by_states(chip: Chip) -> set[Variant]:
 def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
     """Every kernel that an engine of that model would compile and launch on that card, with what it is compiled for.
 
-    Raises RuntimeError for a model whose tokens take the slow path.
+    Raises RuntimeError for a model whose tokens take the slow path, but for one over latents, which has no other.
     """
     config, found = model.config, set[Variant]()
 
@@ -147,7 +152,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
             sampling_defaults={}, check_weights=lambda: None, facts=(),
         )  # fmt: skip
         engine = Engine(loaded)  # type: ignore[arg-type]
-        if engine.slow_path:
+        if engine.slow_path and "latents" not in engine.slow_path:
             raise RuntimeError(f"{model.recipe}: {engine.slow_path}")
         assert engine.kernels is not None
         engine.kernels.need_all()

@@ -66,13 +66,14 @@ CASES = {  # name: model, cache types
     "phi3": (Model("phi-3-mini"), SOME),
     "phi3 80": (Model("phi-3-mini", head_dim=80), SOME),
     "smollm2": (Model("smollm2", "Q4_1"), SOME),
+    "deepseek2": (Model("deepseek-v2-lite", "Q8_0"), SOME[:2]),
     "head 512": (Model("gemma-3-4b", "Q8_0", head_dim=512), PAIRS),
     **{f"8b {name}": (Model("llama-3.1-8b", name), [("f16", "f16")]) for name in WEIGHT_FORMATS},
 }
-SAMPLE = {  # for each card a case and a cache type
-    80: ("olmo3", "int4"), 86: ("30b-a3b F16", "f16"), 89: ("phi3 80", "int8"), 90: ("8b", "fp8"),
-    100: ("gpt-oss", "int8"), 120: ("qwen2", "int4"),
-}  # fmt: skip
+SAMPLE = (  # cards, with a case and a cache type
+    (80, "olmo3", "int4"), (86, "30b-a3b F16", "f16"), (89, "phi3 80", "int8"), (90, "8b", "fp8"),
+    (100, "gpt-oss", "int8"), (120, "qwen2", "int4"), (89, "deepseek2", "int8"),
+)  # fmt: skip
 SETTINGS: list[dict[str, Any]] = [  # of 8b
     {},
     {"evict": EvictOptions(policy="sink")},
@@ -209,7 +210,9 @@ def wanted(names: Iterable[str], types: Iterable[str], sm: int) -> dict[Key, Var
 
 def sample() -> dict[int, dict[Key, Variant]]:
     """For each card some kernels of one model, in one form each: for all cards together every kernel."""
-    launches = {sm: wanted([name], [types], sm) for sm, (name, types) in SAMPLE.items()}
+    launches: dict[int, dict[Key, Variant]] = {}
+    for sm, name, types in SAMPLE:
+        launches.setdefault(sm, {}).update(wanted([name], [types], sm))
     found: dict[int, dict[Key, Variant]] = {sm: {} for sm in launches}
     for name in sorted({key.kernel for variants in launches.values() for key in variants}):
         there = [sm for sm, variants in launches.items() if any(key.kernel == name for key in variants)]

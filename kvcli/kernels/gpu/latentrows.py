@@ -19,7 +19,7 @@ from kvcli.kernels.reference.rotation import block
 
 
 @triton.jit(do_not_specialize=["offset", "length", "past"])
-def _prepare(
+def _prepare_latents(
     qkv, position, shift, into, frequencies, v_norm, q, offset, eps, factor, amplitude, growth, length, past,
     HEADS: tl.constexpr, ROWS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
@@ -86,7 +86,7 @@ def prepare(
     o, (_, rotated) = target.record, pages.rotated
     present = (qkv if x is None else x for x in (frequencies, layer.v_norm))  # something stands for what is not there
     stored = r.kv_heads if layer.stores else 0
-    launch(_prepare, (rows, heads * (1 + lists.turns) + stored))(
+    launch(_prepare_latents, (rows, heads * (1 + lists.turns) + stored))(
         qkv, lists.position, lists.shift, into, *present, out.q, target.offset, layer.eps, layer.scale * LOG2_E,
         layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, stored, r.dim_k, padded(r.dim_k), r.dim_v,
         padded(r.dim_v), 0 if frequencies is None else 2 * frequencies.shape[0], r.page_size,

@@ -213,7 +213,7 @@ def _span(
 
 
 @triton.jit(do_not_specialize=["rows_end", "offset", "open_offset"])
-def _attend(
+def _attend_latents(
     q, position, work, table, edges, scale_v, out, tops, totals, rows_end, offset, open_offset, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, OPEN_RECORD: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr,
@@ -311,7 +311,7 @@ def attend(
         out = Partials.of(pages, rows, heads)
     positions, m = block_rows(r, heads, 1 if lists.apart else rows)
     tiles = tiles or tiling(r, Chip.of(queries.q.device))
-    launch(_attend, (tiles_of_heads(r, heads), out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
+    launch(_attend_latents, (tiles_of_heads(r, heads), out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, lists.position, lists.work, lists.table, lists.edges,
         queries.q if pages.scale_v is None else pages.scale_v, out.out, out.tops, out.totals,
         rows, pages.offset, opened.offset, softcap * LOG2_E, heads, group, tile_of_heads(group), r.record_bytes,
@@ -329,9 +329,9 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _combine(out, tops, totals, starts, result, parts, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-             TURN: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
-             PDL: tl.constexpr):  # fmt: skip
+def _combine_latents(out, tops, totals, starts, result, parts, HEADS: tl.constexpr, DIM: tl.constexpr,
+                     PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
+                     APART: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program a head, row, and PAD of the dims. TURN: the block of the Hadamard rotation; 0 = none. APART: see
     `PageLists`."""
     head = tl.program_id(0)
@@ -360,6 +360,15 @@ def _combine(out, tops, totals, starts, result, parts, HEADS: tl.constexpr, DIM:
     tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
 
 
+@triton.jit
+def _turn(x, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr):
+    """A head of a row of x [T, HEADS * DIM], in place: rotated by Hadamard blocks of TURN."""
+    j = tl.arange(0, PAD)
+    at = x + (tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)) * DIM + j
+    wait_for_previous(PDL)
+    tl.store(at, hadamard(tl.load(at, mask=j < DIM, other=0.0), PAD, TURN), mask=j < DIM)
+
+
 def combine(
     partials: Partials, pages: DevicePages, most: int = 0, out: torch.Tensor | None = None, pdl: int = SERIAL
 ) -> torch.Tensor:
@@ -371,12 +380,15 @@ def combine(
     if most > MOST_PARTS:
         raise ValueError(f"{most} partial results are more than the {MOST_PARTS} that are merged")
     turn = block(dim) if pages.rotated[1] else 0
-    pad = padded(dim) if turn else min(DIMS_AT_ONCE, padded(dim))
+    apart = turn > 0 and rows * heads < Chip.of(partials.out.device).multiprocessors  # whole heads would be too few
+    pad = padded(dim) if turn and not apart else min(DIMS_AT_ONCE, padded(dim))
     if out is None:
         out = torch.empty(rows, heads * dim, device=partials.out.device)
-    launch(_combine, (heads, rows, triton.cdiv(dim, pad)))(
+    launch(_combine_latents, (heads, rows, triton.cdiv(dim, pad)))(
         partials.out, partials.tops, partials.totals, out if lists.starts is None else lists.starts, out, parts, heads,
-        dim, pad, turn, max(4, triton.next_power_of_2(most)), MERGED // pad, lists.apart, pdl,
+        dim, pad, 0 if apart else turn, max(4, triton.next_power_of_2(most)), MERGED // pad, lists.apart, pdl,
         **launch_options(pdl, 4),
     )  # fmt: skip
+    if apart:
+        launch(_turn, (heads, rows))(out, heads, dim, padded(dim), turn, pdl, **launch_options(pdl, 1))
     return out
