@@ -56,3 +56,20 @@ def test_matrices_with_changes(t: int) -> None:
     assert error(values, OPS.gated(x, pair, "silu")) < 2e-3
     ids = torch.tensor([63, 0, 63])
     assert error(ops.rows(ops.place(stacked[:1])[0], ids, 2.0), OPS.rows(stacked[0], ids, 2.0)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU that is busy")
+@pytest.mark.parametrize("t", [16, 64])
+def test_every_run_has_the_same_bits(t: int) -> None:
+    """More programs than a card has room for, so that some of them wait for others: what one reads must stay as it is
+    until it was read."""
+    piece = formats.repack((packed("Q4_K", 512, 4096),), torch.device(DEVICE), False)
+    names = ("codes", "high", "scales", "supers")
+    whole = replace(piece, rows=56 * 512, **{name: getattr(piece, name).repeat(56, 1) for name in names})
+    x = weave(HalfRows(torch.randn(t, 4096, generator=torch.manual_seed(3)).half().to(DEVICE)), 4096).values
+    outs = torch.empty(100, few.parts([whole], t), t, whole.rows, device=DEVICE)
+    for out in outs:
+        few.product(x, whole, out)
+    pieces = outs.sum(1).view(100, t, 56, 512)
+    assert torch.equal(pieces, pieces[:1, :, :1].expand_as(pieces))
