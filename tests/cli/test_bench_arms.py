@@ -141,6 +141,13 @@ def test_depths_come_from_a_file(kv_here: KvHere, tmp_path: Path, monkeypatch: p
     assert counts == [80 + 2 * 4, 2 * 4, 20 + 4]
     with PromptCacheFile(file) as found:
         assert len(found.contents.tokens) == 100
+    other = ("-m", str(tiny.make("qwen2").path), *common[2:], "-d", "40", "--prompt-cache")
+    code, out, err = kv_here("bench", *other, str(file))
+    assert (code, out) == (6, "") and "it was made with the weights of another model" in err
+    nothing = tmp_path / "text"
+    nothing.write_text("no rows")
+    code, out, err = kv_here("bench", *other, str(nothing))
+    assert (code, out) == (6, "") and "is not a prompt cache" in err and nothing.read_text() == "no rows"
 
 
 def test_sequences_at_a_time_are_each_behind_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,23 @@ from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, foreign, i
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
 from kvcli.runtime.promptcache.sameness import SCOPE, same_rows
-from kvcli.runtime.promptcache.settings import types_of
+from kvcli.runtime.promptcache.settings import differences, sentence, types_of
+
+
+def check_model(path: Path, identity: Mapping[str, str]) -> None:
+    """Raises CacheFileError for a file that holds no rows of this model, and never will: one of another model, or none
+    of ours. One that is missing, empty or damaged is written anew."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with PromptCacheFile(path) as file:
+            found = file.contents.identity
+    except CacheFileError:
+        if not is_prompt_cache(path):
+            raise
+        return
+    if any(found.get(name) != identity[name] for name in ("weights", "model_config")):
+        raise foreign(path, sentence(differences(found, identity)))
 
 
 class UserFile:

@@ -58,6 +58,8 @@ class Bandwidth:
 def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOptions, as_json: bool) -> list[str]:
     """Measure and print; why pairs of types are missing."""
     from kvcli.runtime.evaluate import benching
+    from kvcli.runtime.promptcache import enginecaches
+    from kvcli.runtime.promptcache.userfile import check_model
 
     cases, kept, invocation = what.cases(), what.caches(), series.invocation
     longest, repetitions = max(case.rows for case in cases), what.repetitions or REPETITIONS
@@ -68,6 +70,8 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     def one(engine: Engine, pair: Types) -> Table:
         if not setting:
             setting.append((Setting.of(engine, series.load, types, evict), bandwidth_of(engine, what, invocation)))
+        if kept is not None and kept.file is not None:
+            check_model(kept.file, enginecaches.view(engine).identity())
         caches = engine.prompt_caches(kept, render.telling(invocation)) if kept else None
         with closing(caches) if caches else nullcontext():
             run = benching.run(engine, cases, repetitions, not what.no_warmup, partial(tell, pair), caches)
