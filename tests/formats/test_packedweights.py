@@ -159,6 +159,29 @@ def test_nvfp4(by: str):
         sources(tensors | {"m.weight_scale": scales[:, :3].contiguous()})
 
 
+@pytest.mark.parametrize("kind", ("MXFP4", "MXFP8"))
+def test_powers_of_two_by_compressed_tensors(kind: str):
+    """As its versions of 2026 write them: `mxfp4-pack-quantized` and `mxfp8-quantized`."""
+    exponents = RNG.integers(110, 140, (6, 2)).astype(np.uint8)
+    scales = np.repeat(2.0 ** (exponents.astype(float) - 127), 32, 1)
+    tensors: dict[str, Any] = {"m.weight_scale": exponents}
+    if kind == "MXFP4":
+        q = RNG.integers(0, 16, (6, 64))
+        tensors["m.weight_packed"], values = (q[:, ::2] | q[:, 1::2] << 4).astype(np.uint8), E2M1[q]
+    else:
+        tensors["m.weight"] = torch.from_numpy(RNG.normal(size=(6, 64)).astype(np.float32)).to(torch.float8_e4m3fn)
+        values = tensors["m.weight"].double().numpy()
+    found = sources(tensors, "bfloat16", quant_method="compressed-tensors")
+    assert (
+        list(found) == ["m.weight"] and found["m.weight"].layout == kind and close(found["m.weight"], values * scales)
+    )
+    if kind == "MXFP4":
+        with pytest.raises(ModelError, match=r"has the shape \[6, 1\]"):
+            sources(tensors | {"m.weight_scale": exponents[:, :1].copy()}, quant_method="compressed-tensors")
+        with pytest.raises(ModelError, match=r"packed is of a form \(compressed-tensors\)"):
+            sources(tensors | {"m.weight_scale": scales[:, :2].copy()}, quant_method="compressed-tensors")
+
+
 @pytest.mark.parametrize("nested", (True, False))
 @pytest.mark.parametrize("kind", ("nf4", "fp4"))
 def test_tables_of_bitsandbytes(kind: str, nested: bool):
@@ -181,6 +204,18 @@ def test_tables_of_bitsandbytes(kind: str, nested: bool):
     expected = (table[q] * np.repeat(absmax, 64)[:n].astype(float)).reshape(shape)
     found = sources(tensors, "bfloat16", quant_method="bitsandbytes")
     assert list(found) == ["m.weight"] and close(found["m.weight"], expected)
+    if (
+        not nested
+    ):  # of whole rows, saved behind a product on a CPU: bitsandbytes 0.50 leaves the scales as that has them
+        whole = state | {"shape": [5, 128]}
+        there = {
+            f"m.weight.quant_state.bitsandbytes__{kind}": np.frombuffer(json.dumps(whole).encode(), np.uint8).copy()
+        }
+        more = RNG.integers(0, 16, 640)
+        there["m.weight"] = (more[::2] << 4 | more[1::2]).astype(np.uint8)[:, None]
+        there["m.weight.absmax"] = absmax.reshape(5, 2).T.copy()
+        turned = (table[more] * np.repeat(absmax, 64).astype(float)).reshape(5, 128)
+        assert close(sources(tensors | there, "bfloat16", quant_method="bitsandbytes")["m.weight"], turned)
     with pytest.raises(ModelError, match=r"m\.weight\.quant_map has 15 elements, 16 fit"):
         sources(tensors | {"m.weight.quant_map": table[:15].copy()})
     with pytest.raises(ModelError, match=r"m\.weight is stored as I8 \(bitsandbytes\), which kv does not read"):

@@ -10,6 +10,8 @@ A `Source` is one weight as the model knows it, whatever tensors it is made of:
 | compressed-tensors, packed | w_packed, w_scale, w_shape, perhaps w_zero_point and w_g_idx | (q - zero) * scale |
 | GPTQ | qweight, qzeros, scales, perhaps g_idx, in place of "weight" | (q - zero) * scale |
 | AWQ | qweight, qzeros, scales, with columns in another order ("gemm"), or by rows ("gemv") | (q - zero) * scale |
+| MXFP8 of compressed-tensors | w (F8_E4M3), w_scale (U8) of 32 elements | w * 2^(scale - 127) |
+| MXFP4 of compressed-tensors | w_packed (pairs of E2M1), w_scale (U8) of 32 elements | e2m1 * 2^(scale - 127) |
 | NVFP4 of ModelOpt | w (pairs of E2M1), w_scale (F8_E4M3) of 16 elements, w_scale_2 of all | e2m1 * scale * scale_2 |
 | NVFP4 of compressed-tensors | w_packed, w_scale, w_global_scale | e2m1 * scale / global_scale |
 | bitsandbytes, nf4 and fp4 | w, w.absmax, w.quant_map, w.quant_state, perhaps w.nested_* | table[q] * absmax |
@@ -32,7 +34,7 @@ import numpy as np
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.elements import STORAGE, blocks_of, fp8_values, narrowed, spread, unpacked, widened
 from kvcli.runtime.formats.safetensors import TensorInfo
-from kvcli.runtime.formats.tableweights import BESIDE, INT8_BESIDE, NVFP4_BLOCK, STATE, STATES, State, nvfp4
+from kvcli.runtime.formats.tableweights import BESIDE, INT8_BESIDE, MX_BLOCK, NVFP4_BLOCK, STATE, STATES, State, e2m1
 
 _PLAIN = {**STORAGE, "F64": np.float64}
 _RAW = {
@@ -115,7 +117,9 @@ class _Sources:
             return self._grouped(name.removesuffix("qweight"))
         if name.endswith("_packed"):
             weight = name.removesuffix("_packed")
-            return self._nvfp4(weight) if f"{weight}_global_scale" in self.tensors else self._packed(weight)
+            if f"{weight}_global_scale" in self.tensors:
+                return self._nvfp4(weight)
+            return self._mxfp4_pairs(weight) if tensor.dtype == "U8" else self._packed(weight)
         if f"{name}_scale_2" in self.tensors:
             return self._nvfp4(name)
         if kind := next((each for each in STATES if f"{name}{STATE}{each}" in self.tensors), ""):
@@ -168,8 +172,11 @@ class _Sources:
         return self.raw(tensor).view(_RAW[tensor.dtype]).reshape(tensor.shape)
 
     def _numbers(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The elements of a tensor of plain or FP8 numbers as float32. Raises ModelError likewise."""
+        """The elements of a tensor of plain or FP8 numbers, or of powers of two (E8M0 of OCP Microscaling Formats,
+        scales of U8 in files), as float32. Raises ModelError likewise."""
         values, kind = self._elements(name, shape), self.tensors[name].dtype
+        if kind == "U8" and name.endswith("_scale"):
+            return np.where(values == 255, np.nan, np.exp2(values.astype(np.float32) - 127)).astype(np.float32)
         return fp8_values()[values] if kind == "F8_E4M3" else widened(kind, values)
 
     def _plain(self, name: str, tensor: TensorInfo) -> Source:
@@ -204,6 +211,7 @@ class _Sources:
             return result
 
         layout = "FP8" if tensor.dtype == "F8_E4M3" else "int8"
+        layout = "MXFP8" if self.tensors[scales].dtype == "U8" else layout
         return Source(name, tensor.shape, self.type, read, layout=layout)
 
     def _mxfp4(self, name: str) -> Source:
@@ -222,6 +230,18 @@ class _Sources:
 
         return Source(name, (*outer, blocks * 32), "MXFP4", read)
 
+    def _mxfp4_pairs(self, name: str) -> Source:
+        """Numbers of 4 bits with powers of two of 32, by compressed-tensors."""
+        rows, pairs = self.tensors[f"{name}_packed"].shape
+        if 2 * pairs % MX_BLOCK or f"{name}_scale" not in self.tensors or self.tensors[f"{name}_scale"].dtype != "U8":
+            raise ModelError(f"tensor {name}_packed is of a form{self._by()} that kv does not read")
+        self._elements(f"{name}_scale", (rows, 2 * pairs // MX_BLOCK))
+
+        def make() -> np.ndarray:
+            return e2m1(self._elements(f"{name}_packed"), self._numbers(f"{name}_scale"), MX_BLOCK)
+
+        return self._made(name, (rows, 2 * pairs), make, "MXFP4")
+
     def _nvfp4(self, name: str) -> Source:
         """Numbers of 4 bits with FP8 scales of 16, and one factor of all: by ModelOpt or by compressed-tensors."""
         inverse = f"{name}_packed" in self.tensors
@@ -237,7 +257,7 @@ class _Sources:
         def make() -> np.ndarray:
             one = self._numbers(factor).reshape(-1)[:1]
             scales = self._numbers(f"{name}_scale")
-            return nvfp4(self._elements(pairs), scales / one if inverse else scales * one)
+            return e2m1(self._elements(pairs), scales / one if inverse else scales * one, NVFP4_BLOCK)
 
         return self._made(name, (rows, cols), make, "NVFP4")
 

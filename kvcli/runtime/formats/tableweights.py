@@ -13,7 +13,7 @@ from kvcli.errors import ModelError
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.formats.ggufvalues import DAMAGED
 
-NVFP4_BLOCK = 16  # elements that share a scale
+NVFP4_BLOCK, MX_BLOCK = 16, 32  # elements that share a scale
 STATES = ("nf4", "fp4")  # kinds of bitsandbytes
 STATE = ".quant_state.bitsandbytes__"
 # What stands beside a weight of bitsandbytes, behind its name.
@@ -24,10 +24,11 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 
 
-def nvfp4(pairs: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Pairs uint8 [rows, n], the first in the lower bits, and scales float32 [rows, 2n / 16] -> float32 [rows, 2n]."""
+def e2m1(pairs: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:
+    """Pairs uint8 [rows, n], the first in the lower bits, and scales float32 [rows, 2n / block] -> float32 [rows,
+    2n]."""
     codes = np.stack([pairs & 15, pairs >> 4], -1).reshape(len(pairs), -1)
-    return _E2M1[codes] * np.repeat(scales, NVFP4_BLOCK, 1)
+    return _E2M1[codes] * np.repeat(scales, block, 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class State:
 
     def values(self, parts: Mapping[str, Any]) -> np.ndarray:
         """float32 [*shape] from the elements of the parts: "" = pairs uint8, the first in the upper bits."""
-        scales = parts[".absmax"].reshape(-1)
+        scales = parts[".absmax"]
+        if scales.ndim == 2:  # saved when a CPU had computed with them, which wants the scales of a row apart
+            scales = scales.T
+        scales = scales.reshape(-1)
         if self.nested:
             wide = np.repeat(parts[".nested_absmax"].reshape(-1), self.nested)[: self.blocks]
             scales = parts[".nested_quant_map"].reshape(-1)[scales] * wide + np.float32(self.offset)
