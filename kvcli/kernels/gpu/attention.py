@@ -84,7 +84,7 @@ def _attend(
         at = first + r * 0
         ok = r < tl.where(kind == 0, 0, GROUP)
         row = own.to(tl.int64) * HEADS + head * GROUP + r % GROUP
-        cell = (head * GROUP + r % GROUP).to(tl.int64) * parts + share
+        cell = (head * GROUP + r % GROUP).to(tl.int64) * parts + tl.load(item + 5)
         scale_k += own * tl.num_programs(0)
         scale_v += own * tl.num_programs(0)
     else:

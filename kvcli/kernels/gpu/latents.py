@@ -246,7 +246,7 @@ def _attend_latents(
         at = newest + r * 0
         ok = (r < tl.where(kind == 0, 0, TILE)) & (inside < GROUP)
         row = own.to(tl.int64) * HEADS + tl.minimum(head, HEADS - 1)
-        cell = tl.minimum(head, HEADS - 1).to(tl.int64) * parts + share
+        cell = tl.minimum(head, HEADS - 1).to(tl.int64) * parts + tl.load(item + 5)
         scale_v += own * (HEADS // GROUP)
     else:
         start = tl.load(position).to(tl.int32)  # no kernel of this token writes it

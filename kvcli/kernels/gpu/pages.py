@@ -89,8 +89,9 @@ class PageLists:
     where a token's probabilities are noted.
 
     `apart`: where each row is the next one of a sequence of its own. Then `position`, `into` and `open_into` are of
-    each row, `work` is int32 [items, 6], with the row behind the four numbers of `Shares`, and those from `starts`,
-    int32 [rows + 1], on are a row's. `sealing`, int64 [n]: rows whose pages, or which themselves, are sealed.
+    each row. `work` is int32 [items, 6]: the four numbers of `Shares`, the row, and the number of its partial result,
+    of which those from `starts`, int32 [rows + 1], on are a row's. `sealing`, int64 [n]: rows whose pages, or which
+    themselves, are sealed.
     """
 
     position: torch.Tensor

@@ -22,7 +22,7 @@ from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.engine.graph.pages import PAGES_EACH, CentreAngles, GraphPages, sent
 from kvcli.runtime.model.decoder import Decoder
 
-ITEM_NUMBERS = 6  # of an item of work: those of `Shares`, the row, and one that makes whole words of them
+ITEM_NUMBERS = 6  # of an item of work: those of `Shares`, the row, and the number of its partial result
 EDGES_EACH = 16  # of a row, beside those of its window and of pages that stay
 FEWEST_PARTS = 8  # of a row that kernels are launched for
 
@@ -177,7 +177,7 @@ class BatchTables:
         """Items of all rows, int32 [n, ITEM_NUMBERS]; their edges; and how many items each row has.
 
         What rows see wholly is shared out by pages, so that programs have about as many each, however long the
-        sequences are.
+        sequences are. The longest come first: the others fill what these leave free.
         """
         there = [(row, x) for row, x in enumerate(self._rows) if x is not None]
         each = max(PAGES_EACH, -(-sum(x.whole for _, x in there) // self.budget))
@@ -192,7 +192,10 @@ class BatchTables:
             items.append(np.concatenate((work[:, :2], work[:, 2:] + base.astype(np.int32), rest), 1))
             counts[row], done = len(work), done + len(x.edges)
             edges.append(x.edges)
-        return np.concatenate([np.zeros((0, ITEM_NUMBERS), np.int32), *items]), np.concatenate(edges), counts
+        work = np.concatenate([np.zeros((0, ITEM_NUMBERS), np.int32), *items])
+        work[:, 5] = np.arange(len(work))
+        longest = np.argsort(np.where(work[:, 0] == WHOLE, work[:, 2] - work[:, 3], 0), kind="stable")
+        return work[longest], np.concatenate(edges), counts
 
     def _upload(self, *numbers: np.ndarray) -> None:
         """All but the table, by one copy."""
