@@ -370,6 +370,7 @@ def main() -> None:
         findings, statuses, times = findings + some[0], statuses + some[1], times + some[2]
         others += some[3].times
         memory += [resident(given.pid)] if given.pid else []
+        print(f"{len(times):,} calls, {len(findings)} findings", file=sys.stderr)
     for told, often in Counter(findings).most_common(40):
         print(f"{often} x {told}")
     print("\n| calls | findings | statuses | median | worst | bystander, median | worst | MiB before, then |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -85,6 +86,29 @@ def test_completions_of_texts_and_of_ids(client: openai.OpenAI, server: Server) 
     for chunk in streamed:
         pieces[chunk.choices[0].index] += chunk.choices[0].text
     assert pieces == [c.text.removeprefix(t) for c, t in zip(found.choices, texts, strict=True)]
+
+
+def test_offsets_go_on_in_a_stream_and_times_are_of_all_prompts(server: Server) -> None:
+    asked = {"model": "tiny", "prompt": ["Once upon", "The sky"], "temperature": 0, "max_tokens": 6, "logprobs": 0}
+    whole = server.post("/v1/completions", asked).json()
+    offsets: list[list[int]] = [[], []]
+    for line in server.post("/v1/completions", {**asked, "stream": True}).text.splitlines():
+        if line.startswith("data: {"):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            offsets[choice["index"]] += choice["logprobs"]["text_offset"]
+    assert offsets == [choice["logprobs"]["text_offset"] for choice in whole["choices"]]
+    assert all(len(found) == 6 and found[-1] > 0 for found in offsets)
+    assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"] == 12
+    told = whole["usage"]["prompt_tokens"] - whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert whole["timings"]["prompt_n"] == told
+    echoed = server.post("/v1/completions", {**asked, "echo": True})
+    assert echoed.status_code == 400 and "leave one of them out" in echoed.text
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server: Server) -> None:
+    found = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 1_000_000}]})
+    assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
+    assert "1,000,000 characters" in found.json()["error"]["message"]
 
 
 def test_rows_of_an_earlier_call_are_reused(client: openai.OpenAI) -> None:

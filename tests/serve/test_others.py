@@ -85,7 +85,9 @@ def test_ollama_s_chat_and_generate(llama: ollama.Client, server: Server) -> Non
 
 
 def test_ollama_s_lists(llama: ollama.Client) -> None:
-    assert [model.model for model in llama.list().models] == ["tiny"]
+    (listed,) = llama.list().models
+    assert listed.model == "tiny" and listed.size > 1000 and len(listed.digest or "") == 64
+    assert llama.ps().models[0].digest == listed.digest
     assert [model.model for model in llama.ps().models] == ["tiny"]
     assert llama.show("tiny").modelinfo
     with pytest.raises(ollama.ResponseError, match="no model"):

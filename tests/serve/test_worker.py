@@ -17,7 +17,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.serve import wire
-from kvcli.serve.host import Host, Reply, Served
+from kvcli.serve.host import Host, Known, Reply, Served
 from kvcli.serve.worker import Stopped, Work, Worker
 
 
@@ -69,9 +69,11 @@ def test_a_step_that_fails_is_told_to_answers_that_have_just_ended(
         return found
 
     monkeypatch.setattr(worker._scheduler, "step", fails)
+    worker._scheduler.preemptions = 3
     told = Asked(worker).told()
     assert all(isinstance(each, Stopped) for each in told.values())
     assert all(isinstance(each, End) for each in Asked(worker).told().values())
+    assert worker.facts()["preemptions_total"] == 3
     assert worker.retire()
 
 
@@ -115,7 +117,7 @@ def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
         return Served(name, served(open_engine("qwen2")).worker)
 
     async def check() -> None:
-        host = Host(first, load, lambda: ["second"], 2)
+        host = Host(first, load, lambda: [Known("second")], 2)
         call = asyncio.ensure_future(host.served("second"))
         while not begun.is_set():
             await asyncio.sleep(0.01)
