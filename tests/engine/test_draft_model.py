@@ -26,6 +26,7 @@ from kvcli.runtime.engine.spec import drafting
 from kvcli.runtime.engine.spec.draftmodel import DraftGuesses, DraftModel
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, Drafted, Pace
 from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.text.grammar import json_schema
 from kvcli.runtime.text.modeltext import ModelText
 
 OFF = {"spec": "off"}
@@ -106,6 +107,14 @@ def test_a_model_guesses_all_of_its_own_tokens(variant: str, codec: str, options
     assert usage.tokens_per_step > 3  # four guesses, fewer before the end of a page
     assert sum(rows) <= 60 + 90  # no row twice
     check(engine)
+
+
+def test_guesses_follow_a_grammar() -> None:
+    engine = engine_of("llama", "llama")
+    grammar = json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 30})
+    plain, found = both(engine, PROMPT[:60], replace(DRAWN, max_tokens=90, grammar=grammar, ignore_eos=False))
+    usage = found.end.usage
+    assert same(plain, found) and usage.drafted_tokens == usage.accepted_tokens > 40
 
 
 def test_another_model_guesses_little_and_the_text_is_the_same() -> None:

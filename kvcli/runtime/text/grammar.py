@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -157,6 +158,13 @@ class Constraint:
         ids = self._tokenizer.encode_segments([(text, True)], add_bos=False)
         self.waits = self._matcher.try_consume_tokens(ids) < len(ids)
         return not self.waits
+
+    def copy(self, vocab_size: int) -> Constraint:
+        """Another one at the same place, for logits of that size."""
+        twin = copy(self)
+        twin._matcher, twin._bits = self._matcher.deep_copy(), np.zeros_like(self._bits)
+        twin._vocab_size, twin.unfinished = vocab_size, self.unfinished[:vocab_size]
+        return twin
 
     def allowed(self) -> np.ndarray:
         """Which tokens may come next, bool [vocab_size]. Raises UsageError where the grammar turns out too large."""

@@ -76,7 +76,8 @@ class DraftModel:
         return DraftGuesses(session, self)
 
     def sampler(self, options: SampleOptions) -> Sampler:
-        """Draws as these settled options say, but for what follows the text behind each guess: a grammar, and DRY."""
+        """Draws as these settled options say, but without DRY, which cannot take guesses back. A grammar is for whoever
+        knows where the answer stands in it."""
         bias = {token: by for token, by in options.logit_bias.items() if token < self.vocab_size}
         options = replace(options, logit_bias=bias, dry_multiplier=0.0, grammar="", logprobs=None)
         return Sampler(options, {}, self.vocab_size, remedy=REMEDY)
@@ -118,7 +119,7 @@ class DraftGuesses(Guesses):
         self._full = False  # there is no room for the rows of this answer
 
     def follow(self, sampler: Sampler) -> None:
-        self._sampler = self.draft.sampler(SampleOptions(**sampler.effective))
+        self._asked_by, self._sampler = sampler, self.draft.sampler(SampleOptions(**sampler.effective))
 
     def more(self, ids: Some[int]) -> None:
         self._n_prompt = self._n_prompt or len(ids)
@@ -187,10 +188,16 @@ class DraftGuesses(Guesses):
         """The tokens that may follow what is known, by the logits [vocab] behind it, up to one that ends the text."""
         engine, text, found = self.draft.engine, self._known, list[int]()
         run, ends, size = self.draft.next_logits(seq), engine.tokenizer.eog_ids, self.draft.vocab_size
+        sampler, asked = self._sampler, self._asked_by
+        there = asked.constraint if asked.constrained and asked.follows else None
+        sampler.constraint = grammar = there.copy(size) if there else None
+        sampler.follows = grammar is not None
         try:
             while True:
-                found.append(self._sampler.sample(logits[:size], text, len(text)))
+                found.append(sampler.sample(logits[:size], text, len(text)))
                 text.append(found[-1])
+                if grammar is not None:
+                    grammar.accept(found[-1])
                 if len(found) == count or found[-1] in ends:
                     return found
                 logits = run(found[-1])
