@@ -39,7 +39,7 @@ DELTA = {
 }  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lfm2", "lfm2moe"), CONVOLUTIONS),
-    **dict.fromkeys(("qwen35", "qwen35moe"), DELTA),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA),
     "deepseek2": LATENTS,
     "mistral4": LATENTS,
     "gemma3": {"attention.sliding_window": 8},

@@ -20,7 +20,7 @@ from kvcli.runtime.model.ropekeys import FACTORS
 SPECIAL = (
     "mistral3", "phi3-long", "olmo2-sliding", "cohere2", "hunyuan-dense", "gemma2", "gemma4", "gemma4-keys",
     "llama4", "llama4-interleaved", "deepseek2", "mistral4",
-    "lfm2", "lfm2-biased", "lfm2moe", "qwen35", "qwen35-named", "qwen35moe", "granitehybrid",
+    "lfm2", "lfm2-biased", "lfm2moe", "qwen35", "qwen35-named", "qwen35moe", "qwen3next", "granitehybrid",
     "granitehybrid-dense",
 )  # fmt: skip
 

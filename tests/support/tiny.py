@@ -133,6 +133,14 @@ FAMILIES = {
     "deepseek2": Family("deepseek_v3", _EXPERTS | _LATENTS),
     "mistral4": Family(settings=_EXPERTS | _LATENTS | {"head_dim": 20}),
     "lfm2": Family(settings=_LFM2),
+    "qwen3next": Family(
+        "qwen3_next",
+        _QWEN35
+        | _EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        one_more=True,
+    ),
     "granitehybrid": Family("granitemoehybrid", _EVEN | _MAMBA, halves=True),
     "qwen35": Family("qwen3_5_text", _QWEN35, one_more=True),
     "qwen35moe": Family(
@@ -256,6 +264,7 @@ FILES_ALONE = (
     "deepseek2-old",
     "glm4moe-ahead",
     "mixtral-apart",
+    "qwen3next-apart",
 )  # of which transformers writes no folder that is like the file
 _ALWAYS_TIED = ("gemma", "gemma2", "gemma3", "cohere2", "command-r")
 
@@ -519,6 +528,22 @@ VARIANTS = {
         _tied(False, position_embedding_type="rope", mamba_conv_bias=False, **_GRANITE),
         _GRANITE_KEYS | _MAMBA_KEYS | {"rope.scaling.finetuned": True},
     ),
+    "qwen3next": Variant(
+        "qwen3next",
+        _tied(False, norm_topk_prob=True),
+        {k: v for k, v in _QWEN35_KEYS.items() if k != "rope.dimension_sections"}
+        | _EXPERT_KEYS
+        | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+    ),
+    # Channels and gates of the output are matrices of their own, as converters have written them since.
+    "qwen3next-apart": Variant(
+        "qwen3next",
+        _tied(False, norm_topk_prob=True),
+        {k: v for k, v in _QWEN35_KEYS.items() if k != "rope.dimension_sections"}
+        | _EXPERT_KEYS
+        | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+        apart=True,
+    ),
     # Short convolutions; the second one over four rows, with biases.
     "lfm2": Variant("lfm2", _tied(True), _LFM2_KEYS),
     "lfm2-biased": Variant("lfm2", _tied(False, conv_bias=True, conv_L_cache=4), _LFM2_KEYS | {"shortconv.l_cache": 4}),
@@ -722,6 +747,7 @@ def write(path: Path, variant: Variant, model: Any, tokenizer: dict[str, Any], q
         _add(writer, key, value)
     tensors = _tensors(variant, model)
     if variant.apart:
+        tensors = [x for name, weight in tensors for x in _of_key_heads(name, weight)]
         tensors = [(name.replace("_exps.", f".{i}."), each) for name, x in tensors for i, each in _experts_of(name, x)]
     for name, weight in tensors:
         values = np.ascontiguousarray(weight.numpy(), dtype=np.float32)
@@ -783,7 +809,8 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         if variant.family.one_more and name.endswith("norm.weight") and "linear_attn" not in name:
             weight = weight + 1
         if "linear_attn" in name:
-            name, weight = _of_delta(name, weight, sizes.linear_value_head_dim)
+            tiled = variant.arch != "qwen3next"
+            name, weight = _of_delta(name, weight, sizes.linear_value_head_dim, tiled)
         if ".mamba." in name:
             name, weight = _of_mamba(name, weight)
         if found_stream := re.fullmatch(r"(model\.altup\w+)\.0\.weight", name):
@@ -836,12 +863,14 @@ def _of_heads(name: str, weight: torch.Tensor, sizes: Any) -> list[tuple[str, to
     return [(f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous()), (f"blk.{layer}.attn_v_b.weight", values)]
 
 
-def _of_delta(name: str, weight: torch.Tensor, dim: int) -> tuple[str, torch.Tensor]:
+def _of_delta(name: str, weight: torch.Tensor, dim: int, tiled: bool) -> tuple[str, torch.Tensor]:
     """Of a gated delta network: value heads 0 and 2, which read the first key head and the second one, stand before 1
     and 3."""
     part, order = name.rpartition("linear_attn.")[2], torch.tensor([0, 2, 1, 3])
     wide = torch.cat([h * dim + torch.arange(dim) for h in order])
-    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+    if not tiled:  # neighbours stay neighbours
+        pass
+    elif part in ("in_proj_qkv.weight", "conv1d.weight"):
         weight = torch.cat([weight[:32], weight[32:][wide]])
     elif part == "in_proj_z.weight":
         weight = weight[wide]
@@ -854,6 +883,14 @@ def _of_delta(name: str, weight: torch.Tensor, dim: int) -> tuple[str, torch.Ten
     if part == "A_log":
         weight = -weight.exp()
     return name.replace("dt_bias", "dt_proj.bias"), weight
+
+
+def _of_key_heads(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Of queries, keys, values and gates of two key heads, each kind by itself; any other tensor as it is."""
+    if not name.endswith(".ssm_in.weight") or len(weight) != 128:
+        return [(name, weight)]
+    *channels, gates = (x.flatten(0, 1) for x in weight.unflatten(0, (2, -1)).split([8, 8, 24, 24], 1))
+    return [(name.replace("ssm_in", "attn_qkv"), torch.cat(channels)), (name.replace("ssm_in", "attn_gate"), gates)]
 
 
 def _of_mamba(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from kvcli.runtime.config import HEAD, Block
 from kvcli.runtime.model.architecture import Architecture, Windows
 from kvcli.runtime.model.archs import ARCHITECTURES
 
-_NORMED = Block(qk_norm=HEAD)  # of which a plan counts the copies
-
-_PLANNED = (
-    Architecture(("smallthinker",), windows=Windows(every=4)),
-    Architecture(("qwen3next",), ("qwen3_next",), _NORMED),
-)
+_PLANNED = (Architecture(("smallthinker",), windows=Windows(every=4)),)
 _UNKNOWN = Architecture(())
 _KNOWN = ARCHITECTURES + _PLANNED
 _OF_GGUF = {name: each for each in _KNOWN for name in each.gguf}

@@ -12,14 +12,18 @@ from kvcli.runtime.headers.presented import Presented
 _OF_VALUES = re.compile(r"\.(attn_qkv|attn_gate|ssm_(?:beta|alpha|conv1d|a|dt|out))(?:\.(?:weight|bias))?$")
 
 
-def as_in_files(tensor: Presented, config: HFConfig) -> Presented:
+def with_signs(tensor: Presented) -> Presented:
     """Norms of the residual stream and of heads multiply by 1 + w in folders; decays are there as logarithms, without
-    their sign; and value heads that share a key head are neighbours, while files have the first one of each key head,
-    then the second ones."""
+    their sign."""
     if tensor.name.endswith("norm.weight") and not tensor.name.endswith("ssm_norm.weight"):
         return tensor.then(lambda values: values + np.float32(1))
-    if tensor.name.endswith(".ssm_a"):
-        tensor = tensor.then(lambda values: -np.exp(values))
+    return tensor.then(lambda values: -np.exp(values)) if tensor.name.endswith(".ssm_a") else tensor
+
+
+def as_in_files(tensor: Presented, config: HFConfig) -> Presented:
+    """Besides, value heads that share a key head are neighbours in folders, while files have the first one of each key
+    head, then the second ones."""
+    tensor = with_signs(tensor)
     found = _OF_VALUES.search(tensor.name)
     if found is None:
         return tensor

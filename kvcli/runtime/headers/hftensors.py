@@ -22,7 +22,7 @@ from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
 from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
-from kvcli.runtime.model.mixerkeys import delta_nets, mambas
+from kvcli.runtime.model.mixerkeys import delta_nets, mambas, neighbouring_delta_nets
 from kvcli.words import listed
 
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
@@ -170,6 +170,8 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
         tensor = tensor.then(lambda values: values.reshape(len(values), -1), (tensor.shape[0], tensor.shape[-1]))
     if families.of_gguf(arch).mixers is delta_nets:
         return hfdelta.as_in_files(tensor, config)
+    if families.of_gguf(arch).mixers is neighbouring_delta_nets:
+        return hfdelta.with_signs(tensor)
     if ".ssm_" in tensor.name and families.of_gguf(arch).mixers is mambas:
         return hfmamba.as_in_files(tensor, config)
     part = re.search(r"\.attn_([qk])\.(weight|bias)$", tensor.name)

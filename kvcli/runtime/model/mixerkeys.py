@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvcli.errors import ModelError
 from kvcli.runtime.config import MAX_CONV, MAX_HEAD, DeltaNet, Mamba, Mixer, ShortConv
@@ -51,3 +52,9 @@ def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:
             raise ModelError(f"the GGUF key {keys.arch}.attention.recurrent_layers must name {n_layers} layers")
         return [mixer if each else None for each in named]
     return [mixer if (i + 1) % every else None for i in range(n_layers)]
+
+
+def neighbouring_delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:
+    """The same, where neighbouring value heads share a key head."""
+    found = delta_nets(keys, n_layers)
+    return [replace(each, tiled=False) if isinstance(each, DeltaNet) else None for each in found]

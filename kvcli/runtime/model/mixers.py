@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvcli.kernels import Backend, DeltaLayer, MambaLayer
+from kvcli.kernels import Backend, DeltaLayer, MambaLayer, QuantTensor
 from kvcli.runtime.config import DeltaNet, Mamba, ModelConfig, ShortConv
 from kvcli.runtime.model.weights import Weights
 
@@ -101,7 +102,8 @@ def _delta_network(
     name, d, heads, inner = f"blk.{layer}.{{}}".format, config.d_model, mixer.value_heads, _inner(mixer)
     channels = 2 * mixer.key_heads * mixer.dim_k + inner
     rows = {"attn_qkv": channels, "attn_gate": inner, "ssm_beta": heads, "ssm_alpha": heads}
-    projections = tuple(weights.matrix(f"{name(x)}.weight", n, d) for x, n in rows.items())
+    found = _by_key_head(mixer, name, d, weights)
+    projections = tuple(found.get(x) or weights.matrix(f"{name(x)}.weight", n, d) for x, n in rows.items())
 
     def vector(of: str, *shape: int) -> torch.Tensor:
         return weights.vector(name(of), *shape).to(ops.device)
@@ -112,6 +114,30 @@ def _delta_network(
         mixer.tiled,
     )  # fmt: skip
     return DeltaNetwork(index, ops.place(projections), how)
+
+
+def _by_key_head(mixer: DeltaNet, name: Callable[[str], str], d: int, weights: Weights) -> dict[str, QuantTensor]:
+    """Projections that files have as one matrix, head of keys by head of keys: channels and gates of the output, and
+    what betas and decays are made of."""
+    keys, share = mixer.key_heads, mixer.value_heads // mixer.key_heads
+    values, found = share * mixer.dim_v, dict[str, QuantTensor]()
+
+    def cut(of: str, sizes: list[int], ends: tuple[int, int]) -> tuple[QuantTensor, ...]:
+        """Of parts of each head, the first ones and those behind them."""
+        whole = weights.matrix(f"{name(of)}.weight", keys * sum(sizes), d)
+
+        def rows(x: torch.Tensor, which: slice) -> torch.Tensor:
+            parts = x.unflatten(0, (keys, -1)).split(sizes, 1)
+            return torch.cat([part.flatten(0, 1) for part in parts[which]])
+
+        return tuple(whole.with_rows(partial(rows, which=x)) for x in (slice(ends[0]), slice(*ends)))
+
+    if f"{name('ssm_in')}.weight" in weights:
+        sizes = [mixer.dim_k, mixer.dim_k, values, values]
+        found["attn_qkv"], found["attn_gate"] = cut("ssm_in", sizes, (3, 4))
+    if f"{name('ssm_ba')}.weight" in weights:
+        found["ssm_beta"], found["ssm_alpha"] = cut("ssm_ba", [share, share], (1, 2))
+    return found
 
 
 def _state_space(
