@@ -18,7 +18,8 @@ from gpucases import DEVICE, OPS
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
-from kvcli.options import CacheOptions, SampleOptions
+from kvcli.kernels.gpu.shares import NoRoom
+from kvcli.options import AttendOptions, CacheOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
@@ -226,3 +227,48 @@ def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, p
     assert steps < sum(len(ids) for ids in alone) and engine.one_by_one == ""
     assert not plain or PlainGraph.runs > 12
     engine.pool.check([])
+
+
+class Crowded(PlainGraph):
+    """A graph whose lists are too short from the fourth step on."""
+
+    def run(self, ids: Mapping[int, int] | None = None) -> torch.Tensor:
+        if self.runs == 3:
+            raise NoRoom("lists longer than planned")
+        return super().run(ids)
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_lists_that_are_too_long_end_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers go on one by one, and whoever asks is told why."""
+    engine = open_tiny("llama", "reference", CacheOptions(160, page_size=16, ubatch=48))
+    options = [SampleOptions(0.0, max_tokens=n, ignore_eos=True) for n in (7, 9)]
+    monkeypatch.setattr(batching, "BatchGraph", Crowded)
+    monkeypatch.setattr(Crowded, "model_of", engine.model, raising=False)
+    monkeypatch.setattr(Crowded, "runs", 0)
+    found: dict[str, list[list[int]]] = {}
+    for kind in ("alone", "together"):
+        if kind == "together":
+            engine.device = replace(engine.device, kind=CUDA)
+            monkeypatch.setattr(engine, "synchronize", lambda: None)
+            engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
+        requests = [engine.request(engine.new_sequence(), PROMPT[n:20], o) for n, o in enumerate(options)]
+        for each in ([r] for r in requests) if kind == "alone" else [requests]:
+            while not all(r.finished for r in each):
+                engine.step([r for r in each if not r.finished])
+        found[kind] = [r.history[r.n_prompt :] for r in requests]
+        for request in requests:
+            request.seq.close()
+    assert found["together"] == found["alone"] and Crowded.runs == 3
+    assert engine.one_by_one == "lists longer than planned"
+    engine.pool.check([])
+
+
+def test_what_is_not_computed_together() -> None:
+    """And why."""
+    config = open_tiny("llama", "reference").config
+    plain = KVLayout.build(config, "int8", "int8", PAGE)
+    assert batching.unsupported(plain) == ""
+    assert batching.unsupported(replace(plain, attend=AttendOptions(4))) == "tokens choose the pages that they read"
+    assert batching.unsupported(replace(plain, grain=64)) == "answers from cached rows are to be the same"

@@ -138,7 +138,7 @@ class Batch:
             request.seq.rewind_to(min(request.seq.length, len(request.history) - 1))
         ahead = None
         if flight is not None and not new and self._goes_on(flight, requests):
-            with suppress(DoesNotFit):  # told when it is needed
+            with suppress(DoesNotFit, NoRoom):  # told when nothing is on its way
                 ahead = self._launch(None)
         self._flight = ahead
         if flight is not None:
