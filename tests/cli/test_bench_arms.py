@@ -72,6 +72,9 @@ def test_tables_and_json(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.Mo
             assert [row.split("|")[2:4] for row in rows[2:]] == [[f" {n} ", " tg3 @ d20 "] for n in (1, 2)]
         elif kind.endswith("--spec"):
             assert [row.split("|")[2] for row in rows[2:]] == [" copying ", " prose "]
+            drafts = "--spec", "draft", "--draft-model", common[1], *flags[2:]
+            code, out, err = kv_here("bench", *common, *drafts, "--json")
+            assert (code, json.loads(out)["spec"]) == (0, "draft"), err
         elif kind.endswith("--no-kv-cache"):
             assert [row.split("|")[2:4] + row.split("|")[9:10] for row in rows[2:]] == [
                 [" 9 ", " 3 ", " 3 "], [" 20 ", " 3 ", " 3 "],
@@ -114,7 +117,9 @@ def test_files_that_cannot_be_put_out_are_told(
         (("--parallel", "2", "-p", "9"), "-p cannot be used with --parallel"),
         (("--parallel", "1,0"), "--parallel must be 1 to 256, not '0'"),
         (("--parallel", "2", "-n", "0"), "--n-gen must be 1 or more here"),
-        (("--spec", "some"), "--spec must be suffix, ngram or off, not 'some'"),
+        (("--spec", "some"), "--spec must be suffix, ngram, draft or off, not 'some'"),
+        (("--spec", "draft"), "--spec draft and --draft-model need each other"),
+        (("--draft-model", "x.gguf"), "--spec draft and --draft-model need each other"),
         (("--spec", "ngram", "-d", "9"), "-d cannot be used with --spec"),
     ],
     ids=" ".join,

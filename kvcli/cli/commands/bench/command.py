@@ -13,7 +13,7 @@ from kvcli.cli.commands.bench.setting import Series
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.comparing import TypeFlags
 from kvcli.cli.flags.eviction import EvictFlags
-from kvcli.cli.flags.shared import ModelFlags, grouped
+from kvcli.cli.flags.shared import DraftFlags, ModelFlags, grouped
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
@@ -40,6 +40,7 @@ def register(app: typer.Typer) -> None:
 def bench(
     ctx: typer.Context,
     model: ModelFlags,
+    draft: DraftFlags,
     what: BenchFlags,
     types: TypeFlags,
     evict: EvictFlags,
@@ -53,8 +54,8 @@ def bench(
     """
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
-        what.check()
-        load, pairs = model.options(invocation.offline), types.types("f16", invocation)
+        what.check(draft)
+        load, pairs = draft.add_to(model.options(invocation.offline)), types.types("f16", invocation)
         evicting = evict.options(types.page_size, prompt=False)
         cache = CacheOptions(
             page_size=types.page_size,

@@ -11,11 +11,11 @@ import typer
 from kvcli.cli.flags.cache import check_size_of_step
 from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, not_empty
 from kvcli.cli.flags.promptcache import writable
-from kvcli.cli.flags.shared import parse_tokens
+from kvcli.cli.flags.shared import DraftFlags, parse_tokens
 from kvcli.cli.helptext import MEASURE
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, PromptCacheOptions
-from kvcli.runtime.engine.spec.texts import METHODS
+from kvcli.runtime.engine.spec import DRAFT, METHODS
 
 if TYPE_CHECKING:
     from kvcli.runtime.evaluate.benching import Case
@@ -159,8 +159,10 @@ class BenchFlags:
         ),
     ] = CacheOptions.ubatch
 
-    def check(self) -> None:
+    def check(self, draft: DraftFlags) -> None:
         """Raises UsageError for options that change nothing in what is measured."""
+        if (self.spec == DRAFT) != (draft.draft_model is not None):
+            raise UsageError(f"{SPEC} {DRAFT} and --draft-model need each other", "the one says what the other is for")
         arms = {NO_CACHE: self.no_kv_cache, PREFIX_REUSE: self.prefix_reuse, PARALLEL: self.parallel, SPEC: self.spec}
         only, *others = [name for name, there in arms.items() if there] or [""]
         if others:

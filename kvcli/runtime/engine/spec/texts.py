@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvcli.runtime.engine.spec import NGRAM, OFF, SUFFIX
+from kvcli.runtime.engine.spec import NGRAM, SUFFIX
 
-METHODS = (SUFFIX, NGRAM, OFF)  # those that need no other model
 LENGTHS = (2, 4, 8, 16, 32)  # of ends that are looked for
 NGRAM_MOST = 4  # tokens that `ngram` looks for
 PLACES = 32  # where the last tokens stood, the newest ones, that are looked at
