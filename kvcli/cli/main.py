@@ -31,6 +31,7 @@ COMMANDS = (
     "run",
     "chat",
     "serve",
+    "launch",
     "estimate",
     "doctor",
     "bench",

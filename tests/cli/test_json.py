@@ -96,7 +96,7 @@ def test_every_kind_of_object_is_described() -> None:
 
 
 # These print nothing of their own, or what is no result.
-WITHOUT_JSON = {("chat",), ("serve",), ("config", "set"), ("config", "unset"), ("completion",)}
+WITHOUT_JSON = {("chat",), ("serve",), ("launch",), ("config", "set"), ("config", "unset"), ("completion",)}
 
 
 def test_commands_that_print_take_json() -> None:

@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +27,14 @@ from kvcli.cli.interrupt import FINISH, LEAVE, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.streams import say
 from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
+from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
+    import socket
+
+    from starlette.applications import Starlette
+
     from kvcli.serve.host import Known, Served
 
 _option = functools.partial(typer.Option, rich_help_panel=SERVER)
@@ -140,7 +145,7 @@ class ServerFlags:
 
 
 @dataclass(frozen=True)
-class _Opener:
+class Opener:
     """How models are opened, and under which names."""
 
     load: LoadOptions
@@ -221,6 +226,22 @@ def serve(
     sampling = replace(sample.options(attended=True), unattended=False)
     load = draft.add_to(model.options(invocation.offline))
     load = replace(load, chat=template.options(None, thought.reasoning_budget))
+    from kvcli.serve import server
+
+    logging.basicConfig(format="kv: %(message)s", level=logging.WARNING)
+    with Interrupts() as interrupts:
+        opener = Opener(load, cache_options, kept, flags, invocation, interrupts)
+        with opened(opener, sampling) as (app, listening, first):
+            say(f"serving {first.name} at {server.address(listening)}")
+            if flags.host not in LOCAL and not flags.host.startswith("unix:") and flags.api_key is None:
+                render.warn("other machines may use this server: --api-key KEY keeps strangers out", invocation)
+            server.run(app, listening, interrupts.cancelled)
+    say("stopped")
+
+
+@contextmanager
+def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette, socket.socket, Served]]:
+    """What answers, where it listens, and the first model, which is loaded; inside, no signal ends the process."""
     from kvcli.runtime.text import grammar
     from kvcli.runtime.text.compiling import Compiler
     from kvcli.serve import server
@@ -228,22 +249,14 @@ def serve(
     from kvcli.serve.host import Host
     from kvcli.serve.serving import Serving
 
-    logging.basicConfig(format="kv: %(message)s", level=logging.WARNING)
+    flags, model = opener.flags, opener.load.model
     guard = Guard(flags.api_key, tuple(flags.cors), flags.hosts, parse_size(flags.max_body, "--max-body"))
-    with Interrupts() as interrupts, ExitStack() as stack:
-        listening = stack.enter_context(server.bound(flags.host, flags.port))
-        opener = _Opener(load, cache_options, kept, flags, invocation, interrupts)
-        compiler = Compiler()
+    with server.bound(flags.host, flags.port) as listening, closing(Compiler()) as compiler:
         grammar.COMPILER = compiler  # of others: what takes too long is ended
-        stack.callback(compiler.close)
-        host = Host(opener.open(load.model, tuple(flags.alias)), opener.later, _known, flags.models_max)
-        interrupts.stage = FINISH
+        host = Host(opener.open(model, tuple(flags.alias)), opener.later, _known, flags.models_max)
+        opener.interrupts.stage = FINISH
         try:
-            say(f"serving {host.loaded[0].name} at {server.address(listening)}")
-            if flags.host not in LOCAL and not flags.host.startswith("unix:") and flags.api_key is None:
-                render.warn("other machines may use this server: --api-key KEY keeps strangers out", invocation)
-            server.run(application(Serving(host, sampling), guard), listening, interrupts.cancelled)
+            yield application(Serving(host, sampling), guard), listening, host.loaded[0]
         finally:
             host.stop(0.0)
-            interrupts.stage = LEAVE
-    say("stopped")
+            opener.interrupts.stage = LEAVE
