@@ -14,8 +14,9 @@ from reusecases import FOUR, NOWHERE, Told, ask, files_in, store_in
 from kvcli.options import CacheOptions, PromptCacheOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
-from kvcli.runtime.promptcache import held
+from kvcli.runtime.promptcache import held, marks
 from kvcli.runtime.promptcache.marks import (
+    EVEN,
     FILE,
     SHARED,
     SYSTEM,
@@ -25,6 +26,7 @@ from kvcli.runtime.promptcache.marks import (
     affordable,
     behind,
     behind_text,
+    evenly,
     of_segments,
     pages_of,
     settled,
@@ -107,6 +109,28 @@ def test_where_two_prompts_part_a_third_one_starts(tmp_path: Path, disk: bool) -
         page = engine.layout.arenas[1].page_bytes + engine.layout.arenas[0].page_bytes
         sizes = [path.stat().st_size for path in files_in(tmp_path)]
         assert len(sizes) == 3 and sum(sorted(sizes)[:2]) < max(sizes) + 12 * page
+
+
+@pytest.mark.parametrize("k", ["f16", "int8"])
+def test_a_prompt_without_marks_is_gone_on_from_at_even_places(
+    tmp_path: Path, k: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt that parts from it, and what goes on from its end; each answers as a cold run."""
+    monkeypatch.setattr(marks, "LEAST_STEP", 64)
+    engine, first = engine_of("gemma3", k), [*lead(), *document(1)]
+    prompts = [first, [*lead(), *document(2)], [*first[:200], *document(3)], [*first, *document(4, 30)], first[:100]]
+    shortest = 64 if k == "f16" else 0  # the even marks of an int8 prompt have less room: windows stay in 16 bits
+    for prompt, least in zip(prompts, (0, 128, 192, 208, shortest), strict=True):
+        found = ask(engine, prompt, store_in(tmp_path))
+        assert found.ids == ask(engine, prompt, NOWHERE).ids and found.usage.cache_read_tokens >= least
+    layout = engine.layout
+    places = [mark.at for mark in evenly(layout, 240)]
+    assert places == [64, 128, 192] and evenly(layout, 64 * 9 + 1) == [Mark(at, EVEN) for at in range(128, 577, 128)]
+    cost = sum(layout.arenas[0].page_bytes for key in pages_of(layout, 192) if key[0] == 0)
+    every = [Mark(150, SYSTEM), *evenly(layout, 240)]
+    kept = affordable(layout, every, 1 << 30, cost)
+    assert [mark.at for mark in kept][-1] == 192 and len(kept) < 4 and Mark(150, SYSTEM) in kept
+    assert not evenly(engine_of("llama").layout, 240)
 
 
 def test_in_memory_a_mark_is_kept_without_a_store() -> None:

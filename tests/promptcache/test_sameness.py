@@ -6,6 +6,7 @@ import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from reusecases import NOWHERE, ask, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.promptcache import enginecaches, store
 from kvcli.runtime.promptcache.file import PromptCacheFile
@@ -80,6 +82,24 @@ def test_a_store_of_version_1_is_read_and_written_anew(tmp_path: Path, monkeypat
     old.unlink()
     assert ask(engine, PROMPT, store_in(tmp_path)).usage.disk_tokens == 139
     assert ask(evicting, PROMPT[:70], store_in(tmp_path)).usage.disk_tokens == 69
+
+
+def test_pages_of_any_size_where_they_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose steps decide last bits: one copy, whose pages are cut anew."""
+    engines = [open_tiny("gemma3", "native", replace(BASE, page_size=size)) for size in (16, 64, 32)]
+    prompt, named = PROMPT[:110], [enginecaches.sums(each.loaded, each.layout) for each in engines]
+    assert named == ["pages of 16", "pages of 64", "pages of 32"]
+    evicting = replace(engines[0].layout, groups=engines[0].layout.groups).evicting(Rolling(4, 64, 16))
+    for block, evicted, expected in ((0, False, ""), (0, True, ""), (512, True, "pages of 16, evicting keep 4 window")):
+        ops = SimpleNamespace(sums_by_page=block > 0, device=SimpleNamespace(type="cuda"))
+        loaded = SimpleNamespace(decoder=SimpleNamespace(ops=ops))
+        found = enginecaches.sums(loaded, evicting if evicted else engines[0].layout)  # type: ignore[arg-type]
+        assert found.startswith(expected) and bool(found) == bool(expected)
+    monkeypatch.setattr(enginecaches, "sums", lambda *_: "")
+    for engine in engines:
+        found_there = ask(engine, prompt, store_in(tmp_path)).usage
+        assert found_there.disk_tokens >= (0 if engine is engines[0] else 64) and len(files_in(tmp_path)) <= 2
+    assert ask(engines[0], prompt, store_in(tmp_path)).usage.disk_tokens == 109
 
 
 def test_what_rows_depend_on() -> None:

@@ -63,7 +63,6 @@ class GpuBackend:
     """
 
     name: Literal["cuda"] = "cuda"
-    sums_by_page = True
 
     def __init__(self, device: torch.device, block: int = 0) -> None:
         """`block`: rows of every product, the last ones of which may be none, so that a row's sums do not depend on how
@@ -84,6 +83,12 @@ class GpuBackend:
             yield
         finally:
             self.pdl = SERIAL
+
+    @property
+    def sums_by_page(self) -> bool:
+        """Whether bits are fixed at all, and then by pages, too: without a `block` they also depend on how many rows a
+        step has."""
+        return self.block > 0
 
     @property
     def arithmetic(self) -> str:

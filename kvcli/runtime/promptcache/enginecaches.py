@@ -73,10 +73,13 @@ def computed_on(loaded: Loaded) -> str:
 
 def sums(loaded: Loaded, layout: KVLayout) -> str:
     """What decides the last bits of a row besides: where kernels add up page by page, how the cache is cut into pages,
-    and on a GPU what the policy keeps, too, as its lists are others then."""
+    and on a GPU what the policy keeps, too, as its lists are others then. "" where the bits follow from other things,
+    which no two runs need have in common: then rows are of use to all."""
     ops, kept = loaded.decoder.ops, layout.retention
-    found = [f"pages of {layout.page_size}"] if ops.sums_by_page else []
-    return ", ".join([*found, *([f"evicting {kept.identity}"] if kept and ops.device.type != "cpu" else [])])
+    if not ops.sums_by_page:
+        return ""
+    evicting = [f"evicting {kept.identity}"] if kept and ops.device.type != "cpu" else []
+    return ", ".join([f"pages of {layout.page_size}", *evicting])
 
 
 def _convert(loaded: Loaded, layout: KVLayout, found: Found, tokens: list[int], source: KVLayout) -> Sequence:

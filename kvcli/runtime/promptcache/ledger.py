@@ -21,7 +21,17 @@ from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.lookups import Reading
-from kvcli.runtime.promptcache.marks import SHARED, SLACK, USER, Breakpoint, Mark, affordable, pages_of, settled
+from kvcli.runtime.promptcache.marks import (
+    SHARED,
+    SLACK,
+    USER,
+    Breakpoint,
+    Mark,
+    affordable,
+    evenly,
+    pages_of,
+    settled,
+)
 from kvcli.runtime.promptcache.pagefiles import basis_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTrees
 from kvcli.runtime.promptcache.prefixpages import covers, needed
@@ -29,6 +39,7 @@ from kvcli.runtime.promptcache.store import OWNER, PromptStore
 from kvcli.runtime.promptcache.writer import Job
 
 PART_S, PART_SHARE = 20.0, 0.25  # a prefill that takes longer is stored in parts: so long, or that much of it, each
+EVEN_TIMES = 2  # what windows leave at even marks takes no more than so many times what a prompt takes without
 MARKS_SHARE = 8  # what windows leave at the marks of a prompt takes no more than such a part of the store
 STALE_S = 1.0  # after a prefill of more seconds than this another process may have stored the same
 WORDS = 64  # tokens of a file's text that it tells in words
@@ -82,9 +93,11 @@ class PromptLedger(Ledger):
         in common with it part: `common` tokens in memory, or what the store knows."""
         parted = (file.agrees for file in self.kept if file.agrees < file.contents.end)
         shared, end = max([common, *parted]), self.trail.end
-        found = [*marks, *([Mark(shared, SHARED)] if self.reuse.tokens + SLACK < shared < end - 1 else [])]
-        self.marks = settled(self._layout, found, end)
-        self.trail.mark(affordable(self._layout, self.marks, self.keeper.options.max_bytes // MARKS_SHARE))
+        parting = [Mark(shared, SHARED)] if self.reuse.tokens + SLACK < shared < end - 1 else []
+        self.marks = settled(self._layout, [*marks, *parting, *evenly(self._layout, end)], end)
+        own = sum(self._layout.arenas[arena].page_bytes for arena, _ in needed(self._layout, end))
+        most = self.keeper.options.max_bytes // MARKS_SHARE
+        self.trail.mark(affordable(self._layout, self.marks, most, EVEN_TIMES * own))
         if not self.keeper.owner:
             state = State(self._layout, end, 0, (), self.kept)
             self._there = frozenset(key for key, (_, reach) in state.providers.items() if reach >= state.end(key))

@@ -15,8 +15,9 @@ from typing import Protocol
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.config import WINDOWED
 
-USER, SYSTEM, SHARED, FILE, TURN = "user", "system", "shared", "file", "turn"
-KINDS = USER, SYSTEM, SHARED, FILE, TURN  # those to the left come first where not all can be kept
+USER, SYSTEM, SHARED, FILE, TURN, EVEN = "user", "system", "shared", "file", "turn", "even"
+KINDS = USER, SYSTEM, SHARED, FILE, TURN, EVEN  # those to the left come first where not all can be kept
+LEAST_STEP, MOST_EVEN = 1024, 8  # tokens between marks that nothing but their place tells, and how many of them
 SLACK = 8  # tokens: another prompt may part a little before a mark, where tokens straddle the end of a text
 MOST = 64  # marks of a prompt
 
@@ -83,11 +84,22 @@ def settled(layout: KVLayout, marks: Iterable[Mark], end: int) -> list[Mark]:
     return [found[at] for at in sorted(found)][-MOST:]
 
 
-def affordable(layout: KVLayout, marks: Sequence[Mark], max_bytes: int) -> list[Mark]:
+def evenly(layout: KVLayout, end: int) -> list[Mark]:
+    """Marks where a prompt of `end` tokens says nothing of where others part from it: behind every so many tokens, a
+    power of two, whatever the length is, so that prompts with a common beginning have some in common. None where no
+    layer has a window."""
+    step = LEAST_STEP
+    while end > (MOST_EVEN + 1) * step:
+        step *= 2
+    return [Mark(at, EVEN) for at in range(step, end, step) if pages_of(layout, at)]
+
+
+def affordable(layout: KVLayout, marks: Sequence[Mark], max_bytes: int, even_bytes: int = 0) -> list[Mark]:
     """Those of which what windows leave behind takes no more than `max_bytes` together: by KINDS, then the latest
-    first, as later prompts are likelier to have more in common."""
+    first, as later prompts are likelier to have more in common. EVEN ones take no more than `even_bytes`."""
     kept, keys, left = list[Mark](), set[PageKey](), max_bytes
     for mark in sorted(marks, key=lambda mark: (KINDS.index(mark.kind), -mark.at)):
+        left = min(left, even_bytes) if mark.kind == EVEN and (not kept or kept[-1].kind != EVEN) else left
         more = {key for key in pages_of(layout, mark.at) if key[0] < len(layout.groups)} - keys
         cost = sum(layout.arenas[arena].page_bytes for arena, _ in more)
         if cost <= left:
