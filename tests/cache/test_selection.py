@@ -248,6 +248,18 @@ def test_cached_prompts_give_the_same_answers(policy: str):
     caches.close()
 
 
+def test_noted_mass_can_be_taken_back_by_anybody():
+    """Its tensors are made in inference mode, which a caller that rewinds need not be in."""
+    engine = selecting("llama", "h2o", "150", ("f16", "f16"))
+    seq = prefilled(engine)
+    engine.forward(seq, [7])
+    assert seq.selector is not None and not torch.is_inference_mode_enabled()
+    mass = next(iter(seq.selector._mass.values()))
+    assert mass.is_inference() and mass[..., seq.length - 1].any()
+    seq.rewind(seq.length - 1)
+    assert not mass[..., seq.length].any()
+
+
 def test_a_row_is_encoded_anew_once_at_most():
     """Rows that stay where they are keep their bytes through later selections."""
     engine = selecting("llama", "h2o", "150", ("int4", "int4"))
