@@ -65,8 +65,7 @@ class BatchGraph:
     def seat(self, row: int, seq: Sequence | None) -> None:
         """Give the row to a sequence, or to nobody."""
         self._seats[row], self._parts[row], self._changed = seq, None, True
-        if seq is None:
-            self.pages.set(row, None)
+        self.pages.set(row, None)
 
     @torch.inference_mode()
     def run(self, ids: Mapping[int, int] | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import most_parts
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, Sealing
-from kvcli.kernels.gpu.places import MOST_SLOTS
+from kvcli.kernels.gpu.places import MOST_SLOTS, words
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NOTHING, WHOLE, NoRoom, Shares, next_change
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part
@@ -28,7 +28,8 @@ FEWEST_PARTS = 8  # of a row that kernels are launched for
 
 
 class RowLists(NamedTuple):
-    """What one row sees, up to the position `end`: its work is not shared out yet, and `edges` are its own."""
+    """What one row sees, up to the position `end`: its work is not shared out yet, and `edges` are its own. `change`:
+    the position from which on other rows are seen; `slot`: of the angles of the page that the row goes into."""
 
     table: np.ndarray
     work: np.ndarray  # int32 [n, 4]
@@ -40,6 +41,8 @@ class RowLists(NamedTuple):
     edged: bool
     numbers: np.ndarray  # of the pages whose angles it needs
     end: int
+    change: int
+    slot: int
 
     @property
     def whole(self) -> int:
@@ -51,6 +54,11 @@ class RowLists(NamedTuple):
     def runs(self) -> int:
         """How many runs of these there are."""
         return int((self.work[:, 0] == WHOLE).sum())
+
+
+def _word(address: int, slot: int) -> int:
+    """See `places.words`."""
+    return int(words(np.array([address], np.int64), np.array([slot], np.int64))[0])
 
 
 class BatchTables:
@@ -106,9 +114,13 @@ class BatchTables:
             return
         kv, size, at = part.groups[group][0], self.group.page_size, part.start
         last = (at // size + 1) * size
-        if self.group.sealed and self.group.tail and at < last - 1:
-            last -= 1  # with the last row a page is sealed, for which there is room by then
-        end = min(next_change([each.entries for each in kv.classes], at), last)
+        before = self._rows[row]
+        if before is not None and before.end == at == last - 1 and before.change >= last:
+            self._rows[row] = before._replace(end=last, into=_word(int(kv.into.addresses[0]), before.slot))
+            return
+        change = min(next_change([each.entries for each in kv.classes], at), last)
+        sealing = self.group.sealed and self.group.tail and at < last - 1
+        end = min(change, last - sealing)  # with the last row a page is sealed, for which there is room by then
         slots, numbers = None, np.zeros(0, np.int64)
         if self.centres:
             into = kv.into.first // size + np.arange(len(kv.into.addresses))
@@ -116,13 +128,14 @@ class BatchTables:
             others = [x.numbers for i, x in enumerate(self._rows) if x is not None and i != row]
             slots = self._slots(numbers, others, len(kv.entries))
         asked = Asked(at, 1, 1, self.group.reach)
-        blocks = np.array([at]), np.array([end - 1])
+        blocks = np.array([at]), np.array([change - 1])  # with the last row, whose lists are these but for `into`
         found = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         if len(found.table) > self.pitch:
             raise NoRoom("a list longer than planned")
         self._rows[row] = RowLists(
             found.table, found.shares.work[0], found.shares.edges, int(found.shift[0]), int(found.into[0]),
-            int(found.open_into[0]), found.turns, found.edged, numbers, end,
+            int(found.open_into[0]), found.turns, found.edged, numbers, end, change,
+            int(slots[1][0]) if slots is not None else 0,
         )  # fmt: skip
 
     def _slots(self, numbers: np.ndarray, others: list[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
