@@ -38,6 +38,9 @@ def test_what_takes_too_long_is_ended_and_others_are_not(compiler: Compiler) -> 
     with pytest.raises(UsageError, match="`y` cannot be followed: compiling it takes too long"):
         grammar.json_schema(SLOW, "`y`")
     assert time.monotonic() - began < 20
+    with pytest.raises(UsageError, match="takes too long"):  # which is known now
+        grammar.json_schema(SLOW, "`y`")
+    assert compiler._process is None
     assert grammar.json_schema(GOOD)
 
 

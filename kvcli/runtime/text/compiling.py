@@ -6,6 +6,7 @@ process of its own for it, which it ends where it takes too long; `main` is that
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from kvcli.errors import UsageError
 
 SECONDS = 5.0  # that a schema, or a grammar of several, may take
 _BYTES = 2 << 30  # of memory, beyond which it fails
+_KEPT, _KEPT_BYTES = 512, 64 << 10  # answers that are kept, and the longest of them
 _COMMAND = "from kvcli.runtime.text.compiling import main; main()"
 
 
@@ -29,12 +31,21 @@ class Compiler:
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._known: dict[
+            bytes, bytes | None
+        ] = {}  # by hashes of what was asked: calls of one conversation ask the same
         self._lock = threading.Lock()
 
     def __call__(self, kind: str, *given: Any) -> str:
         """Raises UsageError, also where it takes too long."""
+        line = (json.dumps([kind, *given]) + "\n").encode()
+        key = hashlib.sha256(line).digest()
         with self._lock:
-            answer = self._answer((json.dumps([kind, *given]) + "\n").encode())
+            answer = self._known.pop(key) if key in self._known else self._answer(line)
+            if answer is None or len(answer) <= _KEPT_BYTES:
+                self._known[key] = answer
+                while len(self._known) > _KEPT:
+                    del self._known[next(iter(self._known))]
         if answer is None:
             what = given[1] if len(given) > 1 else "the grammar"
             raise UsageError(f"{what} cannot be followed: compiling it takes too long", "a simpler one can be")
