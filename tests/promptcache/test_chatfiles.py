@@ -12,6 +12,7 @@ from promptkills import killed_writer, segment, store_at
 from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.config import FULL
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.promptcache import chatfiles
@@ -181,6 +182,33 @@ def test_other_branches_keep_their_rows(tmp_path: Path) -> None:
     again.close()
     found = ask(engine, [*main, 5], store_in(tmp_path))
     assert found.usage.disk_tokens == 16
+
+
+@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "f16")])
+def test_branches_share_the_rows_of_what_they_have_in_common(tmp_path: Path, variant: str, k: str) -> None:
+    """In memory, where another branch computes only what is new; and on disk, where each page is there once."""
+    engine = engine_of(variant, k)
+    chat = Chat(engine, tmp_path)
+    chat.turns(8)
+    trunk, grown = list(chat.tokens), []
+    for seed in (1, 2, 3):  # as /branch does: the tokens of the branch, in the same sequence
+        chat.tokens, chat.elsewhere = list(trunk), grown
+        end = chat.say([7 + seed, 8, 9])
+        assert end.usage.cache_read_tokens >= len(trunk) // 16 * 16 - (16 if k == "int4" else 4)
+        chat.turns(3, seed)
+        chat.caches.save(chat.sequence)
+        grown.append(list(chat.tokens))
+    chat.close()
+    counts: dict[tuple[int, int], int] = {}
+    for path in files_in(tmp_path):
+        with PromptCacheFile(path) as file:
+            for arena, number in file.contents.pages:
+                end_of_page = (number + 1) * 16  # a file may end inside a page, which the next one has whole
+                if end_of_page <= min(len(trunk), file.contents.end) and engine.layout.arenas[arena].kind == FULL:
+                    counts[arena, number] = counts.get((arena, number), 0) + 1
+    assert len(counts) >= len(trunk) // 16 and set(counts.values()) == {1}
+    for tokens in grown:
+        assert ask(engine, [*tokens, 5], store_in(tmp_path)).ids == ask(engine, [*tokens, 5], NOWHERE).ids
 
 
 def test_a_damaged_file_of_another_branch_is_told(tmp_path: Path) -> None:
