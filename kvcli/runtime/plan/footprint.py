@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
-from kvcli.runtime.config import LATENT, RECURRENT, DeltaNet, LayerConfig, ModelConfig
+from kvcli.runtime.config import LATENT, RECURRENT, DeltaNet, LayerConfig, Mamba, ModelConfig
 from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.plan import adapterbytes, repacked
@@ -33,7 +33,7 @@ _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
 _GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
 _STAGED_ROWS = 16384  # GPU: of the past that are float16 at a time: see kernels/gpu/past.py
-_CHUNK_ROWS = 64  # GPU: of a gated delta network that are multiplied with each other: see kernels/gpu/legs.py
+_CHUNK_ROWS = 64  # GPU: of a sequence with states, multiplied with each other: see kernels/gpu/chunks.py
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
 PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
@@ -194,7 +194,7 @@ def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
     d, f = config.d_model, _dense_width(config)
     width = partials = 0
     for layer in set(config.layers):
-        q, kv, out = _projections(config, layer)
+        q, kv, out = _projections(config, layer, gpu=True)
         # Rows that products read are float16, with the float32 ones beside them where those are not a norm's.
         attention = 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d)
         mlp = 3 * d // 2 + max(2 * f + f // 2, f // 2 + d, _mixture_on_gpu(config))
@@ -248,10 +248,12 @@ def _mixture_on_gpu(config: ModelConfig) -> int:
     return beside + d + experts.routing.experts + max(used * products, shared)
 
 
-def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
+def _projections(config: ModelConfig, layer: LayerConfig, gpu: bool = False) -> tuple[int, int, int]:
     """Elements of a token's queries, of its keys and values, and of the attention output."""
     if isinstance(layer.mixer, DeltaNet):
-        return _of_delta(layer.mixer)
+        return _of_delta(layer.mixer, gpu)
+    if isinstance(layer.mixer, Mamba):
+        return _of_mamba(layer.mixer, gpu)
     if layer.kind == RECURRENT:
         return config.d_model, 2 * config.d_model, config.d_model
     beside = layer.dim_v if layer.kind == LATENT else layer.turned  # what queries of joined records have besides
@@ -260,13 +262,20 @@ def _projections(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int
     return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
 
 
-def _of_delta(mixer: DeltaNet) -> tuple[int, int, int]:
+def _of_delta(mixer: DeltaNet, gpu: bool) -> tuple[int, int, int]:
     """The same of a gated delta network: what it reads, what its kernels make of that, and what heads give. On a GPU
-    each head has two rows beside those of its chunk, and its products with these: see kernels/gpu/deltachunks.py."""
+    each head has two rows beside those of its chunk, and its products with these: see kernels/gpu/chunks.py."""
     heads, inner = mixer.value_heads, mixer.value_heads * mixer.dim_v
     channels = 2 * mixer.key_heads * mixer.dim_k + inner
-    chunks = heads * (_power(mixer.dim_k) + _power(mixer.dim_v) + _CHUNK_ROWS + 3)
+    chunks = heads * (_power(mixer.dim_k) + _power(mixer.dim_v) + _CHUNK_ROWS + 3) if gpu else 0
     return channels + inner + 2 * heads, channels + chunks, inner
+
+
+def _of_mamba(mixer: Mamba, gpu: bool) -> tuple[int, int, int]:
+    """The same of Mamba-2, whose heads have one such row."""
+    inner = mixer.heads * mixer.dim
+    chunks = mixer.heads * (_power(mixer.dim) + _CHUNK_ROWS + 3) if gpu else 0
+    return inner + mixer.channels + mixer.heads, mixer.channels + chunks, inner
 
 
 def _power(n: int) -> int:
