@@ -94,15 +94,16 @@ def allocated(layout: KVLayout, tokens: int, chunk: int, sequences: int = 1) -> 
 
 
 def _room_for_checkpoints(pool: Any, tokens: int, chunk: int, sequences: int) -> int:
-    """Bytes that are planned for checkpoints of other prompts."""
+    """Bytes that are planned for checkpoints of other prompts, and for a live state that was not needed yet."""
     layout = pool.layout
     if layout.state_arenas is None:
         return 0
-    live, kept = layout.state_arenas
-    assert pool.peak(live) == sequences
-    free = layout.arena_pages(tokens, chunk, sequences)[kept] - pool.peak(kept)
-    assert free >= 0
-    return free * layout.arenas[kept].page_bytes
+    pages, room = layout.arena_pages(tokens, chunk, sequences), 0
+    for arena in layout.state_arenas:  # a step that ends with a page leaves its state in a checkpoint alone
+        free = pages[arena] - pool.peak(arena)
+        assert free >= 0
+        room += free * layout.arenas[arena].page_bytes
+    return room
 
 
 @st.composite
