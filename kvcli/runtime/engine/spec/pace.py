@@ -16,7 +16,7 @@ from kvcli.runtime.engine.spec.texts import LENGTHS
 
 ROWS = (4, 8, 16)  # of a step with guesses, at most: kernels take so many rows in about the time of one less
 CPU_COSTS = (1.7, 3.6, 6.5)  # what such steps take, in steps of one row, until it was measured
-GPU_COSTS = (1.4, 1.4, 1.4)
+GPU_COSTS = (2.3, 2.3, 2.3)
 _RIGHT = (0.2, 0.4, 0.6, 0.75, 0.8)  # how often guesses are right, by tokens matched, until it was seen
 _TRUST = 2.0  # guesses that this counts for
 _MEMORY = 0.96  # what a guess counts when the next one comes
