@@ -157,11 +157,11 @@ class GpuBackend:
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
-                    _product(values, piece, out[0, :, at : at + piece.shape[0]], block)
+                    wide.product(values, piece, out[0, :, at : at + piece.shape[0]], block)
             if w.change:
                 natural = wide.weave(rows, cols, False).values if by_few else values
                 inner = torch.empty(len(values), w.change.a.rows, device=self.device)
-                _product(natural, w.change.a.codes.half(), inner)
+                wide.product(natural, w.change.a.codes.half(), inner)
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out[:, :t]
@@ -390,13 +390,3 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer,
 
 def _frequencies(rope: Rope | None, device: torch.device) -> torch.Tensor | None:
     return None if rope is None else rope.frequencies_on(device)
-
-
-def _product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, block: int = 0) -> None:
-    """float16 x [T, cols] . weights [n, cols] -> out float32 [T, n], summed in float32; `block` rows at a time, 0 =
-    all."""
-    for rows, found in zip(x.split(block or len(x)), out.split(block or len(x)), strict=True):
-        if x.is_cuda:
-            torch.mm(rows, weights.T, out_dtype=torch.float32, out=found)
-        else:  # Triton's interpreter
-            found.copy_(rows.float() @ weights.float().T)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.gpu.launching import launch
+from kvcli.kernels.gpu.penalties import Seen, dense_bias, penalises
 
 MAX_TOP_K = 1024
 NOT_A_NUMBER, NOTHING_LEFT = -1, -2  # written in place of a token: NaN or inf among the logits; all are -inf
@@ -55,8 +56,8 @@ class DeviceSampler:
         self.rows = n
         self.block = max(8, triton.next_power_of_2(triton.cdiv(vocab, _MOST_BLOCKS)))
         self.n_blocks = triton.cdiv(vocab, self.block)
-        self.bias = _dense_bias([x["logit_bias"] for x in each], vocab, device)
-        self.seen = _Seen(each, vocab, device, histories or [()] * n) if any(map(_penalises, each)) else None
+        self.bias = dense_bias([x["logit_bias"] for x in each], vocab, device)
+        self.seen = Seen(each, vocab, device, histories or [()] * n) if any(map(penalises, each)) else None
         blocks = triton.cdiv(vocab, _PROGRAM) * (_PROGRAM // self.block)
         self.maxima = torch.empty(n, blocks, dtype=torch.int32, device=device)
         if self.greedy:
@@ -123,53 +124,6 @@ class DeviceSampler:
             self.order, self.shares, *counted,
             WIDTH=self.width, CHUNK=max(_CHUNK, self.width), TOP_P=self.top_p, MIN_P=self.min_p, **shape,
         )  # fmt: skip
-
-
-def _penalises(effective: Mapping[str, Any]) -> bool:
-    """Whether tokens that were seen lose by it."""
-    penalties = (effective["repeat_penalty"], effective["frequency_penalty"], effective["presence_penalty"])
-    return effective["repeat_last_n"] != 0 and penalties != (1, 0, 0)
-
-
-class _Seen:
-    """The tokens that penalties look back on: how often each is among them, and the last ones in a ring, of each row.
-
-    `last_n` of them; 0 = all, and then no ring is needed.
-    """
-
-    def __init__(
-        self,
-        each: Sequence[Mapping[str, Any]],
-        vocab: int,
-        device: torch.device | str,
-        histories: Sequence[Sequence[int]],
-    ) -> None:
-        last_n = [max(0, x["repeat_last_n"]) for x in each]
-        recent = [list(history[-n:]) for history, n in zip(histories, last_n, strict=True)]  # all where that is 0
-        self.counts = torch.zeros(len(each), vocab, dtype=torch.int32, device=device)
-        for row, tokens in enumerate(recent):
-            self.counts[row] = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab)
-        ring = torch.full((len(each), max(1, *last_n)), -1)  # without a window nobody reads it
-        for row, tokens in enumerate(recent):
-            if last_n[row]:
-                ring[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        self.ring = ring.to(device)
-        slots = [len(tokens) % n if n else 0 for tokens, n in zip(recent, last_n, strict=True)]
-        self.slot = torch.tensor(slots, device=device)  # of the oldest token, or free
-        self.last_n = torch.tensor(last_n, dtype=torch.int32, device=device)
-        names = ("repeat_penalty", "frequency_penalty", "presence_penalty")
-        penalties = [[x[name] for name in names] if _penalises(x) else [1.0, 0.0, 0.0] for x in each]
-        self.penalties = torch.tensor(penalties, dtype=torch.float64, device=device)
-
-
-def _dense_bias(each: Sequence[Mapping[int, float]], vocab: int, device: torch.device | str) -> Tensor | None:
-    """float32 [n, vocab], or None where no token has a bias."""
-    if not any(each):
-        return None
-    dense = torch.zeros(len(each), vocab)
-    for row, bias in zip(dense, each, strict=True):
-        row[list(bias)] = torch.tensor(list(bias.values()))
-    return dense.to(device)
 
 
 @triton.jit

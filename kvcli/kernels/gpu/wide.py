@@ -189,3 +189,13 @@ def finish(
         scales is not None, pdl, **launch_options(pdl, 4),
     )  # fmt: skip
     return to
+
+
+def product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, block: int = 0) -> None:
+    """float16 x [T, cols] . weights [n, cols] -> out float32 [T, n], summed in float32; `block` rows at a time, 0 =
+    all."""
+    for rows, found in zip(x.split(block or len(x)), out.split(block or len(x)), strict=True):
+        if x.is_cuda:
+            torch.mm(rows, weights.T, out_dtype=torch.float32, out=found)
+        else:  # Triton's interpreter
+            found.copy_(rows.float() @ weights.float().T)

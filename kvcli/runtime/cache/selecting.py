@@ -58,6 +58,12 @@ class Selector:
         """Rows are to be selected when there are so many: a prompt is coming."""
         self.due, self._answering = prompt_tokens, False
 
+    def is_due(self, length: int, known: int, ahead: bool) -> bool:
+        """Whether rows are to be selected when there are `length`, of `known` tokens. `ahead`: a device computes them
+        before they are asked for, but not the last row before that, for what its query gives other rows could not be
+        taken back."""
+        return known > length >= self.due - 1 if ahead else length >= self.due
+
     def cut(self, length: int) -> None:
         """Rows behind `length` are gone; what their queries gave others stays."""
         self.seen = min(self.seen, length)

@@ -6,9 +6,8 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
-from contextlib import closing
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,46 +162,11 @@ class Engine:
         one, if it is not."""
         if self.device.kind != CUDA or self.loaded.exact:
             return "", None
-        from kvcli.kernels.gpu import compiled
-        from kvcli.runtime.engine.graph import rowgraph, stepgraph, tokengraph
-        from kvcli.runtime.engine.graph.batching import Batches
-        from kvcli.runtime.engine.graph.compiling import Kernels
+        from kvcli.runtime.engine.graph import opening
 
-        sizes, reason = (self.model, self.layout, self.ctx_size), tokengraph.unsupported(self.model)
-        graph = rowgraph.RowGraph(*sizes) if reason else tokengraph.TokenGraph(*sizes)
-        steps = stepgraph.StepGraph(*sizes)
-        facts = self.config, self.terms.options, self.ctx_size, self.ubatch, self.loaded.facts
-        first = graph.dry_run, partial(steps.dry_run, shortest=True), self._dry_sampler
-        others = self._dry_run, steps.dry_run
-        self.kernels = Kernels(compiled.mark_of(self.model.ops.device, *facts), first, others)
-        self.steps, self.batches = steps, Batches(*sizes)
-        return f"slower path (tokens by the kernels of prompts): {reason}" if reason else "", graph
-
-    def _dry_run(self) -> None:
-        """Prompts that need every kernel that prompts need: long ones, and short ones, whose keys have no mean yet."""
-        room = max(1, self.ctx_size - 1)
-        pages = 1 + max(1, *(group.sinks for group in self.layout.groups))  # of which one is sealed
-        graphs, self.steps = self.steps, None
-        try:
-            for steps in ((pages * self.layout.page_size + 1, 1), (2, 1)):
-                with closing(self.new_sequence()) as seq:
-                    for rows in steps:
-                        self.logits(self.forward(seq, [0] * min(rows, room - seq.length or 1))[-1:])
-        finally:
-            self.steps = graphs
-
-    def _dry_sampler(self) -> None:
-        """What chooses tokens on the device."""
-        from kvcli.kernels.gpu.sample import DeviceSampler
-
-        device = self.pool.device
-        logits = torch.zeros(self.config.vocab_size, device=device)
-        for temperature, penalty in itertools.product((None, 0.0), (1.0, 1.1)):
-            options = SampleOptions(temperature=temperature, repeat_penalty=penalty)
-            effective = Sampler(options, self.loaded.sampling_defaults, self.config.vocab_size).effective
-            if not DeviceSampler.supports(effective):
-                chooser = DeviceSampler([effective], self.config.vocab_size, device)
-                chooser.launch(logits, torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        found = opening.open_graphs(self)
+        self.kernels, self.steps, self.batches = found.kernels, found.steps, found.batches
+        return found.slow_path, found.tokens
 
     def synchronize(self) -> None:
         """Wait for what was asked of a GPU."""

@@ -3,15 +3,15 @@ does not know who computes them, nor what else runs in the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from collections.abc import Sequence as Some
-from typing import Protocol
 
 import torch
 
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
+from kvcli.runtime.engine.ahead import RowsAhead, room_for_guesses
 from kvcli.runtime.engine.answertext import AnswerText, Shown
 from kvcli.runtime.engine.clock import Clock
 from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
@@ -24,13 +24,6 @@ from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.tools.use import ToolUse
 
 INTERRUPTED = "interrupted"
-
-
-class Ahead(Protocol):
-    """What computes rows of a request before it asks for them."""
-
-    def close(self) -> None:
-        """Compute none any more: the sequence keeps no row of a token that is not in the history."""
 
 
 class Request:
@@ -68,11 +61,9 @@ class Request:
             twin._waits = True
         self._ledger: Ledger | None = None  # None = not begun
         self._parked = self._abandoned = False
-        self._tokens: Generator[int, None, None] | None = None  # of a device that chooses them by itself
-        self.seat: Ahead | None = None  # among requests whose tokens a device chooses together
+        self.ahead = RowsAhead()
         self.guesses = host.session.guesses(sampler.effective["spec"])
         self.guesses.follow(sampler)
-        self._plain: int | None = None  # while guesses are looked at: rows that there would be without them
         self._events: list[Event] = []
         self._thinking = thinking
         self._text = AnswerText(host.tokenizer, thinking, options.stop, tools)
@@ -99,11 +90,6 @@ class Request:
     def scored(self) -> int:
         """Of how many rows, the last ones, it takes the logits: that of the newest token and those of guesses."""
         return max(0, self.seq.length - len(self.history) + 1)
-
-    @property
-    def _ahead(self) -> bool:
-        """Whether a device computes rows before it is asked for them."""
-        return self._tokens is not None or self.seat is not None
 
     @property
     def _thinks(self) -> bool:
@@ -133,13 +119,13 @@ class Request:
                 return []
             if self._ends():
                 return []
-            if self.answering and self._selects():
+            if self.answering and self._selects:
                 self.close()
                 self.host.select(self.seq)
             if self._parked:
                 self._parked = False
                 self.caches.resume(self.seq, self.history)
-            if self.answering and (self._ahead or self.seq.length == len(self.history) - 1):
+            if self.answering and (self.ahead.by_device or self.seq.length == len(self.history) - 1):
                 return [*self.history[-1:], *self._guessed(budget - 1)]
         except KVError as error:
             self.fail(error)
@@ -151,15 +137,11 @@ class Request:
         return self.history[start : min(start + budget, self.host.chunk_end(start, end))]
 
     def _guessed(self, most: int) -> list[int]:
-        """Guesses behind the newest token, at most so many. They stay in its page, and do not fill it: what is wrong
-        is taken back, and a page that was sealed could not be. None where what is taken back leaves traces, in a state
-        or among queries that were noted, where a token chooses its pages, or where rows are computed in blocks."""
-        length, layout = len(self.history), self.seq.pool.layout
-        traces = self.seq.selector is not None or self.seq.states is not None
-        size, most = layout.page_size, 0 if traces or layout.attend.pages or layout.grain > 1 else most
-        wanted, room = self.options.max_tokens, self.host.ctx_size - length if self.seq.retention is None else most
+        """Guesses behind the newest token, at most so many."""
+        length, wanted = len(self.history), self.options.max_tokens
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
-        found = self.guesses.next(length, min(most, room, rest, size - 2 - (length - 1) % size))
+        room = room_for_guesses(self.seq, length, self.host.ctx_size)
+        found = self.guesses.next(length, min(most, rest, room))
         if found:
             self.close()
             self.seq.rewind(length - 1)  # a device may have computed the newest row, whose logits are gone
@@ -181,11 +163,11 @@ class Request:
     def pull(self) -> bool:
         """Where a device chooses tokens by itself: take the next one, which computes the row that was wanted. False
         where it does not. Raises DoesNotFit; the rows are wanted again then."""
-        if self._tokens is None:
+        if self.ahead.tokens is None:
             return False
         try:
             self.caches.pump()
-            self._accept(next(self._tokens))
+            self._accept(next(self.ahead.tokens))
         except DoesNotFit:
             self.close()
             raise
@@ -240,13 +222,11 @@ class Request:
             twin._join(self, logits)
         self._go_on(logits)
 
+    @property
     def _selects(self) -> bool:
-        """Whether rows are to be selected before the next token, or the last row before that is to be computed, which
-        no device computes ahead: what its query gives other rows could not be taken back."""
-        selector, length = self.seq.selector, self.seq.length
-        if selector is None or not self._ahead:
-            return selector is not None and length >= selector.due
-        return len(self.history) > length >= selector.due - 1
+        """Whether rows are to be selected before the next token."""
+        selector, ahead = self.seq.selector, self.ahead.by_device
+        return selector is not None and selector.is_due(self.seq.length, len(self.history), ahead)
 
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""
@@ -277,26 +257,21 @@ class Request:
         assert logits is not None
         self.caches.pump()
         if len(logits) == 1:
-            self._tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits[0])
-            if self._tokens is not None:
-                self._accept(next(self._tokens))
+            self.ahead.tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits[0])
+            if self.ahead.tokens is not None:
+                self._accept(next(self.ahead.tokens))
                 return
         guesses = self.seq.tokens[len(self.history) :]
         self.guesses.drafted += len(guesses)
         for row, guess in zip(logits.cpu(), [*guesses, -1], strict=True):
-            self._plain = len(self.history)
-            token = self.sampler.sample(row, self.history, self._plain)
+            self.ahead.known = len(self.history)
+            token = self.sampler.sample(row, self.history, len(self.history))
             if token != guess:
-                self._take_back()
+                self.ahead.take_back(self.seq)
             self.guesses.accepted += token == guess
             if not self._accept(token) or token != guess or self._ends():
                 break
-        self._plain = None
-
-    def _take_back(self) -> None:
-        """Give up rows that would not be there without guesses."""
-        if self._plain is not None and self.seq.length > self._plain:
-            self.seq.rewind(self._plain)
+        self.ahead.known = None
 
     def _accept(self, token: int) -> bool:
         """This is the next token. Whether one may follow that goes by it alone."""
@@ -387,13 +362,7 @@ class Request:
 
     def close(self) -> None:
         """Compute nothing ahead any more: `seq` has no row of a token that is not in `history`."""
-        if self._tokens is not None:
-            self._tokens.close()
-            self._tokens = None
-        if self.seat is not None:
-            seat, self.seat = self.seat, None
-            seat.close()
-        self._take_back()
+        self.ahead.close(self.seq)
 
     def abandon(self) -> None:
         """It will not be gone on with. What was computed of its prompt is kept, where there is a cache for it."""

@@ -61,9 +61,13 @@ class Batches:
     def _dealt(self, requests: list[Request]) -> list[tuple[Batch, list[Request]]]:
         """Which batch has which requests: that in which they sit, else the first one with a free seat. None has one
         alone that does not sit yet."""
-        found, new = [], [request for request in requests if request.seat is None]
+        found, new = [], [request for request in requests if request.ahead.seat is None]
         for batch in self._batches if not new else [*self._batches, Batch(*self._sizes)]:
-            mine = [request for request in requests if isinstance(request.seat, Seat) and request.seat.batch is batch]
+            mine = [
+                request
+                for request in requests
+                if isinstance(request.ahead.seat, Seat) and request.ahead.seat.batch is batch
+            ]
             more, new = new[: batch.free], new[batch.free :]
             if mine or len(more) > 1:
                 found.append((batch, mine + more))
@@ -132,7 +136,7 @@ class Batch:
     def step(self, requests: list[Request]) -> None:
         """Give requests the tokens that are on their way, and have the next ones computed: of all of them, where they
         are more than one. Raises DoesNotFit, with the tokens given that were there, and NoRoom."""
-        flight, new = self._flight, [request for request in requests if self._seat_of(request) is None]
+        flight, new = self._flight, [request for request in requests if self.seat_of(request) is None]
         for request in new:
             request.close()
             request.seq.rewind_to(min(request.seq.length, len(request.history) - 1))
@@ -162,8 +166,8 @@ class Batch:
         there = not request.finished and request.seq.length == len(request.history) - 1
         return there and (request.seq.retention is not None or request.seq.kept < self.ctx_size)
 
-    def _seat_of(self, request: Request) -> Seat | None:
-        seat = request.seat
+    def seat_of(self, request: Request) -> Seat | None:
+        seat = request.ahead.seat
         return seat if isinstance(seat, Seat) and seat.batch is self else None
 
     @property
@@ -187,7 +191,7 @@ class Batch:
         assert self._graph is not None
         free = (row for row, seat in enumerate(self._seats) if seat is None)
         for request in new:
-            seat = request.seat = Seat(self, request, next(free))
+            seat = request.ahead.seat = Seat(self, request, next(free))
             self._seats[seat.row] = seat
             self._graph.seat(seat.row, request.seq)
             self._chooser = None
@@ -229,7 +233,7 @@ class Batch:
         hosted = {row: graph.logits[row].cpu() for row in flight.hosted}
         for seat in flight.seats:
             request, token = seat.request, tokens[seat.row]
-            if request.seat is not seat:
+            if request.ahead.seat is not seat:
                 continue
             if seat.row in hosted:
                 request.choose(hosted[seat.row])

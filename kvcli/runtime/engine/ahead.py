@@ -1,0 +1,60 @@
+"""`RowsAhead`: rows of an answer that are computed before its request asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+from kvcli.runtime.cache.sequence import Sequence
+
+
+class Seat(Protocol):
+    """Of a request among those whose tokens a device chooses together."""
+
+    def close(self) -> None:
+        """Give it up: the sequence keeps no row of a token that is not in the history."""
+
+
+class RowsAhead:
+    """`tokens`: of a device that chooses them by itself. `seat`: among requests whose tokens are chosen together.
+    `known`: while guesses are looked at, the rows that there would be without them."""
+
+    def __init__(self) -> None:
+        self.tokens: Generator[int, None, None] | None = None
+        self.seat: Seat | None = None
+        self.known: int | None = None
+
+    @property
+    def by_device(self) -> bool:
+        """Whether a device computes rows before it is asked for them."""
+        return self.tokens is not None or self.seat is not None
+
+    def take_back(self, seq: Sequence) -> None:
+        """Give up rows that would not be there without guesses."""
+        if self.known is not None and seq.length > self.known:
+            seq.rewind(self.known)
+
+    def close(self, seq: Sequence) -> None:
+        """Compute none any more: `seq` keeps no row of a token that is not in the history."""
+        if self.tokens is not None:
+            self.tokens.close()
+            self.tokens = None
+        if self.seat is not None:
+            seat, self.seat = self.seat, None
+            seat.close()
+        self.take_back(seq)
+
+
+def room_for_guesses(seq: Sequence, length: int, ctx_size: int) -> int:
+    """How many guesses there may be behind `length` known tokens.
+
+    They stay in the page of the newest one, and do not fill it: what is wrong is taken back, and a page that was sealed
+    could not be. None where what is taken back leaves traces, in a state or among queries that were noted, where a
+    token chooses its pages, or where rows are computed in blocks.
+    """
+    layout, traces = seq.pool.layout, seq.selector is not None or seq.states is not None
+    if traces or layout.attend.pages or layout.grain > 1:
+        return 0
+    size = layout.page_size
+    page = size - 2 - (length - 1) % size
+    return page if seq.retention is not None else min(page, ctx_size - length)
