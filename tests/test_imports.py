@@ -60,6 +60,7 @@ runtime.engine.chunkcaches runtime.engine.chunks
 runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.batchgraph runtime.engine.graph.batching runtime.engine.graph.batchpages
 runtime.engine.graph.capture runtime.engine.graph.compiling runtime.engine.graph.legs runtime.engine.graph.nexttoken
+runtime.engine.graph.opening
 runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist

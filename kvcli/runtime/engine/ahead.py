@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvcli.runtime.cache.sequence import Sequence
+if TYPE_CHECKING:
+    from kvcli.runtime.cache.sequence import Sequence
 
 
 class Seat(Protocol):

@@ -38,6 +38,11 @@ class AnswerText:
         return self._splitter.style if self._splitter else None
 
     @property
+    def thinks(self) -> bool:
+        """Whether the newest token is thinking."""
+        return self.style is not None
+
+    @property
     def stop(self) -> str | None:
         """The stop string that was found."""
         return self._matcher.stop

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.selecting import LayerFacts
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
@@ -33,7 +31,6 @@ from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
 from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
-from kvcli.runtime.model.decoder import Attention
 from kvcli.runtime.model.summarizing import summarize
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import enginecaches
@@ -164,7 +161,8 @@ class Engine:
             return "", None
         from kvcli.runtime.engine.graph import opening
 
-        found = opening.open_graphs(self)
+        facts = self.config, self.terms.options, self.ctx_size, self.ubatch, self.loaded.facts
+        found = opening.open_graphs(self, self.loaded, self.layout, self.ctx_size, facts)
         self.kernels, self.steps, self.batches = found.kernels, found.steps, found.batches
         return found.slow_path, found.tokens
 
@@ -192,17 +190,7 @@ class Engine:
         """Let go of rows that score lowest, where the policy selects rows and the sequence is as long as that was
         awaited: see `Selector.expect`. Raises DoesNotFit, with nothing lost."""
         if seq.selector is not None and seq.length >= seq.selector.due:
-            seq.select(self._layer_facts.__getitem__)
-
-    @cached_property
-    def _layer_facts(self) -> dict[int, LayerFacts]:
-        """What scorers need to know, by layer."""
-        found = {}
-        for each in self.model.weights.sublayers:
-            if isinstance(each.inner, Attention) and each.inner.how.stores:
-                rope = self.model.ropes.table(self.config.layers[each.inner.layer].rope)
-                found[each.inner.layer] = LayerFacts(each.inner.how.scale, rope.at_positions if rope else None)
-        return found
+            seq.select(self.model.layer_facts.__getitem__)
 
     def prompt_caches(
         self, options: PromptCacheOptions, tell: Tell, elsewhere: Callable[[], Iterable[list[int]]] = tuple

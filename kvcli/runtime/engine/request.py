@@ -49,8 +49,8 @@ class Request:
     ) -> None:
         """Parameters are as those of `Engine.request`, which checks them."""
         self.host, self.seq, self.options = host, seq, options
-        self.sampler, self.cancelled, self.twins, self.caches = sampler, cancelled, twins, caches
-        self.marks = marks
+        self.sampler, self.cancelled, self.twins = sampler, cancelled, twins
+        self.caches, self.marks = caches, marks
         self.history = list(prompt_ids)  # prompt and answer
         self.n_prompt = len(prompt_ids)
         self.answering = False  # the prompt's rows have all been there
@@ -67,9 +67,8 @@ class Request:
         self._events: list[Event] = []
         self._thinking = thinking
         self._text = AnswerText(host.tokenizer, thinking, options.stop, tools)
-        sampler.follows = not self._thinks
-        self._thought = 0  # tokens of thinking
-        self._calls_begun = False
+        sampler.follows = not self._text.thinks
+        self._thought, self._calls_begun = 0, False  # tokens of thinking; whether the grammar of a call is followed
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
         self._clock = Clock()
@@ -90,11 +89,6 @@ class Request:
     def scored(self) -> int:
         """Of how many rows, the last ones, it takes the logits: that of the newest token and those of guesses."""
         return max(0, self.seq.length - len(self.history) + 1)
-
-    @property
-    def _thinks(self) -> bool:
-        """Whether the newest token is thinking."""
-        return self._text.style is not None
 
     @property
     def reuse(self) -> Reuse:
@@ -119,7 +113,8 @@ class Request:
                 return []
             if self._ends():
                 return []
-            if self.answering and self._selects:
+            selector, known = self.seq.selector, len(self.history)
+            if self.answering and selector and selector.is_due(self.seq.length, known, self.ahead.by_device):
                 self.close()
                 self.host.select(self.seq)
             if self._parked:
@@ -222,12 +217,6 @@ class Request:
             twin._join(self, logits)
         self._go_on(logits)
 
-    @property
-    def _selects(self) -> bool:
-        """Whether rows are to be selected before the next token."""
-        selector, ahead = self.seq.selector, self.ahead.by_device
-        return selector is not None and selector.is_due(self.seq.length, len(self.history), ahead)
-
     def _join(self, first: Request, logits: torch.Tensor | None) -> None:
         """Begin behind the prompt of `first`, whose rows are shared."""
         self._waits, self.seq = False, first.seq.fork()
@@ -311,9 +300,9 @@ class Request:
         """Append a token to the answer. A grammar is for what comes behind the thinking."""
         self.history.append(token)
         self.guesses.more((token,))
-        self._thought += self._thinks
+        self._thought += self._text.thinks
         self._tell(token, self._text.push(token), logprobs)
-        self.sampler.follows = not self._thinks
+        self.sampler.follows = not self._text.thinks
 
     def _tell(self, token: int | None, shown: Shown, logprobs: Logprobs | None = None) -> None:
         self._events.append(Token(token, shown.text, shown.reasoning, logprobs, shown.calls))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
 from kvcli.kernels.reference.experts import sigmoid
 from kvcli.kernels.reference.pointwise import cut_gates
+from kvcli.runtime.cache.selecting import LayerFacts
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
 from kvcli.runtime.model.joined import JoinedRows
@@ -137,6 +139,16 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Backend, ropes: RopeTables) -> None:
         self.config, self.weights, self.ops, self.ropes = config, weights, ops, ropes
+
+    @cached_property
+    def layer_facts(self) -> dict[int, LayerFacts]:
+        """What those need to know who score rows, by layer that stores some."""
+        found = {}
+        for each in self.weights.sublayers:
+            if isinstance(each.inner, Attention) and each.inner.how.stores:
+                rope = self.ropes.table(self.config.layers[each.inner.layer].rope)
+                found[each.inner.layer] = LayerFacts(each.inner.how.scale, rope.at_positions if rope else None)
+        return found
 
     def hidden(self, step: Step) -> torch.Tensor:
         """Run the step's rows and store them in the cache -> float32 [T, d_model], after the last norm."""

@@ -41,7 +41,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
     results = [each for of_type in measured for each in of_type]
     if as_json:
         value = arm_object(setting[0], repetitions, [_result(*each) for each in results], failures, invocation)
-        render.print_json(f"bench {SPEC}", value | {"spec": method})
+        render.print_json("bench --spec", value | {"spec": method})
         return failures
     setting[0].print_head(f"guesses: {method}")
     print_rows(HEADERS, [_row(*each) for each in results], invocation, left=2)

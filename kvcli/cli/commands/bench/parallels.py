@@ -57,7 +57,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         found = [_result(*each, results, bandwidth) for each in results]
         value = arm_object(common, repetitions, found, failures, invocation)
         facts = {"bandwidth_gb_s": bandwidth.value, "bandwidth_source": bandwidth.source}
-        render.print_json(f"bench {PARALLEL}", value | facts)
+        render.print_json("bench --parallel", value | facts)
         return failures
     common.print_head("speed of memory not known" if bandwidth.value is None else f"memory {bandwidth.value:,.1f} GB/s")
     print_rows(HEADERS, [_row(*each, results, bandwidth) for each in results], invocation, left=1)

@@ -63,11 +63,7 @@ class Batches:
         alone that does not sit yet."""
         found, new = [], [request for request in requests if request.ahead.seat is None]
         for batch in self._batches if not new else [*self._batches, Batch(*self._sizes)]:
-            mine = [
-                request
-                for request in requests
-                if isinstance(request.ahead.seat, Seat) and request.ahead.seat.batch is batch
-            ]
+            mine = [request for request in requests if batch.seat_of(request)]
             more, new = new[: batch.free], new[batch.free :]
             if mine or len(more) > 1:
                 found.append((batch, mine + more))
