@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli import render
-from kvcli.cli.commands.bench.flags import SPEC, BenchFlags
+from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.comparing import TypeFlags, type_name

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli import render
-from kvcli.cli.commands.bench.flags import PARALLEL, BenchFlags
+from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.commands.bench.speeds import Bandwidth, bandwidth_of
 from kvcli.cli.flags.cache import Types
