@@ -44,7 +44,7 @@ def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocati
     if not by_itself and name in places.sockets():
         from kvcli.keepalive.request import hand_on
 
-        with suppress(OSError):  # it has just left
+        with suppress(OSError, wire.Closed):  # it has just left
             hand_on(forked, name)
             _go_away(forked)
     with suppress(OSError):

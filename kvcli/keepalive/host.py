@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -21,11 +22,13 @@ import kvcli
 from kvcli import environment, startup
 from kvcli.errors import KVError
 from kvcli.keepalive import here, likeness, places, pressure, wire
-from kvcli.keepalive.request import Request, become, open_streams
+from kvcli.keepalive.request import HIGH, Request, become, moved, open_streams
 from kvcli.keepalive.wanted import FOREVER, Wanted, key
 from kvcli.options import LoadOptions
 
 if TYPE_CHECKING:
+    import _socket
+
     from kvcli.runtime.engine.loaded import LoadedModel
 
 LOOK_S = 2.0  # between looks at whether there is a reason to leave
@@ -42,6 +45,7 @@ def main() -> None:
     lock = _only_one(wanted.key)
     if lock is None:
         return
+    _allow_descriptors()
     environment.prepare()
     startup.take_process()
     host = Host(wanted, _load(wanted), lock)
@@ -68,6 +72,15 @@ def _only_one(key: str) -> int | None:
         except FileNotFoundError:  # whoever had it has removed it since
             pass
         os.close(lock)
+
+
+def _allow_descriptors() -> None:
+    """As many as requests have, above HIGH; where fewer are allowed, callers do their commands themselves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = HIGH + 2 * wire.MOST_FDS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _load(wanted: Wanted) -> LoadedModel:
@@ -190,7 +203,8 @@ class Host:
                 self._accept()
             elif self.listener is not None and self._reason_to_leave():
                 self.leave()
-        os.unlink(f"{places.folder()}/{self.name.removesuffix(places.SOCKET)}{places.LOCK}")
+        with suppress(FileNotFoundError):  # somebody has removed the folder
+            os.unlink(f"{places.folder()}/{self.name.removesuffix(places.SOCKET)}{places.LOCK}")
 
     def _patience(self) -> float:
         """Seconds until the next look, or until this process has been idle for as long as it may be."""
@@ -245,14 +259,14 @@ class Host:
         except (wire.Closed, TimeoutError):
             conn.close()
             return
-        if kind == wire.HANDED and fds:
-            conn.close()
-            conn = socket.socket(fileno=fds.pop(0))
-            pid, uid, _ = _peer(conn)
         try:
-            if kind in (wire.RUN, wire.HANDED):
+            if kind == wire.RUN:
                 self._run(conn, pid, Request.of(body, fds))
                 return
+            if kind == wire.HANDED and fds:
+                self._take(fds, body)
+                wire.send(conn, wire.TOLD)
+                fds = []
             if kind in (wire.STATUS, wire.STOP):
                 wire.send(conn, wire.TOLD, json.dumps(self.as_object()).encode())
             if kind == wire.STOP:
@@ -265,29 +279,55 @@ class Host:
                     os.close(fd)
         conn.close()
 
+    def _take(self, fds: list[int], body: bytes) -> None:
+        """A command that another process was asked for: the first descriptor is the connection to its caller."""
+        request, caller = Request.of(body, fds[1:]), socket.socket(fileno=fds[0])
+        try:
+            self._run(caller, _peer(caller)[0], request)
+        except OSError:
+            caller.detach()  # all of `fds` are still open
+            raise
+
     def _run(self, conn: socket.socket, caller: int, request: Request) -> None:
         """Fork a process that does what is asked, or tell the caller to do it."""
         changed = self._changed()
-        if changed or set(request.numbers) & self.kept_open or likeness.refusal(caller):
+        taken = any(number >= HIGH or number in self.kept_open for number in request.numbers)
+        if changed or taken or likeness.refusal(caller):
             wire.send(conn, wire.COLD)
             conn.close()
             request.close()
             if changed:
                 self.leave()
             return
-        read, write = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            _do(self, conn, write, caller, request)
-        os.close(write)
+        pid, process, control = self._fork(conn, caller, request)
         with suppress(OSError):  # it has done so itself
             os.setpgid(pid, pid)
-        self.running[pid] = Running(pid, os.pidfd_open(pid), conn, read)
+        self.running[pid] = Running(pid, process, conn, control)
         request.close()
         with suppress(OSError):  # the caller is gone, which is seen in a moment
             wire.send(conn, wire.PID, str(pid).encode())
         with suppress(OSError):
             os.utime(f"{places.folder()}/{self.name}")
+
+    def _fork(self, conn: socket.socket, caller: int, request: Request) -> tuple[int, int, int]:
+        """A process for the command, a descriptor of it, and the pipe on which it tells things. Raises OSError."""
+        read, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read)
+            os.close(write)
+            raise
+        if pid == 0:
+            _do(self, conn, write, caller, request)
+        os.close(write)
+        try:
+            return pid, os.pidfd_open(pid), read
+        except OSError:  # nobody would see its end; it has not begun
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(read)
+            raise
 
     def _finish(self, one: Running) -> None:
         """A command is done: its caller is told how."""
@@ -326,14 +366,21 @@ class Host:
 
 def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Request) -> None:
     """In the forked process: the command, of which this never returns."""
+    to_caller: _socket.socket = conn
     try:
-        here.forked = forked = become(request, conn, control, caller, host.kept_open)
+        to_caller, control = moved(conn, control)
+        here.forked = forked = become(request, to_caller, control, caller, host.kept_open)
         forked.key, forked.kept = host.wanted.key, host.loaded
         open_streams(*host.streams)
-        forked.conn.settimeout(None)
-        if wire.receive(forked.conn)[0] != wire.GO:
+    except Exception:  # it cannot be what the caller's process is, which does the command itself
+        with suppress(OSError):
+            wire.send(to_caller, wire.COLD)
+        here.Forked("", None, None, to_caller, control, caller).tell("away")
+        os._exit(0)
+    try:
+        if wire.receive(to_caller)[0] != wire.GO:
             os._exit(1)
-    except (OSError, wire.Closed):
+    except (OSError, wire.Closed):  # the caller is gone
         os._exit(1)
     from kvcli import __main__
 

@@ -6,6 +6,7 @@ libraries read of the environment when they start, KEY for a model and how it is
 
 import os
 import sys
+from contextlib import suppress
 
 SOCKET, LOCK = ".sock", ".lock"
 # Beginnings of variables that are read when Python starts, or when libraries are imported; and one of ours.
@@ -16,9 +17,9 @@ _READ_EARLY = (
 
 
 def folder() -> str:
-    """`$XDG_RUNTIME_DIR/kv`, or one of this user's in /tmp."""
+    """`$XDG_RUNTIME_DIR/kv`, or one of this user's in /tmp where there is no such folder."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
-    return f"{given}/kv" if given.startswith("/") else f"/tmp/kv-{os.getuid()}"
+    return f"{given}/kv" if given.startswith("/") and os.path.isdir(given) else f"/tmp/kv-{os.getuid()}"
 
 
 def is_private(path: str) -> bool:
@@ -33,7 +34,7 @@ def is_private(path: str) -> bool:
 def make() -> str:
     """The folder, made if it is missing. Raises OSError, also where it is not private."""
     path = folder()
-    if not os.path.lexists(path):
+    with suppress(FileExistsError):
         os.mkdir(path, 0o700)
     if not is_private(path):
         raise PermissionError(1, f"{path} is not a folder of this user's alone")
@@ -49,7 +50,8 @@ def kind() -> str:
 
     environment = here.started_with or os.environ
     read = sorted(item for item in environment.items() if item[0].startswith(_READ_EARLY))
-    facts = kvcli.__version__, kvcli.__file__, sys.version, sys.executable, tuple(sys.flags), sys._xoptions, read
+    options = tuple(sys.flags), sorted(sys._xoptions.items())
+    facts = kvcli.__version__, kvcli.__file__, sys.version, sys.executable, *options, read
     return f"{crc32(repr(facts).encode('utf-8', 'surrogateescape')):08x}"
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import _socket
     from typing import TextIO
 
+TAKEN_S = 5.0  # until another process must have taken a command
 HIGH = 512  # descriptors of ours are above this one, out of the way of the caller's
 
 
@@ -51,13 +52,14 @@ class Request:
             os.close(fd)
 
     def moved(self) -> Request:
-        """With descriptors above HIGH."""
+        """With descriptors above HIGH. Raises OSError."""
         folder, *fds = (fcntl(fd, F_DUPFD_CLOEXEC, HIGH) for fd in (self.folder, *self.fds))
         return Request(self.body, folder, tuple(fds), self.argv, self.environment, self.numbers)
 
 
 def become(request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]) -> here.Forked:
-    """Make this process, just forked, what the caller's is. `kept_open`: descriptors that libraries have.
+    """Make this process, just forked, what the caller's is. `conn` and `control` are above HIGH (see `moved`);
+    `kept_open`: descriptors that libraries have.
 
     The caller's descriptors get the numbers that they have there; none of ours is left. Raises OSError.
     """
@@ -66,8 +68,8 @@ def become(request: Request, conn: _socket.socket, control: int, caller: int, ke
         with suppress(OSError, ValueError):
             signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    request = request.moved()  # before there may be fewer descriptors
     parent = likeness.take(caller)
-    request, conn, control = request.moved(), _moved(conn), fcntl(control, F_DUPFD_CLOEXEC, HIGH)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number < HIGH and number not in kept_open:
             with suppress(OSError):  # of this listing
@@ -84,11 +86,13 @@ def become(request: Request, conn: _socket.socket, control: int, caller: int, ke
     return here.Forked("", None, request, conn, control, parent)
 
 
-def _moved(conn: _socket.socket) -> _socket.socket:
+def moved(conn: _socket.socket, control: int) -> tuple[_socket.socket, int]:
+    """The two above HIGH. Raises OSError."""
     import _socket
 
     conn.setblocking(True)
-    return _socket.socket(fileno=fcntl(conn.fileno(), F_DUPFD_CLOEXEC, HIGH))
+    high = fcntl(control, F_DUPFD_CLOEXEC, HIGH)
+    return _socket.socket(fileno=fcntl(conn.fileno(), F_DUPFD_CLOEXEC, HIGH)), high
 
 
 def open_streams(encoding: str, errors: str) -> None:
@@ -111,11 +115,16 @@ def _stream(number: int, encoding: str, errors: str) -> TextIO | None:
 
 
 def hand_on(forked: here.Forked, name: str) -> None:
-    """Let another process that keeps a model do the command. Raises OSError."""
+    """Let another process that keeps a model do the command, and wait until it has taken it. Raises OSError and
+    wire.Closed."""
     request = forked.request
     to = wire.connect(name)
-    wire.send(to, wire.HANDED, request.body, [forked.conn.fileno(), request.folder, *request.fds])
-    to.close()
+    try:
+        to.settimeout(TAKEN_S)
+        wire.send(to, wire.HANDED, request.body, [forked.conn.fileno(), request.folder, *request.fds])
+        wire.receive(to)
+    finally:
+        to.close()
 
 
 def tell_end(forked: here.Forked, code: int) -> None:

@@ -70,16 +70,24 @@ def start(wanted: Wanted) -> None:
         wire.connect(f"{places.kind()}-{wanted.key}{places.SOCKET}").close()
         return
     root = str(Path(kvcli.__file__).resolve().parent.parent)
-    code = f"import sys; sys.path[0] = {root!r}; from kvcli.keepalive.host import main; main()"
+    code = (
+        f"import sys; sys.path[: not sys.flags.safe_path] = [{root!r}]; from kvcli.keepalive.host import main; main()"
+    )
     with open(log_file(), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/", env=environment,
-            start_new_session=True,
+            [sys.executable, *_options(), "-c", code], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/",
+            env=environment, start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(pickle.dumps(wanted))
     process.returncode = 0  # nobody waits for it: no warning that it still runs
+
+
+def _options() -> list[str]:
+    """Those of this process's Python, which `places.kind` tells apart."""
+    given = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    return [*subprocess._args_from_interpreter_flags(), *given]  # type: ignore[attr-defined]
 
 
 def log_file() -> Path:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import marshal
 import os
 import resource
+import shutil
+import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvcli.errors import UsageError
-from kvcli.keepalive import client, here, host, likeness, places, pressure, wanted, wire
+from kvcli.keepalive import client, here, host, likeness, places, pressure, request, wanted, wire
 from kvcli.keepalive.request import Request
 from kvcli.options import ChatOptions, LoadOptions, LoraOption
 
@@ -92,8 +98,6 @@ def test_a_kind_is_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_and_descriptors() -> None:
-    import socket
-
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
     wire.send(ours, wire.RUN, b"x" * 100_000, [write])
@@ -111,9 +115,7 @@ def test_messages_and_descriptors() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"?", __import__("marshal").dumps((1, 2)), __import__("marshal").dumps(([], {}, [1]))]
-)
+@pytest.mark.parametrize("body", [b"", b"?", marshal.dumps((1, 2)), marshal.dumps(([], {}, [1]))])
 def test_requests_that_make_no_sense(body: bytes) -> None:
     with pytest.raises(ValueError):
         Request.of(body, [5])
@@ -169,20 +171,20 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
 @pytest.mark.parametrize("reason", ["", "file", "gone file", "socket", "other socket", "idle", "memory"])
 def test_reasons_to_leave(reason: str, idle: host.Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "is_high", lambda: reason == "memory")
-    socket = tmp_path / "kv" / idle.name
+    path = tmp_path / "kv" / idle.name
     if reason == "file":
         (tmp_path / "m.gguf").write_bytes(b"model.")
     elif reason == "gone file":
         (tmp_path / "m.gguf").unlink()
     elif "socket" in reason:
-        socket.rename(tmp_path / "kept")
+        path.rename(tmp_path / "kept")
         if reason == "other socket":
-            socket.touch()
+            path.touch()
     elif reason == "idle":
         idle.used_at -= 61.0
     assert idle._reason_to_leave() == bool(reason)
     idle.leave()
-    assert socket.exists() == (reason == "other socket")
+    assert path.exists() == (reason == "other socket")
 
 
 def test_it_stays_while_it_is_used_and_for_ever(idle: host.Host) -> None:
@@ -193,3 +195,75 @@ def test_it_stays_while_it_is_used_and_for_ever(idle: host.Host) -> None:
     idle.keep_s = wanted.FOREVER
     assert idle._left() is None
     idle.leave()
+
+
+def test_a_folder_for_sockets_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    assert places.folder() == f"/tmp/kv-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert places.make() == places.make() == f"{tmp_path}/kv"
+
+
+@pytest.mark.parametrize("options", [(), ("-O",), ("-P", "-u"), ("-X", "utf8", "-X", "pycache_prefix=/nowhere", "-B")])
+def test_a_process_has_the_options_of_python_that_its_caller_has(options: tuple[str, ...], tmp_path: Path) -> None:
+    code = (
+        "import json; from kvcli.keepalive import places, wanted; print(json.dumps([places.kind(), wanted._options()]))"
+    )
+    first = json.loads(subprocess.check_output([sys.executable, *options, "-c", code]))
+    again = json.loads(subprocess.check_output([sys.executable, *first[1], "-c", code]))
+    assert first[0] == again[0]
+
+
+@pytest.mark.parametrize("ack", [True, False])
+def test_a_command_is_handed_on_once_the_other_process_has_taken_it(ack: bool, idle: host.Host) -> None:
+    """It is not where the other one leaves."""
+    ours, theirs = socket.socketpair()
+    asked = Request(marshal.dumps(([], {}, [])), os.open(".", os.O_PATH), (), (), {}, ())
+    child = os.fork()
+    if child == 0:
+        try:
+            request.hand_on(here.Forked("", None, asked, theirs, -1, 0), idle.name)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if ack:
+        idle._run = lambda conn, caller, request: (conn.close(), request.close())  # type: ignore[assignment, func-returns-value, misc]
+        idle._accept()
+    else:
+        assert idle.listener
+        idle.listener.accept()[0].close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (not ack)
+    for each in (ours, theirs):
+        each.close()
+    asked.close()
+    idle.leave()
+
+
+def test_a_command_that_cannot_be_watched_is_not_begun(idle: host.Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    for name in ("fork", "pidfd_open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            patch.setattr(host, "_do", lambda *_: signal.pause())
+            asked = Request.of(marshal.dumps(([], {}, [])), [os.open(".", os.O_PATH)])
+            with pytest.raises(OSError, match="Too many"):
+                idle._run(theirs, os.getpid(), asked)
+            asked.close()
+        assert len(os.listdir("/proc/self/fd")) == before and not idle.running
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    for each in (ours, theirs):
+        each.close()
+    idle.leave()
+
+
+def test_a_process_whose_folder_is_gone_ends(idle: host.Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "LOOK_S", 0.01)
+    shutil.rmtree(tmp_path / "kv")
+    idle.serve()
+    assert idle.listener is None

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -234,6 +235,25 @@ def test_another_model_is_not_taken_for_this_one(staying: Staying, cold: KvHere,
 def test_what_a_command_can_only_do_alone(how: tuple[str, ...], staying: Staying, cold: KvHere) -> None:
     before = staying.about["answered"]
     assert staying.run(*RUN, "-n", "2", *how, "hello")[1] == cold(*RUN, "-n", "2", "hello")[1].encode()
+    assert staying.about["answered"] == before
+
+
+def _few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_a_caller_that_may_have_few_descriptors(warm: Staying) -> None:
+    code, out, err = warm.run(*RUN, "-n", "4", "hello", preexec_fn=_few_descriptors)
+    assert (code, err) == (0, b"") and out
+
+
+def test_descriptors_with_high_numbers(staying: Staying, cold: KvHere) -> None:
+    before, null = staying.about["answered"], os.open(os.devnull, os.O_RDONLY)
+    high = [fcntl.fcntl(null, fcntl.F_DUPFD, number) for number in (512, 517)]
+    code, out, _ = staying.run(*RUN, "-n", "4", "hello", pass_fds=high)
+    for each in (null, *high):
+        os.close(each)
+    assert (code, out) == (0, cold(*RUN, "-n", "4", "hello")[1].encode())
     assert staying.about["answered"] == before
 
 
