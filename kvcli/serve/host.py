@@ -249,11 +249,11 @@ class Host:
                     raise  # else it had to make room for another one meanwhile
 
     def stop(self, seconds: float) -> None:
-        """See `Worker.stop`, for all."""
+        """See `Worker.stop`, for all. Texts that are at work are not waited for."""
         for served in self.loaded:
             served.worker.stop(seconds)
-        self._texts.shutdown()
-        self._slow_texts.shutdown()
+        for pool in (self._texts, self._slow_texts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class NoModel(ModelError):

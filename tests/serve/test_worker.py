@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Queue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from serving import open_engine, served
@@ -129,3 +131,12 @@ def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
         host.stop(0.0)
 
     asyncio.run(check())
+
+
+def test_texts_at_work_do_not_hold_up_the_end() -> None:
+    gate, nobody = threading.Event(), cast(Worker, SimpleNamespace(stop=lambda seconds: None))
+    host = Host(Served("tiny", nobody), Mock(), list, 1)
+    at_work = [host._slow_texts.submit(gate.wait, 10.0) for _ in range(3)]
+    host.stop(0.0)
+    assert not at_work[0].done() and at_work[2].cancelled()
+    gate.set()

@@ -184,3 +184,58 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_its_path(name: str) ->
     if name != "gemma4":
         with pytest.raises(UsageError, match="uniqueItems"):
             toolcases.use(BY_NAME[name], (Tool("f", parameters=odd, strict=True),))
+
+
+def doubled(levels: int) -> dict[str, object]:
+    """A schema whose references lead to 2**levels others."""
+    defs: dict[str, object] = {"d0": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    for level in range(levels):
+        defs[f"d{level + 1}"] = {"anyOf": [{"$ref": f"#/$defs/d{level}"}] * 2}
+    return {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{levels}"}}, "$defs": defs}
+
+
+LOOPED = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/a"}},
+    "$defs": {"a": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}]}},
+}
+TREE = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/node"}},
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {name: {"$ref": "#/$defs/node"} for name in "bcd"},
+            "additionalProperties": False,
+        }
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2", "gemma4"])
+def test_references_are_followed_once(name: str) -> None:
+    for schema in (doubled(40), LOOPED, TREE):
+        use = toolcases.use(BY_NAME[name], (Tool("f", parameters=schema),))
+        assert len(use.followed("")[0]) < 50_000
+
+
+def test_a_schema_of_itself_is_followed_to_any_depth() -> None:
+    tools = (Tool("f", parameters=TREE),)
+    words = tokenizer()
+    source, _ = toolcases.use(BY_NAME["gemma4"], tools, ToolChoice(True)).followed("")
+    for key, follows in (("b", True), ("x", False)):
+        arguments = "a:{" + "b:{c:{d:{" * 5 + f"{key}:{{}}" + "}}}" * 5 + "}"
+        text = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+        ids = words.encode_segments([(text, True)], add_bos=False)
+        matcher = Constraint(source, words, words.vocab_size)._matcher
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == follows
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2", "gemma4"])
+def test_a_grammar_that_grows_too_large_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.runtime.text.tools.rules._MOST", 40)
+    monkeypatch.setattr("kvcli.runtime.text.tools.rules._MOST_BYTES", 2000)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer", "title": "x" * 99} for i in range(40)}}
+    with pytest.raises(UsageError, match="its grammar is too large"):
+        toolcases.use(BY_NAME[name], (Tool("f", parameters=wide),))

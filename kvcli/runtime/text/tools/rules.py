@@ -13,6 +13,7 @@ from kvcli.runtime.text.tools import schemas
 from kvcli.runtime.text.tools.schemas import Schema, dumped
 
 _TEXT_KEYS = "pattern", "minLength", "maxLength", "format"
+_MOST, _MOST_BYTES = 10_000, 32 << 20  # rules of a grammar, and of the schemas that they name
 
 
 class Rules:
@@ -22,8 +23,15 @@ class Rules:
         self._tokenizer = tokenizer
         self._rules: dict[str, str] = {}
         self._parts: list[dict[str, Any]] = []
+        self._bytes = 0  # of their schemas
+        self._kinds: dict[str, frozenset[str]] = {}
         self.called, self.strict = "", False
         """Of the tool that rules are made for: the key with its schema, and whether all of it has to be followed."""
+
+    def begin(self, called: str, strict: bool) -> None:
+        """Rules of another tool follow, with a schema of its own."""
+        self.called, self.strict = called, strict
+        self._kinds.clear()
 
     def source(self, shape: str = "") -> str:
         """As `SampleOptions.grammar` has it, of the rule `start`; or of what another one says, `shape`."""
@@ -41,6 +49,9 @@ class Rules:
         return self.named(f"r{len(self._rules)}", body)
 
     def named(self, name: str, body: str) -> str:
+        """Raises UsageError for one too many."""
+        if len(self._rules) >= _MOST:
+            raise UsageError(f"{self.called} cannot be followed: its grammar is too large", "a simpler one can be")
         self._rules[name] = body
         return name
 
@@ -80,10 +91,21 @@ class Rules:
     def json(self, schema: Any, root: Schema) -> str:
         """JSON of a schema that is a part of `root`. Raises UsageError for one that is none."""
         whole = schemas.alone(schema, root)
+        self._bytes += len(dumped(whole))
+        if self._bytes > _MOST_BYTES:
+            raise UsageError(f"{self.called} cannot be followed: its grammar is too large", "a simpler one can be")
         inner = json.loads(grammar.json_schema(whole, self.called, lenient=not self.strict))["grammars"][0]
         name = f"s{len(self._parts)}"
         self._parts.append({**inner, "name": name})
         return f"@{name}"
+
+    def kinds(self, schema: Schema, root: Schema) -> frozenset[str]:
+        """As `schemas.kinds` has them, which is asked once for each reference."""
+        if not (name := schemas.reference(schema)):
+            return schemas.kinds(schema, root)
+        if name not in self._kinds:
+            self._kinds[name] = schemas.kinds(schema, root)
+        return self._kinds[name]
 
     def loosely(self, schema: Schema, allowed: frozenset[str]) -> None:
         """What a schema says of a text is not followed here. Raises UsageError where it has to be."""

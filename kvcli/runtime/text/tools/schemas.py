@@ -14,9 +14,9 @@ _DEPTH = 16  # of references to references
 def resolved(schema: Any, root: Schema) -> Schema:
     """The schema that local references lead to; one that leads nowhere allows anything."""
     for _ in range(_DEPTH):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+        if not (name := reference(schema)):
             break
-        path, found = schema["$ref"].removeprefix("#").split("/"), root
+        path, found = name.removeprefix("#").split("/"), root
         for name in path[1:]:
             found = found.get(name.replace("~1", "/").replace("~0", "~"), ANY) if isinstance(found, Mapping) else ANY
         schema = found
@@ -29,20 +29,34 @@ def alone(schema: Any, root: Schema) -> dict[str, Any]:
     return {**shared, **schema} if isinstance(schema, Mapping) else dict(shared)
 
 
+_ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+
+
 def kinds(schema: Any, root: Schema) -> frozenset[str]:
-    """The types that its values may have; all of them where it says nothing."""
-    found = resolved(schema, root)
-    types = found.get("type")
-    if isinstance(types, str):
-        return frozenset({types})
-    if isinstance(types, list):
-        return frozenset(map(str, types))
-    if isinstance(values := choices(found), list):
-        return frozenset(_kind(value) for value in values)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(found.get(key), list) and found[key]:
-            return frozenset().union(*(kinds(each, root) for each in found[key]))
-    return frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+    """The types that its values may have; all of them where it says nothing. Each reference is followed once."""
+    types, waiting, seen = set[str](), [schema], set[str]()
+    while waiting:
+        schema = waiting.pop()
+        if (name := reference(schema)) in seen:
+            continue
+        seen |= {name} - {""}
+        found = resolved(schema, root)
+        said = found.get("type")
+        if isinstance(said, (str, list)):
+            types |= {said} if isinstance(said, str) else set(map(str, said))
+        elif isinstance(values := choices(found), list):
+            types |= set(map(_kind, values))
+        elif several := [found[key] for key in ("anyOf", "oneOf") if isinstance(found.get(key), list) and found[key]]:
+            waiting += several[0]
+        else:
+            return _ALL
+    return frozenset(types) or _ALL
+
+
+def reference(schema: Any) -> str:
+    """What it leads to; "" = it stands for itself."""
+    name = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def choices(schema: Schema) -> list[Any] | None:

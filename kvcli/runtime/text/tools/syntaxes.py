@@ -129,7 +129,7 @@ class Tagged:
 
     def _entry(self, rules: Rules, key: str, root: Schema, schema: Schema) -> str:
         before, between, behind = self._pieces
-        allowed, listed = schemas.kinds(schema, root), schemas.choices(schemas.resolved(schema, root))
+        allowed, listed = rules.kinds(schema, root), schemas.choices(schemas.resolved(schema, root))
         if "string" not in allowed:
             value, text = f"{rules.json(schema, root)} {rules.text(behind)}", "false"
         else:
@@ -190,7 +190,7 @@ class _Python:
     def _rule_of(self, rules: Rules, schema: Schema, root: Schema) -> str:
         """JSON, but for the names that Python has for three values."""
         names = {"boolean": '"True" | "False"', "null": '"None"'}
-        allowed = schemas.kinds(schema, root)
+        allowed = rules.kinds(schema, root)
         if allowed <= set(names) and schemas.choices(schemas.resolved(schema, root)) is None:
             return f"({' | '.join(names[kind] for kind in sorted(allowed))})"
         return rules.json(schema, root)
@@ -235,40 +235,65 @@ class Bare:
         tell(dumped(value))
 
     def rule(self, rules: Rules, schema: Schema) -> str:
-        return self._object(rules, schema, schema, _DEEP)
+        return _BareRules(rules, schema, self.quote).made()
 
-    def _object(self, rules: Rules, schema: Schema, root: Schema, depth: int) -> str:
+
+class _BareRules:
+    """What the arguments of one schema, `root`, follow as `Bare` reads them. A reference has one rule, which all
+    that lead to it name: schemas may be of themselves."""
+
+    def __init__(self, rules: Rules, root: Schema, quote: str) -> None:
+        self._rules, self._root, self._quote = rules, root, quote
+        self._names: dict[str, str] = {}  # of rules, by references
+        self._waiting: list[tuple[str, Schema]] = []  # rules that are named, and not made yet
+
+    def made(self) -> str:
+        found = self._object(self._root, _DEEP)
+        while self._waiting:
+            name, schema = self._waiting.pop()
+            self._rules.named(name, self._inline(schema, _DEEP))
+        return found
+
+    def _object(self, schema: Schema, depth: int) -> str:
         """What stands behind the bracket that opens it. `depth`: of further ones in it that are followed."""
-        said, must = schemas.properties(schema, root), schemas.required(schema, root)
+        said, must = schemas.properties(schema, self._root), schemas.required(schema, self._root)
         if said is None:
-            one = f'{_KEY_RULE} ":" {self._any(rules)}'
+            one = f'{_KEY_RULE} ":" {self._any()}'
             return f'({one} ("," {one})*)? "}}"'
         items = [
-            (f"{rules.text(f'{key}:')} {self._value(rules, said[key], root, depth)}", key in must)
+            (f"{self._rules.text(f'{key}:')} {self._value(said[key], depth)}", key in must)
             for key in sorted(said)  # as templates write them
         ]
-        return f'{rules.sequence(items, ",")} "}}"'
+        return f'{self._rules.sequence(items, ",")} "}}"'
 
-    def _value(self, rules: Rules, schema: Schema, root: Schema, depth: int) -> str:
-        found, allowed = schemas.resolved(schema, root), schemas.kinds(schema, root)
-        quote, listed = rules.text(self.quote), schemas.choices(found)
+    def _value(self, schema: Schema, depth: int) -> str:
+        if not (name := schemas.reference(schema)):
+            return self._inline(schema, depth)
+        if name not in self._names:
+            self._names[name] = self._rules.add('""')
+            self._waiting.append((self._names[name], schemas.resolved(schema, self._root)))
+        return self._names[name]
+
+    def _inline(self, schema: Schema, depth: int) -> str:
+        found, allowed = schemas.resolved(schema, self._root), self._rules.kinds(schema, self._root)
+        quote, listed = self._rules.text(self._quote), schemas.choices(found)
         if listed and all(isinstance(each, str) for each in listed):
-            return f"{quote} ({' | '.join(map(rules.text, listed))}) {quote}"
+            return f"{quote} ({' | '.join(map(self._rules.text, listed))}) {quote}"
         if not allowed & {"string", "array", "object"}:
-            return rules.json(schema, root)
+            return self._rules.json(schema, self._root)
         if allowed == {"object"} and depth:
-            return rules.add(f'"{{" {self._object(rules, found, root, depth - 1)}')
+            return self._rules.add(f'"{{" {self._object(found, depth - 1)}')
         if allowed == {"array"} and depth:
-            one = rules.add(self._value(rules, found.get("items", ANY), root, depth - 1))
+            one = self._rules.add(self._value(found.get("items", ANY), depth - 1))
             return f'"[" ({one} ("," {one})*)? "]"'
-        rules.loosely(found, allowed)
-        return f"{quote} {rules.free(self.quote)}" if allowed == {"string"} else self._any(rules)
+        self._rules.loosely(found, allowed)
+        return f"{quote} {self._rules.free(self._quote)}" if allowed == {"string"} else self._any()
 
-    def _any(self, rules: Rules) -> str:
-        quote, name = rules.text(self.quote), "any_value"
+    def _any(self) -> str:
+        quote, name = self._rules.text(self._quote), "any_value"
         plain = r'/-?[0-9]+(\.[0-9]+)?/ | "true" | "false" | "null"'
         nested = f'"[" ({name} ("," {name})*)? "]" | "{{" ({_KEY_RULE} ":" {name} ("," {_KEY_RULE} ":" {name})*)? "}}"'
-        return rules.named(name, f"{quote} {rules.free(self.quote)} | {plain} | {nested}")
+        return self._rules.named(name, f"{quote} {self._rules.free(self._quote)} | {plain} | {nested}")
 
 
 def _quoted_keys(text: str) -> str:

@@ -134,7 +134,7 @@ def _rules(form: Form, tools: Sequence[Tool], several: bool, tokenizer: Tokenize
     rules, calls = Rules(tokenizer), []
     rules.named("start", "")  # comes first
     for tool in tools:
-        rules.called, rules.strict = tool.called, tool.strict
+        rules.begin(tool.called, tool.strict)
         grammar.json_schema(tool.parameters, tool.called, not tool.strict)  # whatever the form makes of it
         fields = {
             "name": rules.text(tool.name), "id": "/[a-zA-Z0-9]{9}/", "number": "/[0-9]{1,4}/",
