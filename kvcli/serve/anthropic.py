@@ -1,11 +1,13 @@
 """Anthropic's interface: messages, and counting of tokens.
 
-`cache_control` changes nothing: rows of prompts are always kept, and found wherever a later prompt begins the same.
+`cache_control` changes nothing: rows of prompts are always kept, and found wherever a later prompt begins the same. Nor
+does `context_management`: nothing of a conversation is taken out of it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -93,16 +95,19 @@ class ThinkingKey(msgspec.Struct, forbid_unknown_fields=True):
 class ToolKey(msgspec.Struct):
     """A tool; `cache_control` and examples are of no account."""
 
-    name: str
+    name: str = ""
     description: str = ""
     input_schema: Json | None = None
     type: str | None = None
     strict: bool = False
 
+    @property
+    def is_of_server(self) -> bool:
+        """Whether it is one that a server runs itself, which this one does not have."""
+        return self.type not in (None, "custom")
+
     def tool(self, number: int) -> Tool:
         """Raises UsageError."""
-        if self.type not in (None, "custom"):
-            raise UsageError(f"`tools[{number}]` is of type {self.type[:60]!r}, which this server does not have")
         called = f"`tools[{number}].input_schema`"
         return Tool(self.name, self.description, self.input_schema or NO_ARGUMENTS, self.strict, called)
 
@@ -123,6 +128,25 @@ class ChoiceKey(msgspec.Struct, forbid_unknown_fields=True):
         return found[self.type]
 
 
+class Format(msgspec.Struct):
+    type: str
+    schema: Json | None = None
+
+
+class OutputKey(msgspec.Struct):
+    """How an answer is; `effort` is of no account."""
+
+    format: Format | None = None
+
+    def shape(self) -> Callable[[], str] | None:
+        """What the answer's form is. Raises UsageError."""
+        if self.format is None:
+            return None
+        if self.format.type != "json_schema" or self.format.schema is None:
+            raise UsageError("`output_config.format` must be of type json_schema, with a `schema`")
+        return asked.shaped(self.format.schema, "output_config.format.schema")
+
+
 class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What makes a prompt."""
 
@@ -132,7 +156,9 @@ class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: ThinkingKey | None = None
     tools: list[ToolKey] | None = None
     tool_choice: ChoiceKey | None = None
+    output_config: OutputKey | None = None
     cache_control: Any = None  # of no account, see above
+    context_management: Any = None  # neither
 
     def question(self, base: Any) -> Question:
         """Raises UsageError."""
@@ -142,16 +168,24 @@ class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             messages = [{"role": "system", "content": system}, *messages]
         tools = self._tools()
         prompt, size = asked.chat(messages, self._reasoning(), tools), asked.chars(messages)
-        return Question(self.model, prompt, base, tools=tools is not None, chars=size)
+        shape = self.output_config.shape() if self.output_config else None
+        return Question(self.model, prompt, base, grammar=shape, tools=tools is not None, chars=size)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of tools that the model is not told of."""
+        return [str(each.type) for each in self.tools or () if each.is_of_server]
 
     def _tools(self) -> calls.Asked | None:
         """Raises UsageError."""
         if not self.tools:
             return None
-        tools = tuple(each.tool(number) for number, each in enumerate(self.tools))
+        tools = tuple(each.tool(number) for number, each in enumerate(self.tools) if not each.is_of_server)
         check_names(tools)
         choice = self.tool_choice.choice() if self.tool_choice else ToolChoice()
-        return calls.Asked(tools, choice) if choice else None
+        if choice and choice.must and not tools:
+            raise UsageError("`tool_choice` asks for a call, and this server has none of the `tools`")
+        return calls.Asked(tools, choice) if choice and tools else None
 
     def _reasoning(self) -> Any:
         """Raises UsageError."""
@@ -175,13 +209,11 @@ class MessagesCall(CountCall, kw_only=True):
     metadata: Any = None  # of no account, as those below
     service_tier: Any = None
     container: Any = None
-    context_management: Any = None
     mcp_servers: list[Json] | None = None
 
     def asks(self, serving: Serving) -> Question:
         """Raises UsageError."""
         asked.refuse({"mcp_servers": self.mcp_servers, "container": self.container}, "cannot be used with this server")
-        asked.refuse({"context_management": self.context_management}, "cannot be used with this server")
         options = asked.options(
             serving.sampling, max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, stop=asked.stops(self.stop_sequences),
@@ -300,12 +332,13 @@ async def messages(request: Request, serving: Serving, body: bytes) -> Response:
     if call.max_tokens < 1:
         raise UsageError("`max_tokens` must be 1 or more")
     reply = await wire.while_connected(request, serving.host.ask(call.asks(serving)))
-    form = _Message(reply)
+    form, headers = _Message(reply), calls.left_out(call.left_out)
     if call.stream:
         sent = wire.pieces(reply, "", form.write, form.end, PING, lambda found: wire.event(failure(found), "error"))
-        return wire.Stream(sent, reply)
+        return wire.Stream(sent, reply, headers=headers)
     async with reply:
-        return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
+        whole = form.whole((await wire.while_connected(request, reply.whole()))[0])
+    return wire.object_response(whole, headers=headers)
 
 
 async def count_tokens(request: Request, serving: Serving, body: bytes) -> Response:

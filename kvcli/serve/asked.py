@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -104,8 +105,14 @@ def chat(
 
 
 def chars(messages: list[Json]) -> int:
-    """Of text in all of them."""
-    return sum(len(message["content"]) for message in messages)
+    """Of text in all of them, with what was thought and the arguments of calls."""
+    told = (function["arguments"] for message in messages for function in _functions(message))
+    arguments = sum(len(each) if isinstance(each, str) else len(json.dumps(each, ensure_ascii=False)) for each in told)
+    return arguments + sum(len(each["content"]) + len(each.get("reasoning_content") or "") for each in messages)
+
+
+def _functions(message: Json) -> list[Json]:
+    return [call["function"] for call in message.get("tool_calls") or ()]
 
 
 def _chat(messages: list[Json], lead: str, thinking: Change | None, tools: Asked | None, text: ModelText) -> Prompt:

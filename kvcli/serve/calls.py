@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ def asked(tools: list[Json] | None, choice: Any, several: bool | None) -> Asked 
     UsageError."""
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise UsageError("`tool_choice` needs `tools`", "leave it out")
+            raise UsageError("`tool_choice` needs `tools` that are functions", "leave it out")
         return None
     found = tools_of(tools)
     if choice == "none":
@@ -67,6 +68,12 @@ def _name(choice: Any) -> str:
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise UsageError("`tool_choice` has a function without a `name`")
     return str(inner["name"])
+
+
+def left_out(kinds: Iterable[str]) -> dict[str, str]:
+    """The header of an answer whose model was not told of tools, which a server runs itself, of these types."""
+    names = [re.sub(r"[^\w.-]", "?", kind[:40], flags=re.ASCII) for kind in dict.fromkeys(kinds)]
+    return {"kv-tools-left-out": ", ".join(names[:20])} if names else {}
 
 
 def told(calls: list[Json], path: str) -> list[Json]:

@@ -96,13 +96,24 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     max_tool_calls: Any = None
     include: list[str] | None = None
-    store: Any = None  # of no account, as those below
+    client_metadata: Any = None  # of no account, as those below
+    store: Any = None
     user: Any = None
     metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    @property
+    def functions(self) -> list[Json]:
+        """The tools that the model is told of: others are run by a server."""
+        return [tool for tool in self.tools or () if tool.get("type", "function") == "function"]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of the others."""
+        return [str(tool["type"]) for tool in self.tools or () if tool.get("type", "function") != "function"]
 
     def question(self, serving: Serving) -> Question:
         """Raises UsageError."""
@@ -127,7 +138,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         effort = self.reasoning.effort if self.reasoning else None
         mode = {"none": "off", None: None}.get(effort, "on")
         thinking = asked.reasoning(mode, None, {"reasoning_effort": effort} if mode == "on" else None)
-        tools = calls.asked(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools = calls.asked(self.functions, self.tool_choice, self.parallel_tool_calls)
         prompt = asked.chat(messages, thinking, tools)
         told, size = tools is not None, asked.chars(messages)
         return Question(self.model, prompt, options, grammar=self._shape(), tools=told, chars=size)
@@ -150,8 +161,8 @@ class _Response:
             "id": wire.new_id("resp_"), "object": "response", "created_at": int(time.time()), "error": None,
             "incomplete_details": None, "instructions": call.instructions, "metadata": call.metadata or {},
             "model": reply.served.name, "parallel_tool_calls": call.parallel_tool_calls is not False,
-            "temperature": options.temperature, "tools": call.tools or [],
-            "tool_choice": call.tool_choice or ("auto" if call.tools else "none"), "top_p": options.top_p,
+            "temperature": options.temperature, "tools": call.functions,
+            "tool_choice": call.tool_choice or ("auto" if call.functions else "none"), "top_p": options.top_p,
             "max_output_tokens": call.max_output_tokens, "previous_response_id": None, "store": False,
             "truncation": "disabled",
         }  # fmt: skip
@@ -290,14 +301,15 @@ def _called(call: calls.Called, arguments: str) -> Json:
 
 async def responses(request: Request, serving: Serving, body: bytes) -> Response:
     call = asked.decoded(body, Call)
-    question = call.question(serving)
+    question, headers = call.question(serving), calls.left_out(call.left_out)
     reply = await wire.while_connected(request, serving.host.ask(question))
     form = _Response(call, reply, reply.options[0])
     if call.stream:
         sent = wire.pieces(reply, form.begin(), form.write, form.end, ": ping\n\n", form.failed)
-        return wire.Stream(sent, reply)
+        return wire.Stream(sent, reply, headers=headers)
     async with reply:
-        return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
+        whole = form.whole((await wire.while_connected(request, reply.whole()))[0])
+    return wire.object_response(whole, headers=headers)
 
 
 ROUTES = (("POST", "/v1/responses", responses),)

@@ -44,9 +44,15 @@ def event(value: Any, name: str = "") -> str:
 class Stream(StreamingResponse):
     """What is sent while it is made. It ends where the client is gone, or does not read for SLOW_S."""
 
-    def __init__(self, content: Pieces, reply: Reply, media_type: str = "text/event-stream") -> None:
+    def __init__(
+        self,
+        content: Pieces,
+        reply: Reply,
+        media_type: str = "text/event-stream",
+        headers: dict[str, str] | None = None,
+    ) -> None:
         """`reply`: what it begins with, which is closed even where nothing of it was sent."""
-        super().__init__(content, media_type=media_type)
+        super().__init__(content, headers=headers, media_type=media_type)
         self.reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -25,6 +25,9 @@ NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
 TOOLS: Any = [{"type": "function", "function": function} for function in (WEATHER, NOW)]
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 CHAT, ODD = "/v1/chat/completions", {"properties": {"b": {"type": "odd"}}}
+SERVED: Any = {"max_tokens": 1, "tools": [{"type": "bash_2", "name": "b"}]}
+BOTH: Any = [*SERVED["tools"], {"name": "now", "input_schema": {"type": "object"}}]
+SEARCH: Any = {"messages": None, "input": "x", "tools": [{"type": "web_search"}]}
 ASKED: Any = {"model": "tiny", "temperature": 0.7, "seed": 5, "parallel_tool_calls": False}
 
 
@@ -196,8 +199,11 @@ def test_ollama(calling: Server) -> None:
         (CHAT, {"tool_choice": "required"}, "needs 'tools'"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "'tools[0]' must be a function"),
         (CHAT, {"tools": [{"function": {"name": "a", "parameters": ODD}}]}, "cannot be followed at $.properties.b"),
-        ("/v1/messages", {"max_tokens": 1, "tools": [{"type": "bash_2", "name": "b"}]}, "'tools[0]' is of type"),
-        ("/v1/responses", {"input": "x", "messages": None, "tools": [{"type": "mcp"}]}, "'tools[0]' must be a func"),
+        ("/v1/messages", {**SERVED, "tool_choice": {"type": "any"}}, "this server has none of the 'tools'"),
+        ("/v1/messages", {**SERVED, "tools": BOTH, "tool_choice": {"type": "tool", "name": "b"}}, "no tool 'b'"),
+        ("/v1/messages", {"max_tokens": 1, "output_config": {"format": {"type": "text"}}}, "'output_config.format'"),
+        ("/v1/responses", {**SEARCH, "tool_choice": {"type": "web_search"}}, "needs 'tools' that are functions"),
+        ("/v1/responses", {**SEARCH, "tool_choice": "required"}, "needs 'tools'"),
         ("/api/chat", {"tools": [{"function": {}}], "stream": False}, "'tools[0].function.name' is missing"),
     ],
 )
@@ -210,3 +216,43 @@ def test_what_cannot_be_called_is_refused(calling: Server, path: str, more: dict
 def test_a_template_without_tools_is_told(server: Server) -> None:
     found = server.post("/v1/chat/completions", {"messages": HELLO, "tools": TOOLS})
     assert found.status_code == 400 and "takes no tools" in found.json()["error"]["message"]
+
+
+def test_what_coding_agents_send(calling: Server) -> None:
+    """Keys that change no answer of a local model are passed over, and so are tools that a server runs itself."""
+    plain: Any = {"max_tokens": 8, "messages": HELLO, "temperature": 0, "tools": BOTH[1:]}
+    more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "tools": BOTH}
+    more |= {"output_config": {"effort": "high"}, "metadata": {"user_id": "x"}}
+    for stream in (False, True):
+        found = calling.post("/v1/messages", {**plain, **more, "stream": stream})
+        assert found.status_code == 200 and found.headers["kv-tools-left-out"] == "bash_2", found.text
+    told = calling.post("/v1/messages", plain)
+    assert "kv-tools-left-out" not in told.headers
+    assert told.json()["content"] == calling.post("/v1/messages", {**plain, **more}).json()["content"]
+    tools = [{"type": "function", **NOW}, {"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+    tools += [{"type": "namespace", "name": "mcp", "tools": []}, {"type": "x\r\ny"}]
+    codex = {"input": "Hello", "max_output_tokens": 8, "client_metadata": {"x": "y"}, "tools": tools, "store": False}
+    for stream in (False, True):
+        found = calling.post("/v1/responses", {**codex, "stream": stream})
+        assert found.status_code == 200, found.text
+        assert found.headers["kv-tools-left-out"] == "web_search, custom, namespace, x??y"
+    assert [tool["name"] for tool in calling.post("/v1/responses", codex).json()["tools"]] == ["now"]
+
+
+def test_a_message_of_a_form(calling: Server) -> None:
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    found = calling.post("/v1/messages", {"max_tokens": 200, "messages": HELLO, "output_config": config})
+    assert found.status_code == 200, found.text
+    jsonschema.validate(json.loads(found.json()["content"][0]["text"]), SCHEMA)
+
+
+def test_characters_of_calls_and_of_thoughts_are_counted(calling: Server) -> None:
+    long = "x " * 500_000
+    for call in (json.dumps({"a": long}), {"a": long}):
+        message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "now", "arguments": call}}],
+        }
+        found = calling.post(CHAT, {"messages": [*HELLO, message, {"role": "tool", "content": "x"}]})
+        assert found.status_code == 400 and "1,000,0" in found.text and "characters" in found.text, found.text
