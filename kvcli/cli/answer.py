@@ -92,7 +92,7 @@ def result_of(engine: Engine, sequence: Rows, job: Job, parts: list[Token], end:
     logprobs = None if job.sampling.logprobs is None else told
     facts = cache_facts(engine, sequence), job.sampling, list(job.told), memory, None, job.cut
     told_of_calls = [*(each for part in parts for each in part.calls), *end.calls]
-    calls = None if job.tools is None else ToolCalls.of(told_of_calls, end.called)
+    calls = None if job.tools is None else ToolCalls.of(told_of_calls)
     return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs, calls=calls)
 
 

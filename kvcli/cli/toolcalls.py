@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcli.runtime.text.tools.parts import CallPart, joined
+from kvcli.runtime.text.tools.schemas import loads
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,10 @@ class ToolCalls:
     cut: str
 
     @classmethod
-    def of(cls, parts: Iterable[CallPart], count: int) -> ToolCalls:
-        """`count`: how many are whole."""
+    def of(cls, parts: Iterable[CallPart]) -> ToolCalls:
         found = joined(parts)
-        whole = [{"name": name, "arguments": json.loads(text)} for name, text in found[:count]]
-        return cls(whole, found[-1][0] if len(found) > count else "")
+        whole = [{"name": call.name, "arguments": loads(call.arguments)} for call in found if call.whole]
+        return cls(whole, next((call.name for call in reversed(found) if not call.whole), ""))
 
     @property
     def lines(self) -> str:

@@ -99,12 +99,13 @@ def one_told(id: Any, name: str, arguments: Any, path: str) -> Json:
 
 @dataclass
 class Called:
-    """One call of an answer. `text`: its arguments so far, which are JSON when it is whole."""
+    """One call of an answer. `text`: its arguments so far, which are JSON when it is `whole`."""
 
     number: int
     name: str
     id: str = field(default_factory=new_id)
     text: str = ""
+    whole: bool = False
 
 
 class Calls:
@@ -120,4 +121,6 @@ class Calls:
                 self.found.append(Called(part.number, part.name))
             call = self.found[part.number]
             call.text += part.arguments
-            yield call, part.arguments
+            call.whole |= part.whole
+            if part.arguments:
+                yield call, part.arguments

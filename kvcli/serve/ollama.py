@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -19,6 +18,7 @@ from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Token
 from kvcli.runtime.text import grammar
 from kvcli.runtime.text.tools.forms import form_of
+from kvcli.runtime.text.tools.schemas import loads
 from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure, Refused
@@ -169,7 +169,7 @@ class _Lines:
 
     def __init__(self, reply: Reply, model: str, chat: bool) -> None:
         self.model, self.chat = model or reply.served.name, chat
-        self.calls, self.told = calls.Calls(), 0  # calls, and how many of them were told
+        self.calls, self.told = calls.Calls(), 0  # calls, and the first of them that may be told
 
     def said(self, text: str, thinking: str, called: list[calls.Called]) -> Json:
         if self.chat:
@@ -195,7 +195,8 @@ class _Lines:
         }
 
     def whole(self, answer: Answer) -> Json:
-        return self.object(answer.text, answer.reasoning, answer.end, answer.calls.found[: answer.end.called])
+        called = [call for call in answer.calls.found if call.whole]
+        return self.object(answer.text, answer.reasoning, answer.end, called)
 
     def write(self, number: int, event: Event) -> str:
         """Calls are told when they are whole."""
@@ -203,15 +204,15 @@ class _Lines:
             return ""
         for _ in self.calls.take(event.calls):
             pass
-        whole = event.called if isinstance(event, End) else len(self.calls.found) - 1
-        called, self.told = self.calls.found[self.told : whole], max(self.told, whole)
+        called = [call for call in self.calls.found[self.told :] if call.whole]
+        self.told = called[-1].number + 1 if called else self.told
         some = event.text or event.reasoning or called
         sent = _line(self.object(event.text, event.reasoning, None, called)) if some else ""
         return sent + (_line(self.object("", "", event)) if isinstance(event, End) else "")
 
 
 def _call(call: calls.Called) -> Json:
-    return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": json.loads(call.text)}}
+    return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": loads(call.text)}}
 
 
 async def _answered(request: Request, serving: Serving, question: Question, call: _Common, chat: bool) -> Response:

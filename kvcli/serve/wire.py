@@ -23,8 +23,8 @@ Pieces = AsyncIterator[str]
 
 
 def dump(value: Any) -> str:
-    """JSON on one line."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """JSON on one line, which UTF-8 can have: halves of surrogate pairs are ?."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace").decode()
 
 
 def new_id(prefix: str) -> str:
@@ -32,7 +32,7 @@ def new_id(prefix: str) -> str:
 
 
 def object_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump(value).encode("utf-8", "replace"), status, headers, "application/json")
+    return Response(dump(value), status, headers, "application/json")
 
 
 def event(value: Any, name: str = "") -> str:

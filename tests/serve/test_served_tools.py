@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import jsonschema
@@ -13,6 +14,12 @@ import openai
 import pytest
 from chattemplates import TEMPLATES
 from serving import Server, open_engine, running
+
+from kvcli.runtime.engine.events import Token
+from kvcli.runtime.text.tools.parts import CallPart
+from kvcli.serve import wire
+from kvcli.serve.host import Reply
+from kvcli.serve.ollama import _Lines
 
 SCHEMA = {
     "type": "object",
@@ -256,3 +263,20 @@ def test_characters_of_calls_and_of_thoughts_are_counted(calling: Server) -> Non
         }
         found = calling.post(CHAT, {"messages": [*HELLO, message, {"role": "tool", "content": "x"}]})
         assert found.status_code == 400 and "1,000,0" in found.text and "characters" in found.text, found.text
+
+
+def test_what_ollama_is_told_of_calls() -> None:
+    """Whole ones, each once, also behind one that broke off."""
+    form = _Lines(cast(Reply, None), "tiny", True)
+    parts = [
+        (CallPart(0, "f", '{"a": 1'),),
+        (CallPart(1, "g", '{"b": '), CallPart(1, "", "1e999}"), CallPart(1, "", "", True)),
+        (CallPart(2, "h", "{}"), CallPart(2, "", "", True)),
+    ]
+    sent = [json.loads(form.write(0, Token(1, "x", calls=each)))["message"].get("tool_calls", []) for each in parts]
+    assert [[call["function"]["name"] for call in each] for each in sent] == [[], ["g"], ["h"]]
+    assert sent[1][0]["function"]["arguments"] == {"b": sys.float_info.max}
+
+
+def test_half_a_surrogate_pair_can_be_sent() -> None:
+    assert wire.event({"a": "x\ud800"}).encode() == b'data: {"a":"x?"}\n\n'

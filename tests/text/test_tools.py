@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import jsonschema
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toolcases import BY_NAME, SCHEMAS, TRANSCRIPTS, expected, tokenizer
 
+from kvcli.cli.toolcalls import ToolCalls
 from kvcli.errors import UsageError
 from kvcli.runtime.text.grammar import Constraint
 from kvcli.runtime.text.tokenizer import StreamDecoder
 from kvcli.runtime.text.tools.forms import FORMS, Form
+from kvcli.runtime.text.tools.parts import joined
 from kvcli.runtime.text.tools.reader import CallReader
 from kvcli.runtime.text.tools.use import Tool, ToolChoice, tools_of
 
@@ -239,3 +242,55 @@ def test_a_grammar_that_grows_too_large_is_refused(name: str, monkeypatch: pytes
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer", "title": "x" * 99} for i in range(40)}}
     with pytest.raises(UsageError, match="its grammar is too large"):
         toolcases.use(BY_NAME[name], (Tool("f", parameters=wide),))
+
+
+def test_a_call_that_broke_off_is_not_a_whole_one() -> None:
+    text = '[f(x=1, y=}, g()]</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    broken = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"} oh\n'
+    reader = CallReader(BY_NAME["hermes"], SCHEMAS)
+    parts = [part for found in (reader.push(broken), reader.push(text), reader.flush()) for part in found[1]]
+    first, second = joined(parts)
+    assert (first.name, first.whole, second.name, second.whole) == ("get_weather", False, "now", True)
+    assert ToolCalls.of(parts) == ToolCalls([{"name": "now", "arguments": {}}], "get_weather")
+
+
+def test_a_call_that_follows_no_grammar_is_waited_for_again() -> None:
+    words, reader = tokenizer(), CallReader(BY_NAME["hermes"], SCHEMAS)
+    constraint = Constraint(toolcases.use(BY_NAME["hermes"]).followed("")[0], words, words.vocab_size, waits=True)
+    reader.push('<tool_call>\n{"nome')
+    assert not constraint.begin('<tool_call>\n{"nome') and constraint.waits and reader.begun == ""
+    reader.push("and then <tool_call>")
+    assert reader.begun == "<tool_call>" and constraint.begin(reader.begun) and not constraint.waits
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1e999</arg_value>\n</tool_call>"),
+        ("lfm2", "<|tool_call_start|>[f(x=1e999)]<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>call:f{x:1e999}<tool_call|>"),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1e999}}\n</tool_call>'),
+    ],
+)
+def test_numbers_that_no_float_can_have_are_the_largest(name: str, text: str) -> None:
+    reader = CallReader(BY_NAME[name], {"f": {"properties": {"x": {"type": "number"}}}})
+    parts = [*reader.push(text)[1], *reader.flush()[1]]
+    assert "Inf" not in joined(parts)[0].arguments
+    assert ToolCalls.of(parts).whole == [{"name": "f", "arguments": {"x": sys.float_info.max}}]
+
+
+@pytest.mark.parametrize("empty", ["\n</parameter>", "\n\n</parameter>", "</parameter>"])
+def test_an_empty_value_swallows_nothing(empty: str) -> None:
+    properties = {"a": {"type": "string"}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    form, words = BY_NAME["qwen3-coder"], tokenizer()
+    text = f"<tool_call>\n<function=f>\n<parameter=a>{empty}\n<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], list(text)):
+        reader = CallReader(form, {"f": schema})
+        parts = [part for piece in pieces for part in reader.push(piece)[1]]
+        assert json.loads(joined(parts)[0].arguments) == {"a": "", "b": "x"} and reader.whole == 1
+    if empty != "</parameter>":  # which no template writes
+        source, _ = toolcases.use(form, (Tool("f", parameters=schema),)).followed("")
+        ids = words.encode_segments([(text, True)], add_bos=False)
+        matcher = Constraint(source, words, words.vocab_size)._matcher
+        assert matcher.try_consume_tokens(ids) == len(ids) and (matcher.is_stopped() or matcher.is_accepting())

@@ -54,7 +54,7 @@ class AnswerText:
 
     @property
     def calls_begun(self) -> str:
-        """All text since the first mark of a call, when it was found; "" = none was."""
+        """All text since the newest mark of a call, when it was found; "" = none was, or it was of none."""
         return self._reader.begun if self._reader else ""
 
     @property

@@ -156,7 +156,9 @@ class Constraint:
         """The text has come that it waits for, and this much more. False where that does not follow the grammar, which
         it goes on to wait for then."""
         ids = self._tokenizer.encode_segments([(text, True)], add_bos=False)
-        self.waits = self._matcher.try_consume_tokens(ids) < len(ids)
+        if self._matcher.validate_tokens(ids) == len(ids):
+            self._matcher.try_consume_tokens(ids)
+            self.waits = False
         return not self.waits
 
     def copy(self, vocab_size: int) -> Constraint:

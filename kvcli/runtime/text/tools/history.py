@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli.runtime.text.tools.schemas import dumped
+from kvcli.runtime.text.tools.schemas import dumped, loads
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.template import ChatTemplate
@@ -40,7 +39,7 @@ def _call(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
     function, arguments = call["function"], call["function"]["arguments"]
     if as_object and isinstance(arguments, str):
         try:
-            value = json.loads(arguments or "{}")
+            value = loads(arguments or "{}")
         except (ValueError, RecursionError):
             value = None
         arguments = value if isinstance(value, dict) else arguments

@@ -35,7 +35,7 @@ class CallReader:
         self._fresh = True  # nothing but white space has come
         self.whole = 0  # calls that have come to their ends
         self.begun = ""
-        """All that came since the first mark of a call, when it was found; "" = none was."""
+        """All that came since the newest mark of a call, when it was found; "" = none was, or it was of none."""
         self._run = self._read()
         next(self._run)
 
@@ -62,7 +62,7 @@ class CallReader:
         try:
             while True:
                 yield from self._answer()
-                self.begun = self.begun or source.held
+                self.begun = source.held
                 yield from self._calls()
         except Ended:
             self._text.append("" if self._told else self._gap + source.taken + source.held)
@@ -107,7 +107,7 @@ class CallReader:
                 yield from source.literal(form.between)
         except Mismatch:
             self._show("" if self._told else self._gap + source.taken)
-            self._told, self._gap = False, ""
+            self._told, self._gap, self.begun = False, "", ""
 
     def _call(self) -> Reading[None]:
         source, tool = self._source, ""
@@ -130,6 +130,7 @@ class CallReader:
                 yield from source.word(_WORDS[field])
             else:
                 yield from source.literal(piece)
+        self._parts.append(CallPart(self._number, "", "", whole=True))
         self.whole += 1
         self._fresh, self._told = False, False
         source.begin()

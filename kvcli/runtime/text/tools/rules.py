@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,11 @@ from kvcli.runtime.text.tools.schemas import Schema, dumped
 
 _TEXT_KEYS = "pattern", "minLength", "maxLength", "format"
 _MOST, _MOST_BYTES = 10_000, 32 << 20  # rules of a grammar, and of the schemas that they name
+
+
+def _escaped(text: str) -> str:
+    """As regular expressions of a grammar have it, on one line."""
+    return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
 
 
 class Rules:
@@ -59,15 +65,15 @@ class Rules:
         """Exactly this, in which control tokens are tokens."""
         return " ".join(dumped(part) if isinstance(part, str) else f"<[{part}]>" for part in self._split(text)) or '""'
 
-    def free(self, ends: str) -> str:
-        """Any text up to `ends`, and that."""
+    def free(self, ends: str, begins: str = "") -> str:
+        """`begins`, any text up to `ends`, and that. Where `ends` begins like that, it may come alone."""
         first, *rest = self._split(ends)
         behind = " ".join(dumped(part) if isinstance(part, str) else f"<[{part}]>" for part in rest)
         if not isinstance(first, str):  # which no text holds
-            return f"/(?s:.*)/ <[{first}]> {behind}"
-        name = f"text{len(self._rules)}"
-        self.named(f"{name}[suffix={dumped(first)}]", "/(?s:.*)/")
-        return f"{name} {behind}"
+            return f"{self.text(begins)} /(?s:.*)/ <[{first}]> {behind}"
+        name, alone = f"text{len(self._rules)}", begins and first.startswith(begins) and first != begins
+        self.named(f"{name}[suffix={dumped(first)}]", f"/({_escaped(begins)}(?s:.*))?/" if alone else "/(?s:.*)/")
+        return f"{'' if alone else self.text(begins)} {name} {behind}"
 
     def _split(self, text: str) -> list[str | int]:
         """Texts, and the ids of control tokens, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,13 +99,23 @@ def value_of(text: str, allowed: frozenset[str]) -> Any:
     if allowed == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = loads(text)
     except (ValueError, RecursionError):
         return text
     fits = _kind(value) in allowed or (_kind(value) == "integer" and "number" in allowed)
     return value if fits or "string" not in allowed else text
 
 
+def loads(text: str) -> Any:
+    """The value of a JSON text. A number that no float can have, such as 1e999, is the largest one, since JSON has no
+    infinity; what only Python takes for a number stays a text. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_float=_number, parse_constant=str)
+
+
+def _number(text: str) -> float:
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
 def dumped(value: Any) -> str:
-    """JSON as grammars and templates write it."""
-    return json.dumps(value, ensure_ascii=False)
+    """JSON as grammars and templates write it. Raises ValueError for a number that it cannot have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -4,7 +4,6 @@ and says as a grammar how they stand there. No torch."""
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,19 +93,27 @@ class Tagged:
         return before, between, behind
 
     def read(self, source: Source, schema: Schema, tell: Tell) -> Reading[None]:
-        before, between, behind = self._pieces
+        before, between, _ = self._pieces
         said, found = schemas.properties(schema, schema) or {}, _Object(tell)
         while not (yield from source.begins(self.ends.split("\n")[0])):
             yield from source.literal(before)
             key = yield from source.word(_KEY)
             text_only = yield from self._between(source, between)
-            if between.endswith("\n") and (yield from source.has("\n")):
-                source.take(1)
-            value, _ = yield from source.until([behind.rstrip()])
+            value = yield from self._taken(source)
             allowed = schemas.kinds(said.get(key, ANY), schema) if text_only is None else _TOLD[text_only]
             found.put(key, schemas.value_of(value, allowed))
         yield from source.literal(self.ends)
         found.end()
+
+    def _taken(self, source: Source) -> Reading[str]:
+        """Take a value, and what stands behind it; of an empty one on a line of its own the tag may come at once."""
+        _, between, behind = self._pieces
+        if between.endswith("\n") and (yield from source.has("\n")):
+            source.take(1)
+        if behind.startswith("\n") and (yield from source.has(behind.strip())):
+            source.take(len(behind.strip()))
+            return ""
+        return (yield from source.until([behind.rstrip()]))[0]
 
     def _between(self, source: Source, between: str) -> Reading[bool | None]:
         """Take what stands between key and value; whether that is a text, where it is told."""
@@ -130,12 +137,14 @@ class Tagged:
     def _entry(self, rules: Rules, key: str, root: Schema, schema: Schema) -> str:
         before, between, behind = self._pieces
         allowed, listed = rules.kinds(schema, root), schemas.choices(schemas.resolved(schema, root))
+        line = "\n" if between.endswith("\n") else ""
+        between = between.removesuffix(line)
         if "string" not in allowed:
-            value, text = f"{rules.json(schema, root)} {rules.text(behind)}", "false"
+            value, text = f"{rules.text(line)} {rules.json(schema, root)} {rules.text(behind)}", "false"
         else:
-            value, text = rules.free(behind), "true"
+            value, text = rules.free(behind, line), "true"
             if listed and all(isinstance(each, str) for each in listed):
-                value = f"({' | '.join(map(rules.text, listed))}) {rules.text(behind)}"
+                value = f"{rules.text(line)} ({' | '.join(map(rules.text, listed))}) {rules.text(behind)}"
             else:
                 rules.loosely(schemas.resolved(schema, root), allowed)
         return f"{rules.text(before)} {key} {rules.text(between.replace('«text»', text))} {value}"
@@ -202,7 +211,7 @@ PYTHON = _Python()
 def _of_python(text: str) -> Any:
     """The value of a literal of Python or JSON; what is none is a text."""
     try:
-        return json.loads(text)
+        return schemas.loads(text)
     except (ValueError, RecursionError):
         pass
     try:
@@ -229,7 +238,7 @@ class Bare:
                 self.quote, ""
             )
         try:
-            value = json.loads(text)
+            value = schemas.loads(text)
         except (ValueError, RecursionError):
             raise Mismatch from None
         tell(dumped(value))
