@@ -300,6 +300,10 @@ def _tells_json(error: KVError, args: list[str], invocation: Invocation | None) 
 def _asks_for_json(args: list[str]) -> bool:
     """Whether the words, of which no option was noted yet, have one that asks for JSON."""
     words = args[: args.index("--")] if "--" in args else args
+    if "launch" in words:  # what stands behind the program's name is the program's
+        from kvcli.cli.agents import AGENTS
+
+        words = words[: next((i for i, word in enumerate(words) if word in AGENTS), None)]
     return any(word in ("--json", "--jsonl", "--stream-json") for word in words)
 
 

@@ -33,10 +33,12 @@ def test_an_answer_and_what_is_told_of_it(kv_here: KvHere, models: tuple[str, ..
     usage = value["usage"]
     assert value["sampling"]["spec"] == "draft" and usage["drafted_tokens"] == usage["accepted_tokens"] > 20
     assert usage["tokens_per_step"] > 2.5
-    code, out, err = kv_here(*asked, "--json", "--spec", "off")
+    alone = [word for word in asked if word != "--draft-model"]
+    alone.remove(models[1])
+    code, out, err = kv_here(*alone, "--json", "--spec", "off")
     plain = json.loads(out)
     assert plain["text"] == value["text"] and plain["usage"]["drafted_tokens"] == 0
-    assert value["memory"]["full_context_bytes"] == plain["memory"]["full_context_bytes"]
+    assert value["memory"]["full_context_bytes"] > plain["memory"]["full_context_bytes"]
     code, out, err = kv_here(*asked, "--stats")
     assert re.search(r"(\d+) of \1 drafted tokens right, \d\.\d\d tok a step", err)
 
@@ -59,6 +61,8 @@ def test_lines_of_a_batch(kv_here: KvHere, models: tuple[str, ...], tmp_path: Pa
         (("--draft-model", "LFM2"), 3, "the draft model has layers that keep a state"),
         (("--draft-model", "LLAMA", "--evict", "h2o", "--budget", "128"), 2, "nothing can be guessed with --evict h2o"),
         (("--draft-model", "LLAMA", "--attend", "pages:4"), 2, "nothing can be guessed with --attend pages:4"),
+        (("--draft-model", "LLAMA", "--spec", "off"), 2, "--draft-model and --spec off cannot be used together"),
+        (("--draft-model", "LLAMA", "--spec", "suffix"), 2, "--draft-model and --spec suffix cannot"),
         (("-md", "x"), 2, "is --draft-model here"),
     ],
 )
@@ -66,3 +70,10 @@ def test_what_cannot_be_is_one_line(kv_here: KvHere, args: tuple[str, ...], code
     args = tuple(str(tiny.make(each.lower()).path) if each in ("LLAMA", "LFM2") else each for each in args)
     found, out, err = kv_here("run", "--raw", "--no-stdin", "-m", str(tiny.make("llama").path), "x", *args)
     assert (found, out) == (code, "") and message in err, err
+
+
+@pytest.mark.parametrize("command", [("chat", "--script"), ("serve", "--port", "0")])
+def test_a_draft_model_that_would_do_nothing(kv_here: KvHere, command: tuple[str, ...]) -> None:
+    model = str(tiny.make("llama").path)
+    code, _, err = kv_here(*command, "-m", model, "--draft-model", model, "--spec", "off")
+    assert code == 2 and "--draft-model and --spec off cannot be used together" in err

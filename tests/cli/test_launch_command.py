@@ -114,3 +114,9 @@ def test_what_opencode_is_told_leaves_what_the_user_says() -> None:
     for wrong in ("[1]", "{", '{"provider": 1}'):
         with pytest.raises(UsageError, match="OPENCODE_CONFIG_CONTENT"):
             AGENTS["opencode"](PLACE, {"OPENCODE_CONFIG_CONTENT": wrong})
+
+
+def test_options_of_the_program_are_not_those_of_kv(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, out, err = kv_here("launch", "-m", "x.gguf", "codex", "exec", "--json")
+    assert (code, out) == (2, "") and "codex is not installed" in err

@@ -294,7 +294,8 @@ def run(
     """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
-        load, policy = draft.add_to(model.options(invocation.offline)), overflow.on_overflow
+        spec = sample.spec if many.batch is None else None  # lines may say otherwise
+        load, policy = draft.add_to(model.options(invocation.offline), spec), overflow.on_overflow
         keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
         chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
         load = replace(load, chat=tools.told(chat) if tools else chat)

@@ -224,7 +224,7 @@ def serve(
         raise UsageError("--keep -1 cannot be used with kv serve: prompts have different lengths", "give a number")
     cache_options = replace(cache.options(evicting, attend.options(evicting)), sequences=flags.parallel)
     sampling = replace(sample.options(attended=True), unattended=False)
-    load = draft.add_to(model.options(invocation.offline))
+    load = draft.add_to(model.options(invocation.offline), sample.spec)
     load = replace(load, chat=template.options(None, thought.reasoning_budget))
     from kvcli.serve import server
 

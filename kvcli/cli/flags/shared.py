@@ -23,6 +23,7 @@ from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import READ_ALL, AttendOptions, CacheOptions, EvictOptions, LoadOptions
+from kvcli.runtime.engine.spec import DRAFT
 from kvcli.runtime.formats.packing import named
 from kvcli.runtime.host.memory import main_memory, parse_size
 
@@ -223,8 +224,12 @@ class DraftFlags:
         ),
     ] = None
 
-    def add_to(self, load: LoadOptions) -> LoadOptions:
-        """The options with the draft model."""
+    def add_to(self, load: LoadOptions, spec: str | None = None) -> LoadOptions:
+        """The options with the draft model. `spec`: how tokens are guessed. Raises UsageError where not by this one."""
+        if self.draft_model and spec not in (None, DRAFT):
+            raise UsageError(
+                f"--draft-model and --spec {spec} cannot be used together", "--spec draft is what the model is for"
+            )
         return replace(load, draft=self.draft_model or "")
 
 

@@ -99,7 +99,7 @@ def chat(
         flags.check()
         early = "" if flags.script else typed_so_far()
         load, sampling = model.options(invocation.offline), sample.options(render.is_terminal(sys.stdout))
-        load = draft.add_to(load)
+        load = draft.add_to(load, sample.spec)
         keeping.find_process(load, staying.seconds, False, invocation)
         evict_options = evict.options(cache.page_size)
         cache_options, name = cache.options(evict_options, attend.options(evict_options)), flags.session_name()
