@@ -59,9 +59,16 @@ class DeviceError(KVError):
 
 
 class DoesNotFit(KVError):
-    """The plan or a running sequence needs more memory than there is (exit 4)."""
+    """The plan or a running sequence needs more memory than there is (exit 4).
+
+    `missing`: bytes that other programs would have to free; 0 = that would be of no use.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, hint: str = "", missing: int = 0) -> None:
+        super().__init__(message, hint)
+        self.missing = missing
 
 
 class ContextOverflow(KVError):

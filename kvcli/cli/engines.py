@@ -33,8 +33,8 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
     DoesNotFit.
 
-    An interrupt unwinds while files are written and leaves at once while weights are read. Where memory is short,
-    models that stay behind other commands and that nobody uses make room.
+    An interrupt unwinds while files are written and leaves at once while weights are read. Where main memory is short,
+    models that stay behind other commands and that nobody uses make room, unless that would not be enough.
     """
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
@@ -43,10 +43,10 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     interrupts.stage = LEAVE
     try:
         loaded = _loaded(path, draft, load, cache, invocation)
-        if loaded.terms.shortened and keeping.make_room():
+        if loaded.terms.shortened and loaded.terms.budget.grows and keeping.make_room(1):
             loaded = _loaded(path, draft, load, cache, invocation)
-    except DoesNotFit:
-        if not keeping.make_room():
+    except DoesNotFit as error:
+        if not error.missing or not keeping.make_room(error.missing):
             raise
         loaded = _loaded(path, draft, load, cache, invocation)
     _tell(loaded.notices, loaded.doubts, invocation)

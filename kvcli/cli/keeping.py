@@ -138,7 +138,10 @@ def stop(name: str) -> dict[str, Any] | None:
     return found
 
 
-def make_room() -> bool:
-    """Ask all that are idle to leave; whether there was one."""
-    stopped = [stop(name) for name, about in processes() if not about["commands"]]
+def make_room(missing: int) -> bool:
+    """Ask all that are idle to leave, where they hold so many bytes at least; whether there was one."""
+    idle = [(name, about) for name, about in processes() if not about["commands"]]
+    if sum(about["memory_bytes"] for _, about in idle) < missing:
+        return False
+    stopped = [stop(name) for name, _ in idle]
     return any(stopped)

@@ -16,7 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
+from conftest import KvHere
 
+from kvcli.cli import keeping
 from kvcli.errors import UsageError
 from kvcli.keepalive import client, here, host, likeness, places, pressure, request, wanted, wire
 from kvcli.keepalive.request import Request
@@ -267,3 +270,31 @@ def test_a_process_whose_folder_is_gone_ends(idle: host.Host, tmp_path: Path, mo
     shutil.rmtree(tmp_path / "kv")
     idle.serve()
     assert idle.listener is None
+
+
+@pytest.mark.parametrize(("missing", "asked"), [(1, ["a", "c"]), (300, ["a", "c"]), (301, [])])
+def test_idle_processes_make_room_where_it_is_enough(
+    missing: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    found = [
+        (name, {"commands": n, "memory_bytes": size}) for name, n, size in (("a", 0, 100), ("b", 1, 50), ("c", 0, 200))
+    ]
+    monkeypatch.setattr(keeping, "processes", lambda: found)
+    monkeypatch.setattr(keeping, "stop", lambda name: stopped.append(name) or {"commands": 0})
+    assert keeping.make_room(missing) == bool(asked) and stopped == asked
+
+
+@pytest.mark.parametrize(
+    ("how", "helps"), [(("--vram-limit", "400M", "-c", "10000000"), False), (("-c", "400000000"), True)]
+)
+def test_nobody_makes_room_below_a_limit(
+    how: tuple[str, ...], helps: bool, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(keeping, "make_room", lambda missing: asked.append(missing))
+    code, _, err = kv_here(
+        "run", "-m", str(tiny.make("gemma3").path), "--raw", "--no-stdin", "--device", "cpu", *how, "x"
+    )
+    assert code == 4 and "a context of" in err
+    assert len(asked) == helps and min(asked, default=1) > 0

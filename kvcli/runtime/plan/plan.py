@@ -261,6 +261,7 @@ class Budget:
     """Bytes of a device that a process may use in all, in words what they are, and what to leave of them.
 
     `runtime_bytes`: what is measured of the interpreter and its libraries, or of a CUDA context; None = not measured.
+    `grows`: it would be more if other programs freed main memory.
     """
 
     bytes: int
@@ -268,6 +269,11 @@ class Budget:
     margin: int = DEFAULT_MARGIN
     runtime_bytes: int | None = None
     kind: str = CPU
+    grows: bool = False
+
+    def missing(self, needed: int) -> int:
+        """Of so many bytes, those that other programs would have to free; 0 = that would be of no use."""
+        return max(0, needed - self.bytes) if self.grows else 0
 
 
 @dataclass(frozen=True)
@@ -314,11 +320,13 @@ def plan_for_engine(
         raise DoesNotFit(
             f"{models} {_mib(least)} without any context, {_mib(budget.bytes)} are {budget.label}",
             "use a smaller model or free memory; kv estimate shows what takes how much",
+            budget.missing(least),
         )
     if cache.ctx_size:
         raise DoesNotFit(
             f"a context of {wanted:,} needs {_mib(plan.needed)}, {_mib(budget.bytes)} are {budget.label}",
             f"the largest that fits is `ctx={fits}`; kv estimate compares cache types",
+            budget.missing(plan.needed),
         )
     notice = f"context {fits:,} of {trained:,} trained: that is what fits in {_mib(budget.bytes)} {budget.label}"
     return EnginePlan(setting, setting.settled(layout, fits), fits, setting.whole(layout, fits), notice)
@@ -339,7 +347,9 @@ def engine_budget(limit: str | None, kind: str = CPU, index: int = 0, cards: Seq
         size = memories.parse_size(limit, "`memory_limit`", memory.total)
         return Budget(size, "allowed by `memory_limit`", 0, measured, kind)
     label = "available" if kind == CPU else f"free on {memory.name}"
-    return Budget(memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind)
+    return Budget(
+        memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind, grows=kind == CPU
+    )
 
 
 def _mib(size: int) -> str:
