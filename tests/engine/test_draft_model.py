@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from batches import Watched, alone, same, watched
 from engines import DRAWN, GREEDY, PROMPT, run
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from reusecases import NOWHERE, Told
 
 from kvcli.errors import DoesNotFit, KVError, ModelError, UsageError
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions, SampleOptions
+from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
@@ -117,6 +119,33 @@ def test_guesses_follow_a_grammar() -> None:
     assert same(plain, found) and usage.drafted_tokens == usage.accepted_tokens > 40
 
 
+@pytest.mark.parametrize(("variant", "draft"), [("llama-padded", "llama"), ("llama", "llama-padded")])
+def test_guesses_follow_a_grammar_whoever_has_more_logits(variant: str, draft: str) -> None:
+    engine = engine_of(variant, draft)
+    grammar = json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 3})
+    options = replace(DRAWN, max_tokens=20, grammar=grammar, ignore_eos=False)
+    assert same(*both(engine, PROMPT[:30], options))
+
+
+def test_guesses_are_made_again_where_there_was_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = engine_of("llama", "llama"), replace(DRAWN, max_tokens=20)
+    expected, forward, refused = alone(engine, PROMPT[:30], replace(options, **OFF)), engine.forward_all, list[int]()
+    request = engine.request(seq := engine.new_sequence(), PROMPT[:30], options)
+
+    def refuses_once(rows: list[tuple[Sequence, list[int], bool]]) -> torch.Tensor:
+        if request.answering and len(rows[0][1]) > 1 and not refused:
+            refused.append(1)
+            raise DoesNotFit("the KV pool is full")
+        return forward(rows)
+
+    monkeypatch.setattr(engine, "forward_all", refuses_once)
+    while not request.finished:
+        with suppress(DoesNotFit):  # the scheduler asks again
+            engine.step([request])
+    assert refused and request.end is not None and request.end.ids == expected.ids
+    seq.close()
+
+
 def test_another_model_guesses_little_and_the_text_is_the_same() -> None:
     engine, options = engine_of("llama", "granite"), replace(DRAWN, max_tokens=90)
     plain, found = both(engine, PROMPT[:60], options)
@@ -201,6 +230,8 @@ def test_another_context_has_a_draft_model_too() -> None:
     assert same(*both(larger, PROMPT[:40], replace(GREEDY, max_tokens=120)))
     assert alone(larger, PROMPT[:40], replace(GREEDY, max_tokens=20)).ids == answer.ids
     assert larger.beside(CacheOptions(64)).draft is None
+    with pytest.raises(UsageError, match="nothing can be guessed with `evict=h2o`"):
+        larger.reopened(240, EvictOptions("h2o", budget="128"))
     check(larger)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import tiny
@@ -25,6 +26,7 @@ from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.engine.answertext import AnswerText
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.graph import batching
@@ -173,6 +175,18 @@ class PlainGraph(BatchGraph):
         return self.logits
 
 
+def as_if_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are computed in batches."""
+    engine.device = replace(engine.device, kind=CUDA)
+    monkeypatch.setattr(engine, "synchronize", lambda: None)
+    engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
+
+
+def finish(engine: Engine, requests: list[Request]) -> None:
+    while not all(request.finished for request in requests):
+        engine.step([request for request in requests if not request.finished])
+
+
 def together(engine: Engine, cancel: int) -> tuple[list[Request], int]:
     """Answers that run side by side, of which the second is cancelled in that step; and how many steps there were."""
     scheduler, found, cancelled, step = Scheduler(engine, 8), list[Request](), list[bool](), 0
@@ -209,9 +223,7 @@ def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, p
     if plain:
         monkeypatch.setattr(batching, "BatchGraph", PlainGraph)
         monkeypatch.setattr(PlainGraph, "model_of", engine.model, raising=False)
-        engine.device = replace(engine.device, kind=CUDA)
-        monkeypatch.setattr(engine, "synchronize", lambda: None)
-        engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
+        as_if_on_a_gpu(engine, monkeypatch)
     else:
         engine = open_tiny("llama", "auto", options)
     found, steps = together(engine, 8)
@@ -250,13 +262,10 @@ def test_lists_that_are_too_long_end_the_batch(monkeypatch: pytest.MonkeyPatch) 
     found: dict[str, list[list[int]]] = {}
     for kind in ("alone", "together"):
         if kind == "together":
-            engine.device = replace(engine.device, kind=CUDA)
-            monkeypatch.setattr(engine, "synchronize", lambda: None)
-            engine.batches = Batches(engine.model, engine.layout, engine.ctx_size)
+            as_if_on_a_gpu(engine, monkeypatch)
         requests = [engine.request(engine.new_sequence(), PROMPT[n:20], o) for n, o in enumerate(options)]
         for each in ([r] for r in requests) if kind == "alone" else [requests]:
-            while not all(r.finished for r in each):
-                engine.step([r for r in each if not r.finished])
+            finish(engine, each)
         found[kind] = [r.history[r.n_prompt :] for r in requests]
         for request in requests:
             request.seq.close()
@@ -272,3 +281,78 @@ def test_what_is_not_computed_together() -> None:
     assert batching.unsupported(plain) == ""
     assert batching.unsupported(replace(plain, attend=AttendOptions(4))) == "tokens choose the pages that they read"
     assert batching.unsupported(replace(plain, grain=64)) == "answers from cached rows are to be the same"
+
+
+class OneToken:
+    """A grammar that has one token, and no option names it."""
+
+    stopped = False
+
+    def __init__(self, token: int, vocab: int, waits: bool) -> None:
+        self.waits, self.mask = waits, torch.arange(vocab).numpy() == token
+        self.unfinished = self.mask | True
+
+    def begin(self, text: str) -> bool:
+        self.waits = False
+        return True
+
+    def allowed(self) -> Any:
+        return self.mask.copy()
+
+    def accept(self, token: int) -> None:
+        assert self.mask[token]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("codec", ["f16", "int8"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_tokens_of_calls_are_chosen_by_their_grammar(count: int, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first token on, or where a call begins: behind the last row of a page that was sealed, too."""
+    engine = open_tiny("llama", "reference", CacheOptions(160, codec, codec, page_size=16, ubatch=48))
+    monkeypatch.setattr(batching, "BatchGraph", PlainGraph)
+    monkeypatch.setattr(PlainGraph, "model_of", engine.model, raising=False)
+    as_if_on_a_gpu(engine, monkeypatch)
+    options = SampleOptions(0.0, max_tokens=16, ignore_eos=True)
+    for waits in (False, True):
+        requests = [engine.request(engine.new_sequence(), PROMPT[n:20], options) for n in range(count)]
+        first, history = requests[0], requests[0].history
+        first.sampler.constraint = OneToken(7, engine.config.vocab_size, waits)  # type: ignore[assignment]
+        begun = property(
+            lambda text, first=first, history=history: "x" if text is first._text and len(history) > 31 else ""
+        )
+        monkeypatch.setattr(AnswerText, "calls_begun", begun)
+        finish(engine, requests)
+        assert first.error is None and first.end is not None
+        assert first.end.ids[12 if waits else 0 :] == [7] * (4 if waits else 16)
+        for request in requests:
+            request.seq.close()
+    engine.pool.check([])
+
+
+@INTERPRETED
+def test_lists_that_were_not_sent_are_sent_before_the_next_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("llama", "f16", 2)
+    graph, send, failures = pair.graph, pair.graph.pages.send, [NoRoom("more work than planned")]
+
+    def fails_once() -> None:
+        if failures:
+            raise failures.pop()
+        send()
+
+    sent: list[int] = []
+    monkeypatch.setattr(graph.pages, "send", lambda: (fails_once(), sent.append(1)))
+    monkeypatch.setattr(graph, "_replay", lambda: None)
+    pair.join(0, 20)
+    with pytest.raises(NoRoom):
+        graph.run({0: 5})
+    graph.run({0: 5})
+    assert sent
+
+
+@INTERPRETED
+def test_an_answer_alone_makes_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = open_tiny("llama", "reference", CacheOptions(160, page_size=16, ubatch=48)), list[Any]()
+    as_if_on_a_gpu(engine, monkeypatch)
+    monkeypatch.setattr(batching, "Batch", lambda *sizes: made.append(sizes))
+    finish(engine, [engine.request(engine.new_sequence(), PROMPT[:20], SampleOptions(0.0, max_tokens=5))])
+    assert not made

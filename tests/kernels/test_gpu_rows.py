@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -251,3 +252,17 @@ def test_variants_that_are_collected_hold_no_memory() -> None:
     memory = weakref.ref(x)
     del x
     assert len(variants) == len(variants - others) == 1 and memory() is None
+
+
+def test_other_threads_launch_while_variants_are_collected() -> None:
+    x, results = torch.randn(1, 64, device=DEVICE), list[torch.Tensor]()
+
+    def elsewhere() -> None:
+        to = Activations.empty(64, False, torch.device(DEVICE))
+        to.codes.zero_()
+        quantize(x, to)
+        results.append(to.codes.clone())
+
+    with collecting() as variants, ThreadPoolExecutor(1) as executor:
+        executor.submit(elsewhere).result()
+    assert not variants and results[0].any()

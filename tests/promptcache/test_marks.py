@@ -18,6 +18,7 @@ from kvcli.runtime.promptcache import held, marks
 from kvcli.runtime.promptcache.marks import (
     EVEN,
     FILE,
+    MOST,
     SHARED,
     SYSTEM,
     TURN,
@@ -210,6 +211,15 @@ def test_places_are_settled_once() -> None:
     layout = engine_of("gemma3").layout
     marks = [Mark(40, TURN), Mark(40, USER, "x"), Mark(5, SYSTEM), Mark(90, FILE), Mark(20, TURN)]
     assert settled(layout, marks, 90) == [Mark(20, TURN), Mark(40, USER, "x")]
+
+
+def test_marks_that_a_user_made_stay_where_there_are_too_many() -> None:
+    layout = engine_of("gemma3").layout
+    turns = [Mark(200 + 64 * i, TURN) for i in range(MOST)]
+    even = evenly(layout, 9000)
+    found = settled(layout, [Mark(100, SYSTEM), Mark(150, USER, "mine"), *turns, *even], 9000)
+    assert even and len(found) == MOST and found == sorted(found, key=lambda mark: mark.at)
+    assert found[:2] == [Mark(100, SYSTEM), Mark(150, USER, "mine")] and found[2:] == turns[2:]
 
 
 class Letters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,14 +36,14 @@ class Variant(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
-_collected: set[Variant] | None = None
+_collected: ContextVar[set[Variant] | None] = ContextVar("collected", default=None)  # other threads launch meanwhile
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches the kernel over the grid when it is called with the kernel's arguments."""
-    if _collected is None:
+    collected = _collected.get()
+    if collected is None:
         return kernel[grid]
-    collected = _collected
 
     def collect(*arguments: Any, **options: Any) -> None:
         kept = (Pointer(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in arguments)
@@ -54,13 +55,12 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 @contextmanager
 def collecting() -> Iterator[set[Variant]]:
     """Inside, nothing is launched: the set gets what would be."""
-    global _collected
     found: set[Variant] = set()
-    _collected = found
+    token = _collected.set(found)
     try:
         yield found
     finally:
-        _collected = None
+        _collected.reset(token)
 
 
 def compile_all(variants: set[Variant], threads: int) -> None:

@@ -25,6 +25,7 @@ from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.spec.drafting import check_options
 from kvcli.runtime.engine.spec.draftmodel import DraftModel
 from kvcli.runtime.engine.spec.guesses import Session
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
@@ -112,6 +113,8 @@ class Engine:
 
     def _alike(self, terms: Terms) -> Terms:
         """Terms under which the model is the same. Raises UsageError."""
+        if terms.of_draft() is not None:
+            check_options(terms.options, self.loaded.grain > 1)
         if self.config.at(terms.ctx_size) != self.config:
             raise UsageError(
                 f"the RoPE of this model is another one in a context of {terms.ctx_size:,} tokens",

@@ -68,7 +68,7 @@ class Request:
         self._thinking = thinking
         self._text = AnswerText(host.tokenizer, thinking, options.stop, tools)
         sampler.follows = not self._text.thinks
-        self._thought, self._calls_begun = 0, False  # tokens of thinking; whether the grammar of a call is followed
+        self._thought = 0  # tokens of thinking
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
         self._clock = Clock()
@@ -285,15 +285,14 @@ class Request:
     def _begin_calls(self) -> bool:
         """Where a call has begun, its grammar is followed from now on; whether that is so. The next token is chosen
         anew, if one was chosen ahead."""
-        constraint, begun = self.sampler.constraint, self._text.calls_begun
-        if constraint is None or not constraint.waits or not begun or self._calls_begun:
+        constraint, begun, ahead = self.sampler.constraint, self._text.calls_begun, self.ahead.by_device
+        if constraint is None or not constraint.waits or not begun:
             return False
-        self._calls_begun = True
         if not constraint.begin(begun):
             return False
         self.close()
-        if self.newest:
-            self.seq.rewind(len(self.history) - 1)  # a device has computed the row, and its logits are gone
+        if ahead and self.newest:
+            self.seq.rewind_to(len(self.history) - 1)  # a device has computed the row, and its logits are gone
         return True
 
     def _put(self, token: int, logprobs: Logprobs | None = None) -> None:

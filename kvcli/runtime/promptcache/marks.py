@@ -76,12 +76,13 @@ def pages_of(layout: KVLayout, at: int) -> set[PageKey]:
 
 def settled(layout: KVLayout, marks: Iterable[Mark], end: int) -> list[Mark]:
     """Marks of a prompt of `end` tokens in the order of their places, each place once, by the first of its KINDS; less
-    than a page is never read."""
+    than a page is never read. Of more than MOST those stay that are of the first KINDS, and of one kind the latest."""
     found: dict[int, Mark] = {}
     for mark in sorted(marks, key=lambda mark: KINDS.index(mark.kind)):
         if layout.page_size <= mark.at < end:
             found.setdefault(mark.at, mark)
-    return [found[at] for at in sorted(found)][-MOST:]
+    kept = sorted(found.values(), key=lambda mark: (KINDS.index(mark.kind), -mark.at))[:MOST]
+    return sorted(kept, key=lambda mark: mark.at)
 
 
 def evenly(layout: KVLayout, end: int) -> list[Mark]:

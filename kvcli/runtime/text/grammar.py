@@ -173,7 +173,8 @@ class Constraint:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
         found = np.zeros(self._vocab_size, bool)
-        found[: self._tokens] = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._tokens]
+        known = min(self._tokens, self._vocab_size)  # the logits of a model that drafts may be fewer
+        found[:known] = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:known]
         return found
 
     def accept(self, token: int) -> None:

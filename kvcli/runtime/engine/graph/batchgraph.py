@@ -94,12 +94,13 @@ class BatchGraph:
 
     def _set(self, parts: dict[int, Part]) -> None:
         """Have lists on the device that are right for these rows, and none of sequences without a seat."""
+        self._changed = self._changed or bool(parts)
         for row, part in parts.items():
             self.pages.set(row, part)
             if self._parts[row] is None:
                 self.pages.set_bases(row, part)
             self._parts[row] = part
-        if parts or self._changed:
+        if self._changed:
             self.pages.send()
             self._changed = False
 

@@ -62,7 +62,7 @@ class Batches:
         """Which batch has which requests: that in which they sit, else the first one with a free seat. None has one
         alone that does not sit yet."""
         found, new = [], [request for request in requests if request.ahead.seat is None]
-        for batch in self._batches if not new else [*self._batches, Batch(*self._sizes)]:
+        for batch in self._batches if len(new) < 2 else [*self._batches, Batch(*self._sizes)]:
             mine = [request for request in requests if batch.seat_of(request)]
             more, new = new[: batch.free], new[batch.free :]
             if mine or len(more) > 1:
@@ -248,7 +248,8 @@ class Chooser:
 
     def __init__(self, graph: BatchGraph, seats: list[Seat | None]) -> None:
         there = {row: seat.request for row, seat in enumerate(seats) if seat is not None}
-        self.hosted = {row for row, r in there.items() if DeviceSampler.supports(r.sampler.effective)}
+        samplers = {row: request.sampler for row, request in there.items()}
+        self.hosted = {row for row, s in samplers.items() if s.constrained or DeviceSampler.supports(s.effective)}
         chosen = {row: r for row, r in there.items() if row not in self.hosted}
         each = [chosen[row].sampler.effective if row in chosen else GREEDY for row in range(graph.rows)]
         histories = [chosen[row].history if row in chosen else [] for row in range(graph.rows)]

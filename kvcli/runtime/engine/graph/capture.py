@@ -23,7 +23,7 @@ def captured(launch: Callable[[], None], legs: GraphLegs | None, memory: Any) ->
         launch()
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # other models may run meanwhile
         launch()
     return graph
 

@@ -21,6 +21,13 @@ def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: Cache
     """Raises ModelError where `draft` cannot guess for a model of `config` and `tokenizer`, UsageError where nothing
     can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
     check_layers(config, draft.config)
+    check_options(cache, in_blocks)
+    if difference := differing(tokenizer, draft.text.tokenizer):
+        raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
+
+
+def check_options(cache: CacheOptions, in_blocks: bool) -> None:
+    """Raises UsageError where nothing can be guessed with these options. `in_blocks`: see `strict_repeat`."""
     options = {
         f"`evict={cache.evict.policy}`": eviction.policy(cache.evict.policy).scorer is not None,
         f"`attend=pages:{cache.attend.pages}`": cache.attend.pages > 0,
@@ -28,8 +35,6 @@ def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: Cache
     }
     for name in (name for name, there in options.items() if there):
         raise UsageError(f"nothing can be guessed with {name}, so `draft` is of no use there", "leave one of them out")
-    if difference := differing(tokenizer, draft.text.tokenizer):
-        raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
 
 
 def check_layers(config: ModelConfig, draft: ModelConfig) -> None:

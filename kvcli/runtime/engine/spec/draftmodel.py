@@ -162,7 +162,7 @@ class DraftGuesses(Guesses):
             length, pages, bases = self.draft.tree.find(self._known[:-1])
             seq.adopt(self._known[:length], pages, bases)
         seq, sure = self._seq, self._sure
-        seq.rewind_to(sure + common_length(seq.tokens[sure:], self._known[sure:-1]))
+        seq.rewind_to(min(sure + common_length(seq.tokens[sure:], self._known[sure:-1]), max(0, len(self._known) - 1)))
         self._sure = seq.certain = seq.length
         return seq
 
