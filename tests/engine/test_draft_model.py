@@ -125,6 +125,7 @@ def test_guesses_follow_a_grammar_whoever_has_more_logits(variant: str, draft: s
     grammar = json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 3})
     options = replace(DRAWN, max_tokens=20, grammar=grammar, ignore_eos=False)
     assert same(*both(engine, PROMPT[:30], options))
+    check(engine)
 
 
 def test_guesses_are_made_again_where_there_was_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,7 @@ def test_guesses_are_made_again_where_there_was_no_room_for_them(monkeypatch: py
             engine.step([request])
     assert refused and request.end is not None and request.end.ids == expected.ids
     seq.close()
+    check(engine)
 
 
 def test_another_model_guesses_little_and_the_text_is_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -334,3 +335,14 @@ def test_the_prediction_holds_for_real_models(
     predicted = found["predicted_bytes"] - libraries["predicted"]
     measured = found["measured_bytes"] - libraries["measured"]
     assert abs(predicted - measured) <= max(0.05 * measured, 64 * MIB)
+
+
+def test_a_model_is_not_opened_in_a_folder_that_is_gone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's libraries would end the process there."""
+
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    with pytest.raises(UsageError, match="the current folder no longer exists"):
+        Opened(small, LoadOptions(str(small)))

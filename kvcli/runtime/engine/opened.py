@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvcli.errors import ModelError, of_draft_model
+from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import MODELS_OWN, LoadOptions
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.modelfile import ModelFile
@@ -60,6 +61,7 @@ class Opened:
     def _make_text(self, path: Path, load: LoadOptions, kept: Opened | None) -> None:
         file = self.file
         import_library(file.metadata)
+        _check_folder()
         ahead.load_torch()
         self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.notices: list[str] = list(file.notices)
@@ -87,3 +89,11 @@ class Opened:
         if index is None or not isinstance(file, GGUFFile) or len(file.paths) > 1 or self.config.latents:
             return None
         return upload.begin(file.paths[0], file.size, index, self.cards[index].free)
+
+
+def _check_folder() -> None:
+    """Raises UsageError where the current folder is gone: torch's libraries would end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder no longer exists", "change to another one") from None
