@@ -69,6 +69,7 @@ class Request:
         self._text = AnswerText(host.tokenizer, thinking, options.stop, tools)
         sampler.follows = not self._text.thinks
         self._thought = 0  # tokens of thinking
+        self._no_call = ""  # text that looked like the beginning of one
         self._loops = LoopDetector() if sampler.effective["loop_stop"] else None
         self._loop: Loop | None = None  # that the answer is in
         self._clock = Clock()
@@ -286,9 +287,10 @@ class Request:
         """Where a call has begun, its grammar is followed from now on; whether that is so. The next token is chosen
         anew, if one was chosen ahead."""
         constraint, begun, ahead = self.sampler.constraint, self._text.calls_begun, self.ahead.by_device
-        if constraint is None or not constraint.waits or not begun:
+        if constraint is None or not constraint.waits or begun in ("", self._no_call):
             return False
         if not constraint.begin(begun):
+            self._no_call = begun  # until there is another mark
             return False
         self.close()
         if ahead and self.newest:
