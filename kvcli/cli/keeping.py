@@ -47,9 +47,10 @@ def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocati
         with suppress(OSError, wire.Closed):  # it has just left
             hand_on(forked, name)
             _go_away(forked)
+    forked.tell("away")  # first: a caller that leaves has this process ended
     with suppress(OSError):
         wire.send(forked.conn, wire.COLD)
-    _go_away(forked)
+    os._exit(0)
 
 
 def _go_away(forked: here.Forked) -> NoReturn:

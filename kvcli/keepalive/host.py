@@ -373,9 +373,11 @@ def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Req
         forked.key, forked.kept = host.wanted.key, host.loaded
         open_streams(*host.streams)
     except Exception:  # it cannot be what the caller's process is, which does the command itself
+        here.Forked("", None, None, to_caller, control, caller).tell(
+            "away"
+        )  # first, for a caller that leaves ends this
         with suppress(OSError):
             wire.send(to_caller, wire.COLD)
-        here.Forked("", None, None, to_caller, control, caller).tell("away")
         os._exit(0)
     try:
         if wire.receive(to_caller)[0] != wire.GO:
