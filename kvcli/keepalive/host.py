@@ -3,7 +3,6 @@ loaded and everything imported, and becomes what the caller's process is (see re
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pickle
@@ -42,7 +41,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    lock = _only_one(wanted.key)
+    lock = places.only_one(wanted.key)
     if lock is None:
         return
     _allow_descriptors()
@@ -55,23 +54,6 @@ def main() -> None:
     host.listen()
     host.serve()
     os._exit(0)  # in a hurry: whoever waits for the end waits for the memory
-
-
-def _only_one(key: str) -> int | None:
-    """A lock that only one process of a name has; None where another one has it."""
-    path = f"{places.make()}/{places.kind()}-{key}{places.LOCK}"
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_ino == os.stat(path).st_ino:
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        except FileNotFoundError:  # whoever had it has removed it since
-            pass
-        os.close(lock)
 
 
 def _allow_descriptors() -> None:

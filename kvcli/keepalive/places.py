@@ -75,3 +75,22 @@ def reached(name: str) -> "tuple[str, int]":
     """A path of that socket that is short enough for any folder, and the descriptor that is to be closed behind it."""
     place = os.open(folder(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     return f"/proc/self/fd/{place}/{name}", place
+
+
+def only_one(key: str) -> "int | None":
+    """A lock that only one process of a name has; None where another one has it."""
+    import fcntl
+
+    path = f"{make()}/{kind()}-{key}{LOCK}"
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_ino == os.stat(path).st_ino:
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except FileNotFoundError:  # whoever had it has removed it since
+            pass
+        os.close(lock)
