@@ -107,7 +107,7 @@ def best(scores: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 def rule(policy: str, engine: Engine, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """What stays by the paper, of queries [heads, T, dim] and the rows of KV heads."""
-    facts, group = engine._layer_facts[layer], len(q) // len(k)
+    facts, group = engine.model.layer_facts[layer], len(q) // len(k)
     if policy == "keydiff":  # cosine similarity with the mean of unit keys
         unit = k / k.norm(dim=-1, keepdim=True)
         anchor = unit.mean(1, keepdim=True)
@@ -176,7 +176,7 @@ def test_attention_is_attention_over_the_rows_that_stay(
     engine.forward(seq, [7])
     for layer, positions in selected_layers(engine, seq):
         q, k, v = seen.of(layer)
-        group, scale = len(q) // len(k), engine._layer_facts[layer].scale
+        group, scale = len(q) // len(k), engine.model.layer_facts[layer].scale
         for head, rows in enumerate(positions):
             stay = torch.cat([rows, torch.arange(BELOW, len(TEXT) + 1)])
             scores = q[head * group : (head + 1) * group, -1] @ k[head, stay].T * scale

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from engines import PROMPT, open_tiny
-from gpucases import DEVICE, OPS
+from gpucases import COMPILED, DEVICE, OPS
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -42,7 +42,6 @@ from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
 
 VOCAB, PAGE, CONTEXT = 64, 16, 96
-COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
 INTERPRETED = pytest.mark.skipif(DEVICE != "cpu", reason="tensors of the plain model are on the CPU")
 LIMITS = {"f16": 1e-4, "int8": 2e-3, "int4": 2e-2, "fp8": 2e-2}
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from archcases import IDS, Loaded
-from gpucases import DEVICE
+from gpucases import COMPILED, DEVICE
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -72,17 +72,17 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
 @pytest.mark.parametrize(
     ("variant", "types"),
     [
-        ("llama4", "f16"),
-        ("gemma4", "int8"),
+        pytest.param("llama4", "f16", marks=COMPILED),
+        pytest.param("gemma4", "int8", marks=COMPILED),
         ("gemma4-experts", "f16"),
-        ("gemma3n", "f16"),
+        pytest.param("gemma3n", "f16", marks=COMPILED),
         ("deepseek2", "f16"),
-        ("deepseek2-groups", "f16"),
-        ("mistral4", "int8"),
+        pytest.param("deepseek2-groups", "f16", marks=COMPILED),
+        pytest.param("mistral4", "int8", marks=COMPILED),
         ("lfm2", "f16"),
-        ("lfm2-biased", "int8"),
+        pytest.param("lfm2-biased", "int8", marks=COMPILED),
         ("qwen35", "f16"),
-        ("qwen35moe", "f16"),
+        pytest.param("qwen35moe", "f16", marks=COMPILED),
     ],
 )
 def test_steps_are_those_of_the_reference(variant: str, types: str):
@@ -98,11 +98,11 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
 @pytest.mark.parametrize(
     ("variant", "types", "counts"),
     [
-        ("llama4", "f16", (18, 1, 1, 11, 1, 1, 1)),
+        pytest.param("llama4", "f16", (18, 1, 1, 11, 1, 1, 1), marks=COMPILED),
         ("gemma4", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("gemma4-keys", "f16", (30, 1, 1, 1)),
         ("gemma4-experts", "f16", (30, 1, 1, 1)),
-        ("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
+        pytest.param("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1), marks=COMPILED),
         ("gemma3n-three", "f16", (30, 1, 1, 1)),
         ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
         ("qwen35", "f16", (14, 1, 1, 30, 1)),
@@ -122,6 +122,7 @@ def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...]
 
 
 @pytest.mark.slow
+@COMPILED
 def test_a_graph_where_old_rows_go_and_each_row_is_sealed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nexttoken, "SMALLEST_BUCKET", 32)
     retention = Rolling(5, 32, 16)

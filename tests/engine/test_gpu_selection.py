@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
-from support.gpucases import DEVICE, OPS
+from support.gpucases import COMPILED, DEVICE, OPS
 from support.kernelcases import one_thread
 
 from kvcli.kernels import MASS_UNIT, Backend
@@ -73,7 +73,9 @@ def stays(seq: Sequence) -> list[set[tuple[int, int, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "types"), [("gemma3", "f16"), ("llama", "int8"), ("llama", "int4")])
+@pytest.mark.parametrize(
+    ("arch", "types"), [("gemma3", "f16"), *(pytest.param("llama", x, marks=COMPILED) for x in ("int8", "int4"))]
+)
 def test_rows_that_stay_give_the_states_of_the_reference(arch: str, types: str):
     """Of rows that were drawn: the same ones on both."""
     gpu = GpuBackend(torch.device(DEVICE))
@@ -98,7 +100,9 @@ def test_nearly_the_same_rows_stay(policy: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "types", "kind"), [("gpt-oss", "f16", TokenGraph), ("llama", "int4", RowGraph)])
+@pytest.mark.parametrize(
+    ("arch", "types", "kind"), [pytest.param("gpt-oss", "f16", TokenGraph, marks=COMPILED), ("llama", "int4", RowGraph)]
+)
 def test_tokens_by_graph_give_rows_what_steps_give_them(arch: str, types: str, kind: type[NextToken]):
     model, layout, ours, _ = selected(arch, types, "h2o", GpuBackend(torch.device(DEVICE)))
     twin, graph, tokens = ours.fork(), kind(model, layout, CONTEXT), (9, 3)

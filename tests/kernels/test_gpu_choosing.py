@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.cachecases import SmallPool
-from support.gpucases import DEVICE, OPS, error
+from support.gpucases import COMPILED, DEVICE, OPS, error
 from support.kernelcases import one_thread
 from support.sealedcases import layout
 
@@ -29,7 +29,7 @@ from kvcli.runtime.model.sealing import seal_step
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 TYPES = (
     (("f16", "f16"), (64, 64), {}),
-    (("int4", "int8"), (64, 64), {}),
+    pytest.param(("int4", "int8"), (64, 64), {}, marks=COMPILED),
 )
 
 
@@ -123,7 +123,7 @@ def test_tokens_of_answers(types: tuple[str, str], dims: tuple[int, int], more: 
     ("types", "dims", "attend", "softcap"),
     (
         (("f16", "f16"), (64, 64), AttendOptions(0, 0.0, 0.4, 64), 0.0),
-        (("int6", "int5"), (72, 40), AttendOptions(0, 0.6, 0.0, 64), 2.0),
+        pytest.param(("int6", "int5"), (72, 40), AttendOptions(0, 0.6, 0.0, 64), 2.0, marks=COMPILED),
     ),
 )
 def test_sparse_prefill(types: tuple[str, str], dims: tuple[int, int], attend: AttendOptions, softcap: float) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
 
 
 def _import_kernels() -> None:

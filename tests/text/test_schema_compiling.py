@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import select
 import signal
 import sys
 import time
@@ -86,11 +87,11 @@ def test_a_process_that_ends_is_begun_again_and_nothing_of_it_is_kept(
     assert grammar.json_schema({"type": "number"})
 
 
-def test_what_took_too_long_is_tried_again_later(compiler: Compiler) -> None:
-    compiler.seconds = 0.0
-    with pytest.raises(UsageError, match="takes too long"):
-        grammar.json_schema(GOOD)
-    compiler.seconds = 5.0
+def test_what_took_too_long_is_tried_again_later(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(select, "select", lambda *_: ([], [], []))  # no answer comes in time
+        with pytest.raises(UsageError, match="takes too long"):
+            grammar.json_schema(GOOD)
     with pytest.raises(UsageError, match="takes too long"):
         grammar.json_schema(GOOD)
     compiler._late = dict.fromkeys(compiler._late, 0.0)

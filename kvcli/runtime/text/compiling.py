@@ -63,12 +63,13 @@ class Compiler:
         return str(found["source"])
 
     def close(self) -> None:
-        """End the process, also while it is at work."""
+        """End the process, also while it is at work. What is asked later begins another one."""
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
         with self._lock:
             self._end()
+            self._closed = False
 
     def _answer(self, line: bytes, key: bytes) -> bytes:
         """Raises TimeoutError where there is none in time, OSError where the process ends by itself again and again."""
