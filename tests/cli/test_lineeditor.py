@@ -218,6 +218,7 @@ def test_a_terminal_that_goes_away_ends_the_process_silently(how, term):
     with tempfile.NamedTemporaryFile() as file:
         pid, terminal = pty.fork()
         if pid == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
             os.environ |= {"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": str(PACKAGE_ROOT)}
             os.execv(sys.executable, [sys.executable, "-c", code, file.name])
         screen = b""
