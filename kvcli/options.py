@@ -47,6 +47,7 @@ class LoadOptions:
     lora: tuple[LoraOption, ...] = ()  # what is added to the weights
     strict_repeat: bool = False  # on a GPU rows of prompts have the same bits whatever is computed beside them
     draft: str = ""  # another model of the same vocabulary that guesses tokens, named like `model`; "" = none
+    mtp: bool = False  # the file's own layer that predicts further tokens guesses
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,6 @@ class SampleOptions:
     stop: tuple[str, ...] = ()
     grammar: str = ""  # what the answer follows, made by runtime/text/grammar.py; "" = it is free
     spec: str | None = (
-        None  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram", "draft" or "off"
+        None  # how tokens are guessed ahead, which changes speed alone: "suffix", "ngram", "draft", "mtp" or "off"
     )
     logprobs: int | None = None  # of how many tokens log probabilities are told, beside the chosen one; None = of none

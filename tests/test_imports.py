@@ -53,7 +53,7 @@ TORCH = """
 kernels
 runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.joined runtime.model.latents
 runtime.model.loading runtime.model.mixers
-runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
+runtime.model.predictors runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
 runtime.cache.shown runtime.cache.states
 runtime.engine.chunkcaches runtime.engine.chunks
@@ -64,7 +64,7 @@ runtime.engine.graph.opening
 runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
 runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
-runtime.engine.spec.draftmodel
+runtime.engine.spec.draftmodel runtime.engine.spec.drawing runtime.engine.spec.predicting
 runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute
 runtime.evaluate.uncached
 runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held

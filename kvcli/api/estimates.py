@@ -64,6 +64,7 @@ def estimate(
     lora: Adapters = (),
     quantize: str | None = None,
     draft: str | None = None,
+    mtp: bool = False,
     offline: bool = False,
 ) -> Estimate:
     """What a model would need; only headers are read.
@@ -79,7 +80,7 @@ def estimate(
     sequences: contexts at a time.
     lora: LoRA adapters of a GGUF file, as `load` takes them.
     quantize: what the weights of a folder are to be packed as, as `load` takes it.
-    draft: a model that guesses tokens, as `load` takes it; its memory is part of every total.
+    draft, mtp: what guesses tokens, as `load` takes it; its memory is part of every total.
     offline: read nothing from the network.
 
     Raises UsageError, ModelError, DeviceError and DownloadError.
@@ -106,7 +107,10 @@ def estimate(
     planned = planned_model(
         model, Given(), target.memory.kind, offline, checks.adapters(lora), checks.block_format(quantize)
     )
-    beside = planning.planned_draft(planned, draft, target.memory.kind, offline) if draft else None
+    if mtp and draft:
+        raise UsageError("`mtp` and `draft` cannot be used together", "leave one of them out")
+    beside = planning.planned_draft(planned, draft, target.memory.kind, offline, cache) if draft else None
+    beside = planning.planned_next(planned, cache) if mtp else beside
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")

@@ -40,6 +40,7 @@ def load(
     memory_limit: str | None = None,
     quantize: str | None = None,
     draft: str | PathLike[str] | None = None,
+    mtp: bool = False,
     offline: bool = False,
     force_pretokenizer: bool = False,
     cache: CacheOptions = DEFAULTS,
@@ -65,7 +66,9 @@ def load(
     backend: the kernels of a CPU: "auto", "native" or "reference".
     memory_limit: most memory to use, "6G", or "0.9" of what there is.
     quantize: what the weights of a folder are packed as while they are read: "q8_0", "q4_k", ...
-    draft: a smaller model of the same vocabulary, named like `model`, which guesses tokens: the answers stay the same.
+    draft: a smaller model of the same vocabulary, named like `model`, which guesses tokens: the answers stay the same;
+        or the folder of a head of EAGLE-3.
+    mtp: the layer of the model's file that predicts further tokens guesses them.
     offline: download nothing.
     force_pretokenizer: go on with a pre-tokenizer that is not known; tokens may be wrong.
     cache: all that can be said of the cache; `cache_type`, `ctx`, `evict`, `window`, `keep` and `budget` stand
@@ -98,6 +101,7 @@ def load(
         lora=checks.adapters(lora),
         quantize=checks.block_format(quantize),
         draft=fspath(draft or ""),
+        mtp=mtp,
     )
     checks.check_load(options)
     checks.check_cache(cache)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
 
 from kvcli.codecs import CODECS, codec
 from kvcli.errors import UsageError, of_draft_model
@@ -17,15 +19,17 @@ from kvcli.runtime.host.device import AUTO, check_there, parse_device
 from kvcli.runtime.host.memory import CPU, CUDA, Memory, gpus, main_memory, parse_size
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.cards import Card, card_of, find_card
-from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.plan.footprint import WeightBytes, weights_of_tensors
 from kvcli.runtime.plan.plan import DEFAULT_MARGIN, Drafting, Plan, Setting, per_rank
 from kvcli.runtime.plan.speed import token_seconds
 from kvcli.runtime.promptcache.prefixpages import REWIND_ROWS
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 Pair = tuple[str, str]  # cache types of keys and values
 MIXED: tuple[Pair, ...] = (("int8", "int4"),)
 NO_LIMIT = 1 << 31  # tokens: where the training context is not known
 _FILE_HEADER = 4096  # of a prompt-cache file; behind it the pages, and 4 bytes for each token id
+_VOCABULARY = "tokenizer.ggml.tokens"
 _NO_WEIGHTS = WeightBytes(0, 0, 0, "assumed", "not counted")
 
 
@@ -208,13 +212,47 @@ def setting(model: PlannedModel, target: Target, query: Query) -> Setting:
     )
 
 
-def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool) -> PlannedModel:
-    """The model of that name as one that guesses for `model`, on a device of `kind`. Raises DownloadError, and
-    ModelError where that cannot be."""
+def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool, cache: CacheOptions) -> PlannedModel:
+    """The model, or the head, of that name as one that guesses for `model` under these options, on a device of `kind`.
+    Raises DownloadError, ModelError where that cannot be, and UsageError where nothing can be guessed. Vocabularies are
+    compared where both are known."""
+    drafting.check_options(cache, False)
+    if (head := _head(name, kind)) is not None:
+        drafting.check_head(model.config, head.config)
+        return head
     with of_draft_model():
         found = planned_model(name, Given(), kind, offline)
     drafting.check_layers(model.config, found.config)
+    if _VOCABULARY in model.metadata and _VOCABULARY in found.metadata:
+        drafting.check_vocabulary(*(Tokenizer.from_gguf(each.metadata, True) for each in (model, found)))
     return found
+
+
+def _head(name: str, kind: str) -> PlannedModel | None:
+    """The head of EAGLE-3 in a folder; None = it has none."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return None
+    from kvcli.runtime.headers.eagle import EagleHead, is_head
+
+    with of_draft_model():
+        if not is_head(path):
+            return None
+        with EagleHead(path) as file:
+            weights = weights_of_tensors(file.tensors, file.config, kind)
+            params = sum(prod(x.shape) for x in file.tensors.values())
+            return PlannedModel(name, file.config, weights, params, "", "header", file.size, run_as=name, alone=False)
+
+
+def planned_next(model: PlannedModel, cache: CacheOptions) -> PlannedModel:
+    """The layer of `model` that predicts further tokens, as what guesses for it under these options. Raises ModelError
+    and UsageError where that cannot be."""
+    drafting.check_options(cache, False, "mtp")
+    drafting.check_next(model.config)
+    if model.ahead is None:
+        raise UsageError("the weights of the layer that predicts further tokens are not known", "leave --bpw out")
+    named = f"layer {model.config.n_layers} of the file"
+    return PlannedModel(named, model.config.predictor, model.ahead, None, "", model.origin, alone=False)
 
 
 def compare(model: PlannedModel, target: Target, query: Query) -> list[list[Outcome]]:
@@ -248,7 +286,7 @@ def _with_draft(base: Setting, query: Query, pair: Pair) -> Setting:
         return base
     config = per_rank(draft.config, query.ranks)
     weights = (draft.weights or _NO_WEIGHTS).part(query.ranks)
-    return replace(base, draft=Drafting(config, weights, _layout(config, query, pair)))
+    return replace(base, draft=Drafting(config, weights, _layout(config, query, pair), draft.alone))
 
 
 def _largest(base: Setting, layout: KVLayout, target: Target, query: Query, trained: int) -> tuple[int, int]:

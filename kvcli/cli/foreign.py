@@ -75,7 +75,7 @@ _NOTES = {
     "--draft --draft-max --draft-min --spec-draft-n-max --speculative-config": (
         "has no counterpart: how many tokens --spec guesses follows how often they are right"
     ),
-    "--spec-type": "is --spec suffix|ngram|draft|off here",
+    "--spec-type": "is --spec suffix|ngram|draft|mtp|off here",
     "--mmproj --image": "has no counterpart: models for images are not supported",
     "--host --port --api-key": "is an option of kv serve",
     "-cb --cont-batching": _SAME + "answers of kv serve and of --batch are always written together",

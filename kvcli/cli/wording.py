@@ -9,6 +9,7 @@ _OTHER = {
     "cache_type": "--cache-type",
     "ctx": "--ctx-size",
     "draft": "--draft-model",
+    "mtp": "--spec mtp",
     "force_pretokenizer": "--force-pretokenizer",
     "force_types": "--force-cache-type",
     "max_bytes": "--cache-size",

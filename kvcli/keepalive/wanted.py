@@ -39,7 +39,7 @@ def weights_of(load: LoadOptions) -> LoadOptions:
     """The options less those that change nothing of what is kept."""
     return replace(
         load, threads=0, offline=False, memory_limit=None, chat_anyway=False, chat=MODELS_OWN, strict_repeat=False,
-        draft="",
+        draft="", mtp=False,
     )  # fmt: skip
 
 

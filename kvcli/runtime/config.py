@@ -244,8 +244,8 @@ class ModelConfig:
     `vocab_size` counts tokens; an embedding may have more rows, which pad it and belong to no token. `residual_scale`
     multiplies what attention and feed-forward parts add; `logit_scale` the logits, before `logit_softcap` c > 0 makes
     c * tanh(x / c) of each x. `d_token`: each layer has an embedding of tokens of its own, of so many elements (as in
-    Gemma 3n); 0 = none. `d_ff`: of the widest layer without experts. `n_ahead` more layers of the file, which predict
-    tokens beyond the next one, are not run.
+    Gemma 3n); 0 = none. `d_ff`: of the widest layer without experts. `ahead`: more layers of the file, which predict
+    tokens beyond the next one, and are no part of what gives that.
     """
 
     arch: str
@@ -265,7 +265,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     d_token: int = 0
     experts: Experts | None = None
-    n_ahead: int = 0
+    ahead: tuple[LayerConfig, ...] = ()
     altup: AltUp | None = None
     latents: Latents | None = None
     block: Block = Block()
@@ -275,12 +275,22 @@ class ModelConfig:
 
     def at(self, ctx: int) -> ModelConfig:
         """The model in a context of `ctx` tokens; see `RopeConfig.at`."""
-        layers = (replace(x, rope=x.rope.at(ctx)) if x.rope else x for x in self.layers)
-        return replace(self, layers=tuple(layers))
+        layers, ahead = (
+            tuple(replace(x, rope=x.rope.at(ctx)) if x.rope else x for x in some) for some in (self.layers, self.ahead)
+        )
+        return replace(self, layers=layers, ahead=ahead)
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def predictor(self) -> ModelConfig:
+        """The first of the layers that predict tokens beyond the next one, as a model of one layer."""
+        experts = None
+        if self.experts is not None and self.experts.has(self.n_layers):
+            experts = replace(self.experts, dense=0, every=1)
+        return replace(self, layers=self.ahead[:1], ahead=(), experts=experts)
 
     @property
     def attention_kind(self) -> str:

@@ -14,8 +14,9 @@ import tinyvocab
 import torch
 from conftest import KvHere
 from engines import open_tiny
+from jsonchecks import check
 
-from kvcli.cli.commands.eval import plot
+from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.flags import compared
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, EvictOptions
@@ -241,6 +242,10 @@ def test_a_text_is_gone_on_with(ask: Eval, tmp_path: Path):
         (("--with", "--attend pages:4 --evict h2o --budget 50%"), "both choose rows by their scores"),
         (("recall", "--evict", "sink", "--keep", "-1"), "here is none"),
         (("--plot", "a.pdf"), "--plot must end in .svg or .png"),
+        (("throughput", "words"), "throughput cannot be measured with other tasks"),
+        (("throughput", "--tokens", "40"), "--tokens must be 64 or more for throughput, not 40"),
+        (("words", "--parallel", "1,2"), "--parallel is for throughput"),
+        (("throughput", "--parallel", "0"), "--parallel must be 1 to 256, not '0'"),
         (("--plot", "/no/such/a.svg"), "there is no folder"),
     ],
     ids=" ".join,
@@ -309,6 +314,20 @@ def test_a_picture(ask: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code, _, err = ask(*flags)
     assert code == 0, err
     assert path.read_text("utf-8").startswith("<?xml")
+
+
+def test_throughput_by_sequences_and_contexts(ask: Eval, tmp_path: Path):
+    path = tmp_path / "rates.svg"
+    flags = "throughput", "--tokens", "64,80", "--parallel", "2,1", "--trials", "1", "-ct", "int8"
+    code, out, err = ask(*flags, "--plot", str(path), "--json")
+    assert code == 0, err
+    check("eval throughput", value := json.loads(out))
+    cells = [(each["name"], each["ctx_size"], each["sequences"]) for each in value["results"]]
+    assert cells == list(itertools.product(("f16", "int8"), (64, 80), (1, 2)))
+    assert all(each["tps"] > 0 and len(each["tps_samples"]) == 1 for each in value["results"])
+    assert path.read_text("utf-8").count("2 at a time") == 2
+    out = throughput.lines([])
+    assert out == ({}, {})
 
 
 def test_settings_that_are_the_same_are_measured_once():

@@ -32,7 +32,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.engine.decoding import DeviceTokens, graph_tokens, host_tokens
+from kvcli.runtime.engine.decoding import DeviceRows, DeviceTokens, graph_tokens, host_tokens
 from kvcli.runtime.engine.graph import nexttoken, tokengraph
 from kvcli.runtime.engine.graph import pages as graph_pages
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
@@ -305,6 +305,21 @@ def test_tokens_are_those_of_the_host(options):
     tokens.close()
     assert found == expected
     assert model.seq.tokens in (found, found[:-1])  # no row of a token that nobody has seen
+    if options is DRAWN:
+        _check_rows_of_a_device(model, sampler, prompt, expected)
+    assert DeviceRows.possible(sampler) == (options in (GREEDY, DRAWN))
+
+
+def _check_rows_of_a_device(model: Model, sampler: Sampler, prompt: list[int], expected: list[int]) -> None:
+    """Tokens that are read when all of them are chosen, and those of rows that are there together."""
+    model.again()
+    assert model.graph is not None
+    rows, logits = DeviceRows(sampler, VOCAB, DEVICE), model.feed(prompt).to(DEVICE)
+    assert rows.drawn(model.graph, model.seq, logits, 2) == expected[len(prompt) : -1]
+    assert model.seq.tokens == expected[:-2]
+    several = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    each = [sampler.sample(row.cpu(), [], 7 + i) for i, row in enumerate(several)]
+    assert list(rows.chosen(several, 7)) == each
 
 
 @pytest.mark.slow

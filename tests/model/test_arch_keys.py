@@ -179,7 +179,7 @@ def test_experts() -> None:
 
 def test_layers_that_predict_further_tokens_are_not_run() -> None:
     ahead = config_of("glm4moe", block_count=4, nextn_predict_layers=1)
-    assert ahead == replace(config_of("glm4moe", block_count=3), n_ahead=1)
+    assert ahead == replace(config_of("glm4moe", block_count=3), ahead=ahead.layers[:1])
     with pytest.raises(ModelError, match=r"nextn_predict_layers is 3, as many as there are"):
         config_of("glm4moe", nextn_predict_layers=3)
 

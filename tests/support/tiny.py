@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -604,6 +604,15 @@ VARIANTS = {
     ),
 }
 
+# Not among those that every test of architectures runs: DeepSeek V3 with a layer that predicts further tokens.
+BESIDE = {
+    "deepseek2-ahead": replace(
+        VARIANTS["deepseek2"],
+        settings=VARIANTS["deepseek2"].settings | {"num_hidden_layers": 2},
+        keys=VARIANTS["deepseek2"].keys | {"nextn_predict_layers": 1, "block_count": 3},
+    )
+}
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -624,8 +633,8 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def make(name: str) -> Tiny:
-    """The variant of that name (a key of VARIANTS); its file is written once."""
-    return build(VARIANTS[name], Path(_folder().name) / f"{name}.gguf")
+    """The variant of that name (a key of VARIANTS, or of BESIDE); its file is written once."""
+    return build(BESIDE.get(name) or VARIANTS[name], Path(_folder().name) / f"{name}.gguf")
 
 
 def build(variant: Variant, path: Path) -> Tiny:
@@ -839,8 +848,8 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, f"GGUF has no name for {name}"
         found.append((known, weight))
-    if ahead := variant.keys.get("nextn_predict_layers"):
-        found += [(f"blk.{sizes.num_hidden_layers + i}.nextn.eh_proj.weight", torch.zeros(4, 8)) for i in range(ahead)]
+    if variant.keys.get("nextn_predict_layers"):
+        found += _of_next(variant, sizes)
     scaling = variant.settings.get("rope_scaling", {})
     if scaling.get("rope_type") == "llama3":
         frequencies, dim = model.model.rotary_emb.inv_freq.double(), sizes.head_dim
@@ -852,6 +861,27 @@ def _tensors(variant: Variant, model: Any) -> list[tuple[str, torch.Tensor]]:
     if scaling is _LONG:
         found += [(f"rope_factors_{x}.weight", torch.tensor(_LONG[f"{x}_factor"])) for x in ("long", "short")]
     return found
+
+
+def next_layer(variant: Variant) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What the layer of a variant that predicts further tokens is made of: a model of transformers with one layer more,
+    whose last one it is, with the norm behind it; and, by their names in files, what stands before it."""
+    n = variant.settings["num_hidden_layers"]
+    n_tokens = len(tinyvocab.byte_level()[0]["tokenizer.ggml.tokens"])
+    model = _reference(replace(variant, settings=variant.settings | {"num_hidden_layers": n + 1}), n_tokens)
+    d, generator = _sizes(model).hidden_size, torch.Generator().manual_seed(9)
+    norms = {x: 1 + 0.2 * torch.randn(d, generator=generator) for x in ("enorm", "hnorm")}
+    return model, norms | {"eh_proj": 1.5 * (2 * d) ** -0.5 * torch.randn(d, 2 * d, generator=generator)}
+
+
+def _of_next(variant: Variant, sizes: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of that layer."""
+    model, before = next_layer(variant)
+    prefix = f"blk.{sizes.num_hidden_layers}."
+    keys = {key: value for key, value in variant.keys.items() if key != "nextn_predict_layers"}
+    block = [each for each in _tensors(replace(variant, keys=keys), model) if each[0].startswith(prefix)]
+    norm = ("shared_head_norm", model.model.norm.weight.data)
+    return [*block, *((f"{prefix}nextn.{part}.weight", x) for part, x in (*before.items(), norm))]
 
 
 def _of_heads(name: str, weight: torch.Tensor, sizes: Any) -> list[tuple[str, torch.Tensor]]:

@@ -34,6 +34,7 @@ from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, SamplesSink, Sink, TextSink
 from kvcli.cli.streams import OutputFile, TextOut, say
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
+from kvcli.runtime.engine.spec import MTP
 
 if TYPE_CHECKING:
     from kvcli.cli.report import Result
@@ -295,7 +296,8 @@ def run(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         spec = sample.spec if many.batch is None else None  # lines may say otherwise
-        load, policy = draft.add_to(model.options(invocation.offline), spec), overflow.on_overflow
+        load = replace(draft.add_to(model.options(invocation.offline), spec), mtp=sample.spec == MTP)
+        policy = overflow.on_overflow
         keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
         chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
         load = replace(load, chat=tools.told(chat) if tools else chat)

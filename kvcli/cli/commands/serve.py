@@ -171,7 +171,7 @@ class Opener:
         later = replace(self, interrupts=Interrupts(), load=replace(self.load, offline=True))
         if name == _called(self.load.model):  # the first one, which made room
             return later.open(self.load.model, tuple(self.flags.alias))
-        return replace(later, load=replace(later.load, draft="")).open(name)  # it drafts for the first one
+        return replace(later, load=replace(later.load, draft="", mtp=False)).open(name)  # it drafts for the first one
 
 
 def _called(model: str) -> str:

@@ -15,12 +15,24 @@ from kvcli.cli.helptext import KV_CACHE
 from kvcli.cli.interrupt import Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.codecs import canonical
+from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.cache.layout import KVLayout
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
+
+PARALLEL, MOST_SEQUENCES = "--parallel", 256
+
+
+def counts(text: str) -> list[int]:
+    """'1,2,16' -> numbers of sequences, each once, the fewest first. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not word.isdecimal() or not 1 <= int(word) <= MOST_SEQUENCES]:
+        hint = "numbers with commas between them, e.g. 1,2,4,8"
+        raise UsageError(f"{PARALLEL} must be 1 to {MOST_SEQUENCES}, not {wrong[0]!r}", hint)
+    return sorted({int(word) for word in words})
 
 
 def _option(*names: str, help: str) -> typer.models.OptionInfo:

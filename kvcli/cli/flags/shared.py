@@ -23,7 +23,7 @@ from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import READ_ALL, AttendOptions, CacheOptions, EvictOptions, LoadOptions
-from kvcli.runtime.engine.spec import DRAFT
+from kvcli.runtime.engine.spec import DRAFT, MTP
 from kvcli.runtime.formats.packing import named
 from kvcli.runtime.host.memory import main_memory, parse_size
 
@@ -219,18 +219,20 @@ class DraftFlags:
         _model(
             "--draft-model",
             metavar="MODEL",
-            help="A smaller model of the same vocabulary that guesses tokens; the answer is the same.",
-            callback=not_empty("--draft-model", "give a name from kv models ls, or a .gguf file"),
+            help="A smaller model of the same vocabulary, or a head of EAGLE-3, that guesses tokens; the answer is the"
+            " same.",
+            callback=not_empty("--draft-model", "give a name from kv models ls, a .gguf file or a folder"),
         ),
     ] = None
 
     def add_to(self, load: LoadOptions, spec: str | None = None) -> LoadOptions:
-        """The options with the draft model. `spec`: how tokens are guessed. Raises UsageError where not by this one."""
+        """The options with the draft model, or with what `spec` needs, the way in which tokens are guessed. Raises
+        UsageError where that is not by the draft model."""
         if self.draft_model and spec not in (None, DRAFT):
             raise UsageError(
                 f"--draft-model and --spec {spec} cannot be used together", "--spec draft is what the model is for"
             )
-        return replace(load, draft=self.draft_model or "")
+        return replace(load, draft=self.draft_model or "", mtp=spec == MTP)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcli.runtime.cache.sequence import Sequence
+    from kvcli.runtime.engine.decoding import DeviceRows
+    from kvcli.runtime.engine.sampler import Sampler
 
 
 class Seat(Protocol):
@@ -24,11 +28,22 @@ class RowsAhead:
         self.tokens: Generator[int, None, None] | None = None
         self.seat: Seat | None = None
         self.known: int | None = None
+        self._rows: DeviceRows | None = None
 
     @property
     def by_device(self) -> bool:
         """Whether a device computes rows before it is asked for them."""
         return self.tokens is not None or self.seat is not None
+
+    def chosen(self, sampler: Sampler, logits: torch.Tensor, first: int) -> Iterator[int] | torch.Tensor:
+        """The tokens of rows of which the first one's is to stand at position `first`, where a device can choose them;
+        else their logits, on the host."""
+        if len(logits) == 1 or logits.device.type != "cuda":
+            return logits.cpu()
+        from kvcli.runtime.engine.decoding import DeviceRows
+
+        self._rows = self._rows or DeviceRows(sampler, logits.shape[1], logits.device)
+        return self._rows.chosen(logits, first) if DeviceRows.possible(sampler) else logits.cpu()
 
     def take_back(self, seq: Sequence) -> None:
         """Give up rows that would not be there without guesses."""

@@ -25,7 +25,7 @@ class Clock:
         self._last = time.perf_counter()
         self._first = self._last if first else self._first
 
-    def timings(self, load_s: float, prefilled: int, generated: int) -> Timings:
-        """With counts of tokens."""
-        ttft_s, decode_s = self._first - self._start, self._last - self._first
-        return Timings(load_s, self.prefill_s, ttft_s, decode_s, prefilled, max(0, generated - 1))
+    def timings(self, load_s: float, prefilled: int, generated: int, reading_s: float = 0.0) -> Timings:
+        """With counts of tokens. `reading_s`: seconds behind the first token that the prompt took, too."""
+        ttft_s, decode_s = self._first - self._start, self._last - self._first - reading_s
+        return Timings(load_s, self.prefill_s + reading_s, ttft_s, decode_s, prefilled, max(0, generated - 1))

@@ -50,6 +50,70 @@ def graph_tokens(
         tokens.close()
 
 
+class DeviceRows:
+    """Tokens of some rows of one text, chosen on the device where their logits are: each as `sampler` chooses it at its
+    position, whatever stands before it."""
+
+    def __init__(self, sampler: Sampler, vocab_size: int, device: torch.device) -> None:
+        """`sampler`: one of which `possible` says so."""
+        self.sampler, self.vocab_size, self.device = sampler, vocab_size, device
+        self._choosers: dict[int, DeviceSampler] = {}
+
+    @staticmethod
+    def possible(sampler: Sampler) -> bool:
+        """Whether tokens depend on their own logits alone, and a device can choose them."""
+        from kvcli.kernels.gpu.penalties import penalises
+        from kvcli.kernels.gpu.sample import DeviceSampler
+
+        return not (sampler.constrained or DeviceSampler.supports(sampler.effective) or penalises(sampler.effective))
+
+    def chosen(self, logits: torch.Tensor, first: int) -> Iterator[int]:
+        """By logits [n, vocab], of which the first row's token is to stand at position `first`. Raises KVError for a
+        row that gives none."""
+        out = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        self._of(len(logits)).launch(logits.contiguous(), self._uniforms(first, len(logits)), out)
+        yield from map(self._checked, out.tolist())
+
+    def choose(self, logits: torch.Tensor, uniform: torch.Tensor, out: torch.Tensor) -> None:
+        """Of one row [vocab], into `out` [1]; nothing waits."""
+        self._of(1).launch(logits, uniform, out)
+
+    def _uniforms(self, first: int, n: int) -> torch.Tensor:
+        """Random numbers of so many positions, float32 [n]."""
+        if not self.sampler.effective["temperature"]:
+            return torch.empty(n, device=self.device)
+        numbers = [uniform(self.sampler.seed, self.sampler.sequence, first + i) for i in range(n)]
+        return torch.tensor(numbers, dtype=torch.float32).to(self.device)
+
+    def _checked(self, token: int) -> int:
+        if token < 0:
+            raise KVError(self._of(1).error(token), f"check `logit_bias`; {self.sampler.remedy}")
+        return token
+
+    def drawn(self, graph: NextToken, seq: Sequence, logits: torch.Tensor, count: int) -> list[int]:
+        """So many tokens behind the rows of `seq`, whose last one gave `logits` [vocab]: each but the last is computed
+        as the next row, and none is read before all are chosen. Raises DoesNotFit, KVError."""
+        first, ids = seq.length, torch.empty(count, dtype=torch.int64, device=self.device)
+        uniforms = self._uniforms(first, count)
+        graph.unbind()
+        for i in range(count):
+            self.choose(logits, uniforms[i : i + 1], ids[i : i + 1])
+            if i + 1 < count:
+                graph.token.copy_(ids[i : i + 1])
+                logits = graph.run(seq)
+        found = [self._checked(token) for token in ids.tolist()]
+        seq.tokens[first:] = found[: seq.length - first]
+        return found
+
+    def _of(self, rows: int) -> DeviceSampler:
+        from kvcli.kernels.gpu.sample import DeviceSampler
+
+        if rows not in self._choosers:
+            each = [self.sampler.effective] * rows
+            self._choosers[rows] = DeviceSampler(each, self.vocab_size, self.device)
+        return self._choosers[rows]
+
+
 class DeviceTokens:
     """Tokens that are chosen on the device, while the row of the one before is on its way.
 

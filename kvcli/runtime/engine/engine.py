@@ -27,8 +27,9 @@ from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.spec.drafting import check_options
 from kvcli.runtime.engine.spec.draftmodel import DraftModel
-from kvcli.runtime.engine.spec.guesses import Session
+from kvcli.runtime.engine.spec.guesses import Drafts, Session
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
+from kvcli.runtime.engine.spec.predicting import hand_over, predictions
 from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.host.memory import CPU, CUDA
@@ -74,8 +75,9 @@ class Engine:
         else:
             self.pool = before.pool.under(self.layout, terms.pool_bytes)
         self.draft = self._draft(before)  # that of a model that guesses, where there is one
-        drafts = DraftModel(self.draft, self.config.vocab_size) if self.draft else None
-        self.session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS, drafts)
+        drafts: Drafts | None = DraftModel(self.draft, self.config.vocab_size) if self.draft else None
+        drafts = drafts or predictions(loaded, terms, before.session.drafts if before else None)
+        self.session: Session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS, drafts)
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
@@ -104,11 +106,11 @@ class Engine:
 
     def _draft(self, before: Engine | None) -> Engine | None:
         """The engine of the draft model, in the memory of the one before."""
+        if before and before.session.drafts:
+            before.session.drafts.close()
         terms = self.terms.of_draft()
         if terms is None or self.loaded.draft is None:
             return None
-        if before and before.session.drafts:
-            before.session.drafts.close()
         return Engine(self.loaded.draft, terms, before.draft if before else None)
 
     def _alike(self, terms: Terms) -> Terms:
@@ -248,7 +250,7 @@ class Engine:
                 if request.pull():
                     continue
                 blocks = not _answers(request) and (self.loaded.grain > 1 or self.layout.attend.pages > 0)
-                if self.graph and len(ids) == 1 and not blocks and not _notes(request.seq):
+                if self.graph and len(ids) == 1 and not (blocks or request.guesses.reads or _notes(request.seq)):
                     request.feed(self._one_row(self.graph, request.seq, ids[0])[None])
                 else:
                     self._compute([(request, ids)])
@@ -259,6 +261,7 @@ class Engine:
         if not work:
             return
         hidden = self.forward_all([(request.seq, ids, _answers(request)) for request, ids in work])
+        hand_over(self.model, [(request, len(ids)) for request, ids in work], hidden)
         ends = itertools.accumulate(len(ids) for _, ids in work)
         scored = [range(end - request.scored, end) for (request, _), end in zip(work, ends, strict=True)]
         rows = list(itertools.chain(*scored))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.engine import guard, repeating, sampling
 from kvcli.runtime.engine.opened import Opened
-from kvcli.runtime.engine.spec import DRAFT, drafting
+from kvcli.runtime.engine.spec import DRAFT, MTP, drafting
 from kvcli.runtime.engine.terms import Terms
 from kvcli.runtime.formats import adapter
 from kvcli.runtime.formats.ggufheader import TensorInfo
@@ -28,11 +29,15 @@ from kvcli.runtime.host.memory import CPU, CUDA, process_bytes
 from kvcli.runtime.host.upload import Upload
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.loading import load as load_model
+from kvcli.runtime.model.predictors import Predictor, load_eagle, load_next
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
-from kvcli.runtime.plan.footprint import tokenizer_bytes, weights_of_tensors
+from kvcli.runtime.plan.footprint import next_weights, tokenizer_bytes, weights_of_tensors
 from kvcli.runtime.plan.plan import Drafting, engine_budget
 from kvcli.runtime.promptcache import fingerprint
+
+if TYPE_CHECKING:
+    from kvcli.runtime.headers.eagle import EagleHead
 
 
 class LoadedModel:
@@ -54,7 +59,7 @@ class LoadedModel:
         cache: CacheOptions,
         tell: Callable[[str], None] = lambda text: None,
         kept: LoadedModel | None = None,
-        draft: Opened | None = None,
+        draft: Opened | EagleHead | None = None,
         terms: Terms | None = None,
     ) -> None:
         """Check everything else that can be refused, then map the weights. `cache`: what engines are to be opened with.
@@ -73,11 +78,12 @@ class LoadedModel:
         self._tell = tell
         with opened.sending():
             self._load(load, cache, kept, draft, terms)
-            self.draft = None if draft is None else self._drafting(draft, load, cache)
+            self.draft = self._drafting(draft, load, cache) if isinstance(draft, Opened) else None
+            self.predictor = self._predictor(load, draft)
             self.load_s = time.perf_counter() - opened.began
 
     def _load(
-        self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None, draft: Opened | None,
+        self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None, draft: Opened | EagleHead | None,
         terms: Terms | None,
     ) -> None:  # fmt: skip
         """From the adapters on."""
@@ -105,14 +111,19 @@ class LoadedModel:
         self._read_weights(ops or self._on_gpu(load), cache, self.opened.upload, kept)
         self.file.check()
 
-    def _settled(self, load: LoadOptions, cache: CacheOptions, interleaved: bool, draft: Opened | None) -> Terms:
+    def _settled(
+        self, load: LoadOptions, cache: CacheOptions, interleaved: bool, draft: Opened | EagleHead | None
+    ) -> Terms:
         """What the options come to in the memory there is. Raises UsageError, ModelError for a draft model that cannot
         be one, and DoesNotFit."""
         kind = self.device.kind
         weights = weights_of_tensors(self.file.tensors, self.config, kind, self.adapters, interleaved)
         budget = engine_budget(load.memory_limit, kind, self.device.index, self.opened.cards)
-        if draft is None:
-            return Terms.settle(self.config, weights, cache, budget, self.threads)
+        if load.mtp and draft is not None:
+            raise UsageError("`mtp` and `draft` cannot be used together", "leave one of them out")
+        if not isinstance(draft, Opened):
+            beside = self._beside(cache, interleaved, draft) if load.mtp or draft else None
+            return Terms.settle(self.config, weights, cache, budget, self.threads, beside)
         drafting.check(self.config, self.tokenizer, draft, cache, self.grain > 1)
         theirs = weights_of_tensors(draft.file.tensors, draft.config, kind, (), interleaved)
         self._note(drafting.too_large(weights, theirs))
@@ -121,9 +132,39 @@ class LoadedModel:
         self._note(drafting.too_short(terms.ctx_size, draft.config))
         return terms
 
+    def _beside(self, cache: CacheOptions, interleaved: bool, head: EagleHead | None) -> Drafting:
+        """The layer of the file that predicts further tokens, or a head, as what is planned beside the model. Raises
+        UsageError, and ModelError where it cannot be one."""
+        kind = self.device.kind
+        if head is not None:
+            drafting.check_options(cache, self.grain > 1)
+            drafting.check_head(self.config, head.config)
+            config, weights = head.config, weights_of_tensors(head.tensors, head.config, kind, (), interleaved)
+        else:
+            drafting.check_options(cache, self.grain > 1, "mtp")
+            drafting.check_next(self.config)
+            config = self.config.predictor
+            weights = next_weights(self.file.tensors, self.config, kind, interleaved)
+        return Drafting(config, weights, KVLayout.of_options(config, cache), tokenizer=False)
+
+    def _predictor(self, load: LoadOptions, head: EagleHead | Opened | None) -> Predictor | None:
+        """The layer of the file that predicts further tokens, or the head, beside the decoder. Raises ModelError."""
+        if load.mtp:
+            self.sampling_defaults["spec"] = MTP
+            return load_next(self.decoder, self.weights)
+        if head is None or isinstance(head, Opened):
+            return None
+        self.sampling_defaults["spec"] = DRAFT
+        with of_draft_model():
+            config = head.config.at(self.terms.ctx_size)
+            how = head.offsets, head.reads(self.config.n_layers), head.normed
+            found = load_eagle(Weights(head), config, self.decoder, *how)
+        self.decoder.taps = found.reads
+        return found
+
     def _drafting(self, draft: Opened, load: LoadOptions, cache: CacheOptions) -> LoadedModel:
         """The draft model, on the same device. What is refused of it is said to be so."""
-        load = replace(load, device=str(self.device), lora=(), quantize="", strict_repeat=False)
+        load = replace(load, device=str(self.device), lora=(), quantize="", strict_repeat=False, mtp=False)
         with of_draft_model():
             tell = partial(_told_of_draft, self.notice)
             loaded = LoadedModel(draft, load, cache, tell, terms=self.terms.of_draft())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import MODELS_OWN, LoadOptions
@@ -23,6 +24,9 @@ from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.tokenizer import import_library
 
+if TYPE_CHECKING:
+    from kvcli.runtime.headers.eagle import EagleHead
+
 
 class Opened:
     """One model's files, open and checked, as far as that needs no torch; its libraries are loaded meanwhile.
@@ -35,9 +39,14 @@ class Opened:
     text: ModelText
 
     @classmethod
-    def draft(cls, path: Path, load: LoadOptions) -> Opened:
-        """A model that is to draft for the one of these options. Raises as `__init__` does."""
+    def draft(cls, path: Path, load: LoadOptions) -> Opened | EagleHead:
+        """A model, or a head, that is to draft for the one of these options. Raises as `__init__` does."""
         with of_draft_model():
+            if path.is_dir() or path.suffix == ".safetensors":
+                from kvcli.runtime.headers.eagle import EagleHead, is_head
+
+                if is_head(path):
+                    return EagleHead(path)
             return cls(path, replace(load, quantize="", chat=MODELS_OWN), sends=False)
 
     def __init__(self, path: Path, load: LoadOptions, kept: Opened | None = None, sends: bool = True) -> None:

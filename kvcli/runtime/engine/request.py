@@ -246,16 +246,17 @@ class Request:
         """The next tokens, by the logits [scored, vocab]: one, and one more for each guess that it is."""
         assert logits is not None
         self.caches.pump()
-        if len(logits) == 1:
+        if len(logits) == 1 and not self.guesses.reads:
             self.ahead.tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits[0])
             if self.ahead.tokens is not None:
                 self._accept(next(self.ahead.tokens))
                 return
         guesses = self.seq.tokens[len(self.history) :]
         self.guesses.drafted += len(guesses)
-        for row, guess in zip(logits.cpu(), [*guesses, -1], strict=True):
+        rows = self.ahead.chosen(self.sampler, logits, len(self.history))
+        for row, guess in zip(rows, [*guesses, -1], strict=True):
             self.ahead.known = len(self.history)
-            token = self.sampler.sample(row, self.history, len(self.history))
+            token = row if isinstance(row, int) else self.sampler.sample(row, self.history, len(self.history))
             if token != guess:
                 self.ahead.take_back(self.seq)
             self.guesses.accepted += token == guess
@@ -388,8 +389,8 @@ class Request:
     def _told(self, reason: str) -> End:
         text, reasoning, calls = self._text.rest(reason == "stop")
         ids, reuse = self.history[self.n_prompt :], self.reuse
-        timings = self._clock.timings(self.host.load_s, self.n_prompt - reuse.tokens, len(ids))
         tried, ledger = self.guesses, self._ledger or Ledger(reuse)
+        timings = self._clock.timings(self.host.load_s, self.n_prompt - reuse.tokens, len(ids), tried.reading_s)
         usage = Usage(
             self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
             reuse.choice, reuse.how, ledger.breakpoints(), ledger.chunks(), tried.drafted, tried.accepted, tried.steps,

@@ -60,6 +60,7 @@ class _Noted:
         self.ids = torch.zeros(len(part.ids), dtype=torch.int64)
         self.calls: Calls | None = None
         self.hidden: torch.Tensor
+        self.tapped: list[torch.Tensor] = []
         self.angles: list[tuple[RopeTable, np.ndarray, np.ndarray]] = []
 
     def of(self, part: Part) -> bool:
@@ -120,6 +121,7 @@ class StepList:
         if noted.calls is not None:
             if part.states:
                 part.states.begun = True
+            self._model.tapped = noted.tapped
             return noted.run(part.ids, part.start)
         return self._note(noted, part) if noted.usable else None
 
@@ -133,6 +135,7 @@ class StepList:
             self.computed[several] = computed.found
         else:
             calls, noted.hidden = self._hidden(part)
+        noted.tapped = self._model.tapped
         span = ((part.start, len(part.ids)),)
         for rope in self._model.ropes:
             given, (cos, sin) = rope.handed_over()

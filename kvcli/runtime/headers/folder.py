@@ -61,11 +61,28 @@ class SafetensorsModel(ModelFile):
         )
         self._opened, self._where, self._stored, self.form = opened, where, merged, quantize
         self.otherwise: dict[str, str] = {}
-        self._metadata = {**metadata_of(config), **_general(folder, config), **texts.folder_metadata(folder)}
+        self._metadata = {**self._described(folder, config), **self._text(folder)}
         self._presented = self._present(merged, config, quantize)
         self._infos = {name: _info(tensor) for name, tensor in self._presented.items()}
+        self._count_ahead()
         if quantize:
             self._metadata["general.quantization_version"] = 2
+
+    def _described(self, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of the model."""
+        return {**metadata_of(config), **_general(folder, config)}
+
+    def _text(self, folder: Path) -> dict[str, Any]:
+        """The keys of tokenizer and chat template."""
+        return texts.folder_metadata(folder)
+
+    def _count_ahead(self) -> None:
+        """Layers that predict further tokens are counted where the folder has them: configs name them all the same."""
+        block_count, first = (f"{self._metadata['general.architecture']}.{key}" for key in ("block_count", ""))
+        while f"blk.{self._metadata[block_count]}.nextn.eh_proj.weight" in self._infos:
+            self._metadata[block_count] += 1
+            key = f"{first}nextn_predict_layers"
+            self._metadata[key] = self._metadata.get(key, 0) + 1
 
     def _present(
         self, merged: Mapping[str, safetensors.TensorInfo], config: Mapping[str, Any], quantize: str

@@ -62,6 +62,12 @@ _SPELLED = (
 )
 # Tensors that the `gguf` package has no names for, in a layer.
 _OTHER_NAMES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+# Those of a layer that predicts further tokens, which it has beside a block of the model.
+_NEXT_NAMES = {
+    **{f"{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
+    "embed_tokens.weight": "nextn.embed_tokens.weight", "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+    "shared_head.head.weight": "nextn.shared_head_head.weight",
+}  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -71,7 +77,7 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
     Raises ModelError for a tensor without a name there, and for one that is missing.
     """
     arch = families.gguf_name(config.model_type)
-    names = _names(arch, config.n_layers)
+    names = _names(arch, config.n_layers + config.count("num_nextn_predict_layers", default=0))
     tied = data.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     found: dict[str, Presented] = {}
     experts: dict[str, dict[int, Presented]] = {}
@@ -131,6 +137,8 @@ def _names(arch: str, n_layers: int) -> Callable[[str], str | None]:
         layer = _LAYER.fullmatch(spelled)
         if layer and layer[2] in _OTHER_NAMES:
             return f"blk.{layer[1]}.{_OTHER_NAMES[layer[2]]}"
+        if layer and layer[2] in _NEXT_NAMES:
+            return f"blk.{layer[1]}.{_NEXT_NAMES[layer[2]]}"
         if spelled.endswith(".sinks"):  # of attention, without a suffix
             spelled += ".weight"
         return table.get_name(spelled, try_suffixes=(".weight", ".bias"))
@@ -145,17 +153,15 @@ def _spelled(name: str) -> str:
 
 
 def _left_out(name: str, config: HFConfig) -> bool:
-    """Whether a tensor is no part of the language model, is computed from the config, or predicts tokens further ahead.
+    """Whether a tensor is no part of the language model, or is computed from the config.
 
     Raises ModelError for one of a layer that config.json does not count.
     """
     if _ELSEWHERE.match(name) or _COMPUTED.search(name):
         return True
     layer, n_layers = _COUNTED.match(name), config.n_layers
-    if layer is None or int(layer[1]) < n_layers:
+    if layer is None or int(layer[1]) < n_layers + config.count("num_nextn_predict_layers", default=0):
         return False
-    if int(layer[1]) < n_layers + config.count("num_nextn_predict_layers", default=0):
-        return True
     raise ModelError(
         f"{config.called('num_hidden_layers')} in config.json is {n_layers}, and the folder has the tensor {name}",
         _OTHER_CONFIG,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import LoraOption
@@ -31,7 +32,8 @@ class PlannedModel:
     """`weights` is None where only the cache is asked for; `bytes_read` came over the network.
 
     `runs`: see Recipe; if not by its name `problem` is why, and `remedy` what to do about it. `run_as`: what `-m` of
-    `kv run` is to be, "" = nothing that kv knows.
+    `kv run` is to be, "" = nothing that kv knows. `metadata`: the keys of its GGUF file, where they are known. `ahead`:
+    weights of the layer that predicts further tokens. `alone`: it is a model, with a tokenizer, and no part of one.
     """
 
     name: str
@@ -49,6 +51,9 @@ class PlannedModel:
     remedy: str = ""
     run_as: str = ""
     lora: Sequence[tuple[LoraOption, int]] = ()  # the adapters, with the bytes of each file
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    ahead: WeightBytes | None = None
+    alone: bool = True
 
 
 def planned_model(
@@ -140,11 +145,13 @@ def _from_header(
         raise ModelError(f"{header.source} {what}", "the shape can be given by flags: --layers and so on")
     params = sum(prod(shape) for shape in shapes.values())
     adapters: Sequence[adapter.Adapter] = ()
+    ahead = None
     if given.params is not None or given.bpw is not None:
         weights = _weights_of_number(given.params or params, given.params or params, given, ASSUMED_BITS)
     else:
         adapters = adapter.open_all(lora, header)
         weights = footprint.weights_of_tensors(header.tensors, config, kind, adapters)
+        ahead = footprint.next_weights(header.tensors, config, kind) if config.ahead else None
     notices = tuple(header.notices)
     if kind != CPU and header.metadata:
         reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
@@ -165,6 +172,8 @@ def _from_header(
         remedy if problem else "",
         "" if problem else label,
         [(option, opened.file.size) for option, opened in zip(lora, adapters, strict=True)],
+        header.metadata,
+        ahead,
     )
 
 

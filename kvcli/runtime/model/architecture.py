@@ -108,6 +108,7 @@ class Architecture:
         n_heads = keys.integer("attention.head_count", limit=4096)
         d_model = keys.integer("embedding_length", limit=_WIDEST)
         embedding = shapes.get("token_embd.weight")
+        layers, n_run = self._layers(keys, shapes, n_heads, d_model), _run(keys)
         norm = "layer_norm" if self.block.norm == LAYER else "layer_norm_rms"
         config = ModelConfig(
             arch=keys.arch,
@@ -118,7 +119,7 @@ class Architecture:
             n_heads=n_heads,
             context_length=keys.integer("context_length"),
             norm_eps=float(keys.number(f"attention.{norm}_epsilon")),
-            layers=self._layers(keys, shapes, n_heads, d_model),
+            layers=layers[:n_run],
             attn_scale=0.0,
             attn_softcap=float(keys.number("attn_logit_softcapping", 0.0, zero=True)),
             residual_scale=float(keys.number("residual_scale", 1.0, zero=True)) or 1.0,
@@ -126,7 +127,7 @@ class Architecture:
             d_token=keys.integer("embedding_length_per_layer_input", 0, limit=_WIDEST, zero=True)
             if self.tokens_each
             else 0,
-            n_ahead=_ahead(keys),
+            ahead=layers[n_run:],
             altup=_altup(keys) if self.altup else None,
             latents=read_latents(keys)[0] if self.latents else None,
             block=self._block(shapes),
@@ -153,7 +154,7 @@ class Architecture:
         return replace(self.block, qk_norm="") if without else self.block
 
     def _layers(self, keys: Keys, shapes: Shapes, n_heads: int, d_model: int) -> tuple[LayerConfig, ...]:
-        """All agree but for windows and RoPE, and what files list by layer."""
+        """Of all layers of the file, which agree but for windows and RoPE, and what files list by layer."""
         n = keys.integer("block_count", limit=4096)
         if self.latents:
             return self._latent_layers(keys, shapes, n)
@@ -183,7 +184,7 @@ class Architecture:
             both = bool(keys.get("attention.keys_as_values", False))
             layers = [self._with_turned(x, f"blk.{i}.attn_", shapes, both) for i, x in enumerate(layers)]
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
-        return tuple(share_last(layers, first))[: n - _ahead(keys)]
+        return tuple(share_last(layers, first))
 
     def _with_turned(self, layer: LayerConfig, prefix: str, shapes: Shapes, named: bool) -> LayerConfig:
         """A layer that sees everything with what RoPE turns of its keys, where these are its values, too: where there
@@ -198,7 +199,7 @@ class Architecture:
         _, rank, rotary = read_latents(keys)
         rope = read_rope(keys, shapes, rotary, self.whole_ramp, latents=True)
         layer = LayerConfig(LATENT, 1, rotary, rank, rope=rope, temperature=self._temperature(keys, rope))
-        return (layer,) * (n - _ahead(keys))
+        return (layer,) * n
 
     def _ropes(self, keys: Keys, shapes: Shapes, wide: int, narrow: int) -> tuple[RopeConfig | None, RopeConfig | None]:
         """Of the layers that see everything, and of those that slide; head dims `wide` and `narrow`."""
@@ -254,12 +255,12 @@ def tokens_with_rows(metadata: Mapping[str, Any], rows: int) -> int:
     return min(rows, count_tokens(tokens)) if isinstance(tokens, Sequence) and len(tokens) else rows
 
 
-def _ahead(keys: Keys) -> int:
-    """How many of the file's layers, the last ones, predict tokens beyond the next one."""
-    ahead = keys.integer("nextn_predict_layers", 0, zero=True)
-    if ahead >= keys.integer("block_count", limit=4096):
+def _run(keys: Keys) -> int:
+    """How many of the file's layers, the first ones, give the next token; the others predict those behind it."""
+    ahead, n = keys.integer("nextn_predict_layers", 0, zero=True), keys.integer("block_count", limit=4096)
+    if ahead >= n:
         raise ModelError(f"the GGUF key {keys.arch}.nextn_predict_layers is {ahead}, as many as there are layers")
-    return ahead
+    return n - ahead
 
 
 def _altup(keys: Keys) -> AltUp:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import AttentionLayer, Backend, ExpertLayer
+from kvcli.kernels import AttentionLayer, Backend, ExpertLayer, HostBackend
 from kvcli.kernels.reference.experts import sigmoid
 from kvcli.kernels.reference.pointwise import cut_gates
 from kvcli.runtime.cache.selecting import LayerFacts
@@ -139,6 +139,9 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Backend, ropes: RopeTables) -> None:
         self.config, self.weights, self.ops, self.ropes = config, weights, ops, ropes
+        self.taps: tuple[int, ...] = ()  # layers before which the residual stream of each step is kept
+        self.tapped: list[torch.Tensor] = []  # float32 [T, d_model] each, of the last step
+        self._ones = torch.ones(0, 1)
 
     @cached_property
     def layer_facts(self) -> dict[int, LayerFacts]:
@@ -155,14 +158,33 @@ class Decoder:
         w = self.weights
         x = self.ops.rows(w.embedding[0], step.ids, self.config.embed_scale)  # [T, d_model], the residual stream
         tokens = None if w.tokens is None else self._tokens(x, w.tokens, step)
+        self._through(x, step, tokens)
+        return self._normed(x, w.norm, w.norm_bias)
+
+    def _through(self, x: torch.Tensor, step: Step, tokens: torch.Tensor | None = None, first: Operand = None) -> None:
+        """Have every sublayer add to x [T, d_model]. `tokens`: see `_tokens`; `first`: what the first one reads, where
+        that is not x normed."""
         operand: Operand = x
-        for each in w.sublayers:
-            if not each.beside:
+        tapped, each_layer = list[torch.Tensor](), len(self.weights.sublayers) // self.config.n_layers
+        for i, each in enumerate(self.weights.sublayers):
+            if self.taps and i % each_layer == 0 and i // each_layer in self.taps:
+                tapped.append(self._copy(x))
+            if first is not None and i == 0:
+                operand = first
+            elif not each.beside:
                 operand = self._operand(x, each)
             self._add(x, self._inner(each.inner, operand, step, tokens), each)
             if each.leaves != 1:
                 x *= each.leaves
-        return self._normed(x, w.norm, w.norm_bias)
+        self.tapped = tapped
+
+    def _copy(self, x: torch.Tensor) -> torch.Tensor:
+        """On a CPU by a kernel, so that lists of calls have it."""
+        if not isinstance(self.ops, HostBackend):
+            return x.clone()
+        if len(self._ones) < len(x):
+            self._ones = torch.ones(len(x), 1)
+        return self.ops.mix(x, self._ones[: len(x)])
 
     def _tokens(self, x: torch.Tensor, tokens: TokenEmbeddings, step: Step) -> torch.Tensor:
         """Each layer's own embedding of the step's tokens: float32 [T, layers, d_token]."""

@@ -49,8 +49,8 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     be another model.
     """
     weights.used.clear()  # what others looked at before does not count
-    ropes = RopeTables(config, _rope_factors(config, weights))
-    loader = _Loader(config, weights, ops, ropes)
+    ropes = RopeTables(config, rope_factors(config, weights))
+    loader = Loader(config, weights, ops, ropes)
     sublayers = tuple(each for i in range(config.n_layers) for each in loader.layer(i))
     embedding = (ops.place_rows if weights.has_head else ops.place)((weights.embedding(config),))
     # A head that is the embedding is what it is without an adapter: that is added to rows of the embedding.
@@ -58,7 +58,7 @@ def load(config: ModelConfig, weights: Weights, ops: Backend) -> Decoder:
     norm, norm_bias = loader.norm(config.block.last_norm)
     tokens = loader.tokens() if config.d_token else None
     altup = load_altup(config, weights, ops) if config.altup else None
-    ahead = tuple(f"blk.{config.n_layers + i}." for i in range(config.n_ahead))
+    ahead = tuple(f"blk.{config.n_layers + i}." for i in range(len(config.ahead)))
     left = sorted(x for x in set(weights.file.tensors) - weights.used if not x.startswith(ahead))
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -78,7 +78,7 @@ def check(file: ModelFile) -> None:
     load(config, UnreadWeights(file), ReferenceBackend(1))
 
 
-def _rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
+def rope_factors(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
     """What frequencies of RoPE are divided by, where the file says so; see `RopeTables`."""
     wanted = {rope.scaling: rope.dim for x in config.layers if (rope := x.rope) and rope.scaling in FACTORS}
     if not wanted.keys().isdisjoint(("long", "short")):  # of which a context takes one
@@ -117,11 +117,15 @@ class _Projection:
         return _Projection(half_split_rows(self.matrix, heads, rope_dim), bias)
 
 
-class _Loader:
+class Loader:
     """The tensors of one layer after the other, taken to where the backend computes."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Backend, ropes: RopeTables) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Backend, ropes: RopeTables, attends: int = 0
+    ) -> None:
+        """`attends`: elements that attention reads of a row, 0 = those of the residual stream."""
         self.config, self.weights, self.ops, self.ropes = config, weights, ops, ropes
+        self.attends = attends or config.d_model
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self.weights.vector(name, size).to(self.ops.device)
@@ -292,7 +296,7 @@ class _Loader:
         return _Projection(rows(0), None), _Projection(rows(1), None)
 
     def _projection(self, name: str, rows: int) -> _Projection:
-        return _Projection(self.weights.matrix(f"{name}.weight", rows, self.config.d_model), self.bias(name, rows))
+        return _Projection(self.weights.matrix(f"{name}.weight", rows, self.attends), self.bias(name, rows))
 
     def _head_norm(self, name: str, heads: int, shape: LayerConfig) -> torch.Tensor | None:
         """The weights of the norm of q or k, in the order of their rows; None where there is none."""

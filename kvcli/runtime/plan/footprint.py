@@ -95,6 +95,17 @@ def weights_of_tensors(
     return replace(weights, packed=packed, copies=copies, read=read, detail=detail)
 
 
+def next_weights(
+    tensors: Mapping[str, Tensor], config: ModelConfig, kind: str, interleaved: bool = True
+) -> WeightBytes:
+    """Of the layer that predicts further tokens. It reads the model's output matrix where it has none of its own."""
+    own = {name: x for name, x in tensors.items() if name.startswith(f"blk.{config.n_layers}.")}
+    found = weights_of_tensors(own, replace(config, ahead=()), kind, (), interleaved)
+    head = tensors.get("output.weight") or tensors["token_embd.weight"]
+    shared = not any(name.endswith("shared_head_head.weight") for name in own)
+    return replace(found, read=found.read + head.nbytes * shared)
+
+
 def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interleaved: bool) -> WeightBytes:
     packed = copies = read = 0
     for name, tensor in _run(tensors, config):
@@ -112,7 +123,7 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
 
 def _run(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """All tensors but those of layers that are not run, and keys and values of layers that read other layers' rows."""
-    idle = [f"blk.{config.n_layers + i}." for i in range(config.n_ahead)]
+    idle = [f"blk.{config.n_layers + i}." for i in range(len(config.ahead))]
     for i, layer in enumerate(config.layers):
         if layer.shares_kv_with is not None:
             idle += [f"blk.{i}.attn_{x}." for x in ("k", "v", "k_norm")]

@@ -92,11 +92,12 @@ DRAFT = "draft: "  # before the names of rows that a draft model takes
 @dataclass(frozen=True)
 class Drafting:
     """A model that guesses beside another one, under the same options: its weights, and its cache of the same length.
-    `layout`: see `KVLayout.of_options`."""
+    `layout`: see `KVLayout.of_options`; `tokenizer`: it has one of its own."""
 
     config: ModelConfig
     weights: WeightBytes
     layout: KVLayout
+    tokenizer: bool = True
 
     def under(self, cache: CacheOptions) -> Drafting:
         """With other options of the cache. Raises UsageError."""
@@ -121,6 +122,7 @@ class Setting:
     evict: EvictOptions = FORGET_NOTHING
     attend: AttendOptions = READ_ALL
     draft: Drafting | None = None  # whose memory is planned, too
+    tokenizer: bool = True  # the process has one for this model
 
     def stepping(self, layout: KVLayout, ctx_size: int, budget: float, asked: int) -> Setting:
         """This setting with the rows of a prefill step that were `asked` for; 0 = the most useful ones that leave
@@ -161,8 +163,9 @@ class Setting:
         """The setting of the draft model, beside this one: without what the process has once."""
         if self.draft is None:
             return None
-        config, weights = self.draft.config, self.draft.weights
-        return replace(self, config=config, weights=weights, runtime_bytes=0, margin=0, draft=None)
+        d = self.draft
+        own = replace(self, config=d.config, weights=d.weights, tokenizer=d.tokenizer)
+        return replace(own, runtime_bytes=0, margin=0, draft=None)
 
     def draft_layout(self, layout: KVLayout) -> KVLayout:
         """The layout of the draft model's cache beside `layout`, which is settled. It reads all that is there. Raises
@@ -210,7 +213,7 @@ class Setting:
         if weights.copies:
             rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
         rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
-        if self.kind == CPU:
+        if self.kind == CPU and self.tokenizer:
             rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
         measured = self.runtime_bytes is not None
         runtime = assumed_bytes(self.kind) if self.runtime_bytes is None else self.runtime_bytes

@@ -55,7 +55,7 @@ def bench(
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         what.check(draft)
-        load, pairs = draft.add_to(model.options(invocation.offline)), types.types("f16", invocation)
+        load, pairs = draft.add_to(model.options(invocation.offline), what.spec), types.types("f16", invocation)
         evicting = evict.options(types.page_size, prompt=False)
         cache = CacheOptions(
             page_size=types.page_size,

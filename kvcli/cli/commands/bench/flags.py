@@ -10,6 +10,7 @@ import typer
 
 from kvcli.cli.flags.cache import check_size_of_step
 from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, not_empty
+from kvcli.cli.flags.comparing import PARALLEL, counts
 from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import DraftFlags, parse_tokens
 from kvcli.cli.helptext import MEASURE
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 _NONE, _DEPTH = "; 0 = none", "; -d is not --device"  # for hints
 _option = partial(typer.Option, rich_help_panel=MEASURE)
 NO_CACHE, PREFIX_REUSE, PROMPT_CACHE = "--no-kv-cache", "--prefix-reuse", "--prompt-cache"
-PARALLEL, SPEC = "--parallel", "--spec"
-MOST_SEQUENCES = 256
+SPEC = "--spec"
 
 
 def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.OptionInfo:
@@ -36,15 +36,6 @@ def _list(*names: str, help: str, more: str, show_default: str) -> typer.models.
 def _lengths(text: str, flag: str, more: str) -> list[int]:
     """'0,4k' -> tokens, each once. Raises UsageError."""
     return list(dict.fromkeys(parse_tokens(word, flag, more) for word in text.split(",")))
-
-
-def _counts(text: str) -> list[int]:
-    """'1,2,16' -> numbers of sequences, each once, the fewest first. Raises UsageError."""
-    words = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in words if not word.isdecimal() or not 1 <= int(word) <= MOST_SEQUENCES]:
-        hint = "numbers with commas between them, e.g. 1,2,4,8"
-        raise UsageError(f"{PARALLEL} must be 1 to {MOST_SEQUENCES}, not {wrong[0]!r}", hint)
-    return sorted({int(word) for word in words})
 
 
 def _method(text: str) -> str:
@@ -108,7 +99,7 @@ class BenchFlags:
             PARALLEL,
             metavar="LIST",
             help="Tokens a second of so many sequences at a time, each behind -d tokens of its own, e.g. 1,2,4,8.",
-            callback=checked(_counts),
+            callback=checked(counts),
         ),
     ] = None
     spec: Annotated[
@@ -209,7 +200,7 @@ class BenchFlags:
     def sequences(self) -> list[int]:
         """How many sequences are written at a time."""
         assert self.parallel is not None
-        return _counts(self.parallel)
+        return counts(self.parallel)
 
     def positive(self, lengths: list[int], flag: str) -> list[int]:
         """Raises UsageError for a length of 0, where that is no test."""

@@ -18,7 +18,7 @@ from kvcli.cli.helptext import PLANNING
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit, ModelError, UsageError
-from kvcli.options import AttendOptions, CacheOptions, EvictOptions
+from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions
 
 if TYPE_CHECKING:
     from kvcli.api.planning import Recommendation
@@ -63,8 +63,8 @@ def estimate(
     if model is not None and model_option is not None:
         raise UsageError("the model is given twice, as an argument and as --model")
     asked = evict.options(plan.page_size, prompt=False)
-    beside = draft.draft_model
-    report = _report(model or model_option, plan, beside, asked, attend.options(asked), shape, device, invocation)
+    load = draft.add_to(LoadOptions(""), plan.spec)
+    report = _report(model or model_option, plan, load, asked, attend.options(asked), shape, device, invocation)
     for text in report.model.notices:
         render.notice(text, invocation)
     for text in report.query.draft.notices if report.query.draft else ():
@@ -88,7 +88,7 @@ def estimate(
 def _report(
     name: str | None,
     plan: PlanFlags,
-    draft: str | None,
+    load: LoadOptions,
     evict: EvictOptions,
     attend: AttendOptions,
     shape: ShapeFlags,
@@ -96,7 +96,7 @@ def _report(
     invocation: Invocation,
 ) -> Report:
     from kvcli.api.checks import block_format, lora_option
-    from kvcli.api.planning import compare, find_target, planned_draft, recommend
+    from kvcli.api.planning import compare, find_target, planned_draft, planned_next, recommend
     from kvcli.cli.commands.estimate.view import Report
     from kvcli.runtime.headers.plannedmodel import planned_model
 
@@ -108,8 +108,12 @@ def _report(
     adapters, form = tuple(map(lora_option, plan.lora)), block_format(plan.quantize)
     model = planned_model(name, given, target.memory.kind, invocation.offline, adapters, form)
     query = plan.query(model, evict, attend)
-    if draft is not None:
-        query = replace(query, draft=planned_draft(model, draft, target.memory.kind, invocation.offline))
+    cache = CacheOptions(evict=evict, attend=attend)
+    if load.draft:
+        beside = planned_draft(model, load.draft, target.memory.kind, invocation.offline, cache)
+        query = replace(query, draft=beside)
+    elif load.mtp:
+        query = replace(query, draft=planned_next(model, cache))
     outcomes = compare(model, target, query)
     trained = model.config.context_length
     if trained and max(query.contexts) > trained:
@@ -169,7 +173,10 @@ def _print_args(report: Report, name: str | None, plan: PlanFlags, invocation: I
     args = [] if name is None else ["-m", name if not model.problem else model.run_as]
     args += [word for each in plan.lora for word in ("--lora", each)]
     args += ["--quantize", plan.quantize] if plan.quantize else []
-    args += ["--draft-model", query.draft.run_as or query.draft.name] if query.draft else []
+    if query.draft and plan.spec:
+        args += ["--spec", plan.spec]
+    elif query.draft:
+        args += ["--draft-model", query.draft.run_as or query.draft.name]
     args += choice.args
     args += [] if query.page_size == CacheOptions.page_size else ["--page-size", str(query.page_size)]
     args += [] if query.ubatch == CacheOptions.ubatch else ["-ub", str(query.ubatch)]

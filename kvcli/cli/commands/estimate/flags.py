@@ -25,6 +25,7 @@ from kvcli.cli.invocation import JsonFlag
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions
+from kvcli.runtime.engine.spec import MTP
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
 
@@ -85,6 +86,13 @@ def _parameters(text: str) -> int:
         ) from None
 
 
+def _needs_memory(method: str) -> None:
+    """Raises UsageError for a way to guess that takes no memory."""
+    if method != MTP:
+        hint = f"there are --spec {MTP} and --draft-model MODEL"
+        raise UsageError(f"--spec {method} has no memory of its own to plan", hint)
+
+
 @dataclass(frozen=True)
 class PlanFlags:
     """Contexts, cache types and how the run is cut."""
@@ -97,6 +105,15 @@ class PlanFlags:
             help="Context lengths to plan for, e.g. 4k,32k.",
             show_default="as trained",
             callback=checked(_contexts),
+        ),
+    ] = None
+    spec: Annotated[
+        str | None,
+        _plan(
+            "--spec",
+            metavar=MTP,
+            help="Plan the layer of the file that predicts further tokens, too.",
+            callback=checked(_needs_memory),
         ),
     ] = None
     cache_type_k: Annotated[

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli import engines, inputs, render
-from kvcli.cli.commands.eval import plot
+from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.commands.eval.results import Cell, print_cells, print_object
+from kvcli.cli.commands.eval.throughput import SEQUENCES, THROUGHPUT, Measuring
 from kvcli.cli.flags.checks import checked, in_range
 from kvcli.cli.flags.compared import Compared, WithFlags
-from kvcli.cli.flags.comparing import TypeFlags, warn_of_layout
+from kvcli.cli.flags.comparing import PARALLEL, TypeFlags, counts, warn_of_layout
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
 from kvcli.cli.helptext import MEASURE, PLANNING
@@ -34,6 +35,7 @@ MADE = {  # what each task is, for the help page
     "words": "the commonest word of a list",
     "facts": "one of many facts in no order",
     "text": "to go on with a text of -f",
+    THROUGHPUT: "tokens a second of several sequences at a time, by itself",
 }
 
 EXAMPLES = """
@@ -42,6 +44,7 @@ kv eval needles facts --tokens 1k,4k -ct f16,int8,int4
 kv eval --with "--evict sink --window 512" --with "-ct int4 --evict sink --window 512" -f text.txt
 kv eval recall --depths 0,50,100 --trials 10 -ct f16,int4
 kv eval --plot eval.svg
+kv eval throughput --tokens 1k,4k --parallel 1,4,16 -ct f16,int4 --plot rates.svg
 """
 
 
@@ -81,7 +84,8 @@ class TaskFlags:
         list[str] | None,
         typer.Argument(
             metavar="[TASK]...",
-            help=f"{'; '.join(f'{name}: {what}' for name, what in MADE.items())}. By default all but recall.",
+            help=f"{'; '.join(f'{name}: {what}' for name, what in MADE.items())}."
+            " By default all but recall and throughput.",
             callback=checked(_check_task),
         ),
     ] = None
@@ -97,7 +101,8 @@ class TaskFlags:
         _option(
             "--trials",
             metavar="N",
-            help="Number of questions of each task and length, and for recall of each depth.",
+            help="Number of questions of each task and length, and for recall of each depth; for throughput how often"
+            " each rate is measured.",
             callback=in_range("--trials", 1),
         ),
     ] = 4
@@ -110,6 +115,16 @@ class TaskFlags:
             callback=checked(_depths),
         ),
     ] = "0,25,50,75,100"
+    parallel: Annotated[
+        str | None,
+        _option(
+            PARALLEL,
+            metavar="LIST",
+            help="For throughput: numbers of sequences at a time.",
+            callback=checked(counts),
+            show_default=SEQUENCES,
+        ),
+    ] = None
     seed: Annotated[int, _option("-s", "--seed", metavar="N", help="Random seed of the questions.")] = 0
     plot: Annotated[
         str | None,
@@ -122,8 +137,18 @@ class TaskFlags:
             raise UsageError("the task text needs a text", "give -f FILE")
         if self.tasks and "text" not in self.tasks and self.file:
             raise UsageError(f"-f is for the task text, not for {', '.join(self.tasks)}", "name text, too")
-        default = [name for name in MADE if name != "recall" and (name != "text" or self.file)]
+        if (self.tasks or []) == [THROUGHPUT]:
+            return [THROUGHPUT]
+        if THROUGHPUT in (self.tasks or []):
+            raise UsageError(f"{THROUGHPUT} cannot be measured with other tasks", "run them one after the other")
+        if self.parallel is not None:
+            raise UsageError(f"{PARALLEL} is for {THROUGHPUT}", f"kv eval {THROUGHPUT} {PARALLEL} {self.parallel}")
+        default = [name for name in MADE if name not in ("recall", THROUGHPUT) and (name != "text" or self.file)]
         return list(dict.fromkeys(self.tasks or default))
+
+    def measuring(self) -> Measuring:
+        """What is measured of throughput."""
+        return Measuring(sorted(_sizes(self.tokens)), counts(self.parallel or SEQUENCES), self.trials)
 
     def texts(self) -> list[str]:
         """Raises UsageError, InputBytesError."""
@@ -166,6 +191,9 @@ def evaluate(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         tasks, texts, longest = what.chosen(), what.texts(), max(_sizes(what.tokens))
         asked = others.compared(types, evict, DEFAULT_TYPES, invocation)
+        if tasks == [THROUGHPUT]:
+            _throughput(model, asked, what, json, invocation, interrupts)
+            return
         compared = [_within(each, longest) for each in asked]
         first = engines.open_engine(model.options(invocation.offline), compared[0].cache, invocation, interrupts)
         examples = what.examples(first, tasks, texts)
@@ -179,6 +207,20 @@ def evaluate(
         print_object(model.model, what.seed, list(zip(compared, opened, strict=True)), cells, invocation)
     else:
         print_cells(cells, invocation)
+
+
+def _throughput(
+    model: ModelFlags, asked: list[Compared], what: TaskFlags, as_json: bool, invocation: Invocation,
+    interrupts: Interrupts,
+) -> None:  # fmt: skip
+    found = throughput.measure(model.options(invocation.offline), asked, what.measuring(), invocation, interrupts)
+    rates, settings, failures = found
+    if what.plot:
+        plot.draw_rates(what.plot, *throughput.lines(rates))
+    if as_json:
+        throughput.print_object(model.model, settings, rates, failures, invocation)
+    else:
+        throughput.print_rates(rates, invocation)
 
 
 def _within(compared: Compared, tokens: int) -> Compared:

@@ -91,12 +91,13 @@ def print_object(
     model: str, seed: int, settings: list[tuple[Compared, Engine]], cells: list[Cell], invocation: Invocation
 ) -> None:
     """One JSON object."""
-    head = {"model": model, "seed": seed, "compared": [_setting(*each) for each in settings]}
+    head = {"model": model, "seed": seed, "compared": [setting_object(*each) for each in settings]}
     results = [_entry(cell) for cell in cells]
     render.print_json("eval", {**head, "results": results, "warnings": invocation.told})
 
 
-def _setting(compared: Compared, engine: Engine) -> dict[str, Any]:
+def setting_object(compared: Compared, engine: Engine) -> dict[str, Any]:
+    """A setting, as JSON has it."""
     type_k, type_v = compared.types
     evict = report.evict_object(compared.cache.evict, engine.retention)
     found = {"name": compared.name, "args": compared.args, "type_k": type_k, "type_v": type_v, "evict": evict}

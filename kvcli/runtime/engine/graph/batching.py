@@ -49,7 +49,8 @@ class Batches:
         if self.reason:
             return work
         done: set[int] = set()
-        for batch, requests in self._dealt([request for request, ids in work if request.answering and len(ids) == 1]):
+        single = [r for r, ids in work if r.answering and len(ids) == 1 and not r.guesses.reads]
+        for batch, requests in self._dealt(single):
             done.update(map(id, requests))
             try:
                 batch.step(requests)

@@ -105,11 +105,11 @@ class StepGraph:
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
 
-        None where queries are to be noted or choose what they read; where its rows are too many or seal one by one, and
-        where its lists are too long.
+        None where queries are to be noted or choose what they read; where its rows are too many or seal one by one,
+        where its lists are too long, and where what layers give is read.
         """
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
-        if part.watches or part.chooses or len(part.ids) > ROWS[-1] or by_row:
+        if part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or by_row:
             return None
         fixes = any(fixes_basis(layers[0], part.end) for layers in part.groups)
         count = next(n for n in self.sizes if n >= len(part.ids))

@@ -22,26 +22,52 @@ def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: Cache
     can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
     check_layers(config, draft.config)
     check_options(cache, in_blocks)
-    if difference := differing(tokenizer, draft.text.tokenizer):
-        raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
+    check_vocabulary(tokenizer, draft.text.tokenizer)
 
 
-def check_options(cache: CacheOptions, in_blocks: bool) -> None:
-    """Raises UsageError where nothing can be guessed with these options. `in_blocks`: see `strict_repeat`."""
+def check_options(cache: CacheOptions, in_blocks: bool, what: str = "draft") -> None:
+    """Raises UsageError where nothing can be guessed with these options, so that `what` is of no use. `in_blocks`: see
+    `strict_repeat`."""
     options = {
         f"`evict={cache.evict.policy}`": eviction.policy(cache.evict.policy).scorer is not None,
         f"`attend=pages:{cache.attend.pages}`": cache.attend.pages > 0,
         "`strict_repeat`": in_blocks,
     }
     for name in (name for name, there in options.items() if there):
-        raise UsageError(f"nothing can be guessed with {name}, so `draft` is of no use there", "leave one of them out")
+        raise UsageError(f"nothing can be guessed with {name}, so `{what}` is of no use there", "leave one of them out")
 
 
-def check_layers(config: ModelConfig, draft: ModelConfig) -> None:
+def check_layers(config: ModelConfig, draft: ModelConfig | None = None, leave: str = LEAVE) -> None:
     """Raises ModelError where one of the two cannot take guesses back."""
-    for what, layers in (("the model", config.layers), ("the draft model", draft.layers)):
+    for what, layers in (("the model", config.layers), ("the draft model", draft.layers if draft else ())):
         if any(layer.kind == RECURRENT for layer in layers):
-            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", LEAVE)
+            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", leave)
+
+
+def check_next(config: ModelConfig) -> None:
+    """Raises ModelError where no layer of the model's file guesses further tokens."""
+    if not config.ahead:
+        raise ModelError(
+            "the file has no layer that predicts further tokens (nextn_predict_layers), so `mtp` is of no use",
+            "guess without a model (`spec=suffix`), or name one with `draft`",
+        )
+    check_layers(config, leave="leave `mtp` out")
+
+
+def check_head(config: ModelConfig, head: ModelConfig) -> None:
+    """Raises ModelError where a head that reads what the model makes of tokens is not one of this model."""
+    check_layers(config)
+    if config.altup:
+        raise ModelError("the model has several residual streams, which no such head reads", LEAVE)
+    if head.vocab_size < config.vocab_size:
+        tokens = f"{head.vocab_size:,} tokens, and {config.vocab_size:,} in the model"
+        raise ModelError(f"the draft model has another vocabulary: {tokens}", OTHERS)
+
+
+def check_vocabulary(mine: Tokenizer, theirs: Tokenizer) -> None:
+    """Raises ModelError where ids of the draft model mean other tokens."""
+    if difference := differing(mine, theirs):
+        raise ModelError(f"the draft model has another vocabulary: {difference}", OTHERS)
 
 
 def differing(mine: Tokenizer, theirs: Tokenizer) -> str:

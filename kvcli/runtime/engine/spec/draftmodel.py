@@ -1,27 +1,19 @@
-"""`DraftModel`: another model of the same vocabulary that guesses, with a cache of its own (Leviathan et al., "Fast
-inference from transformers via speculative decoding", arXiv 2211.17192).
-
-It draws each token as the answer's own sampler does, with the random number of the same position: so the two agree
-where their distributions do, and what is accepted is the token that would have come anyway.
-"""
+"""`DraftModel`: another model of the same vocabulary that guesses, with a cache of its own."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Callable
-from collections.abc import Sequence as Some
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvcli.errors import DoesNotFit
-from kvcli.options import SampleOptions
-from kvcli.runtime.engine.sampler import Sampler
-from kvcli.runtime.engine.spec import OFF
+from kvcli.runtime.engine.decoding import DeviceRows
+from kvcli.runtime.engine.spec import DRAFT
+from kvcli.runtime.engine.spec.drawing import DrawnGuesses
 from kvcli.runtime.engine.spec.guesses import Guesses, Session
-from kvcli.runtime.engine.spec.pace import ROWS, Drafted
+from kvcli.runtime.engine.spec.pace import ROWS
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length
 
@@ -32,8 +24,6 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.graph.nexttoken import NextToken
     from kvcli.runtime.plan.plan import Plan
     from kvcli.runtime.text.tokenizer import Tokenizer
-
-REMEDY = "that is the draft model: its file may be damaged; pull it again, or leave `draft` out"
 
 
 class Runner(Protocol):
@@ -59,6 +49,8 @@ class Runner(Protocol):
 class DraftModel:
     """The engine of a draft model, and the rows of its earlier prompts and answers, as long as there is room."""
 
+    method = DRAFT
+
     def __init__(self, engine: Runner, vocab_size: int) -> None:
         """`vocab_size`: of the model that it guesses for; no other ids are guessed."""
         self.engine, self.tree = engine, PrefixTree(engine.pool)
@@ -74,13 +66,6 @@ class DraftModel:
     def guesses(self, session: Session) -> Guesses:
         """For a new answer."""
         return DraftGuesses(session, self)
-
-    def sampler(self, options: SampleOptions) -> Sampler:
-        """Draws as these settled options say, but without DRY, which cannot take guesses back. A grammar is for whoever
-        knows where the answer stands in it."""
-        bias = {token: by for token, by in options.logit_bias.items() if token < self.vocab_size}
-        options = replace(options, logit_bias=bias, dry_multiplier=0.0, grammar="", logprobs=None)
-        return Sampler(options, {}, self.vocab_size, remedy=REMEDY)
 
     def last_logits(self, seq: Sequence, ids: list[int]) -> torch.Tensor:
         """Run `ids` as the next rows of `seq` in one step -> the logits [vocab] of the last one. Raises like
@@ -104,48 +89,16 @@ class DraftModel:
         self.tree.clear()
 
 
-class DraftGuesses(Guesses):
+class DraftGuesses(DrawnGuesses):
     """What a draft model guesses of one answer. It reads the prompt when the first guess is wanted, a prefill step
     before each token, and guesses nothing until it is through."""
 
     def __init__(self, session: Session, draft: DraftModel) -> None:
-        super().__init__(session, OFF)
-        self.draft, self._drafted = draft, Drafted(session.pace)
-        self._known: list[int] = []  # prompt and answer
-        self._n_prompt = 0
+        super().__init__(session, draft.vocab_size, draft.engine.tokenizer.eog_ids)
+        self.draft = draft
         self._seq: Sequence | None = None
         self._sure = 0  # so many first rows of it are those of what is known
-        self._pending: tuple[int, int] | None = None  # of the step that is on its way, and how many were right before
-        self._full = False  # there is no room for the rows of this answer
-
-    def follow(self, sampler: Sampler) -> None:
-        self._asked_by, self._sampler = sampler, self.draft.sampler(SampleOptions(**sampler.effective))
-
-    def more(self, ids: Some[int]) -> None:
-        self._n_prompt = self._n_prompt or len(ids)
-        self._known.extend(ids)
-
-    def next(self, length: int, most: int) -> list[int]:
-        found, count = list[int](), 0 if self._full else self._drafted.worth(most)
-        if count:
-            try:
-                found = self._draft(count)
-            except DoesNotFit:
-                self._full = True
-                self.close()
-        self._asked = time.perf_counter(), length, 1 + len(found)
-        self._pending = (len(found), self.accepted) if found else None
-        return found
-
-    def stepped(self, length: int) -> None:
-        super().stepped(length)
-        if self._pending is not None:
-            drafted, before = self._pending
-            self._drafted.saw(drafted, self.accepted - before)
-            self._pending = None
-
-    def over(self, answer: Some[int]) -> None:
-        self.close()
+        self._rows_on_device: DeviceRows | None = None
 
     def close(self) -> None:
         """Rows are kept for later prompts, as long as nobody needs the room."""
@@ -175,31 +128,19 @@ class DraftGuesses(Guesses):
         seq.certain = self._sure = seq.length
         if reads:
             engine.synchronize()
-            if not of_prompt:
-                self.session.pace.spent(time.perf_counter() - began)
-            began = time.perf_counter()
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            if of_prompt:
+                self.reading_s += seconds
+            else:
+                self.session.pace.spent(seconds)
         if seq.length < len(known):
             return []
-        found = self._drawn(seq, logits, count)
+        if engine.graph and not self._constrained and DeviceRows.possible(self._sampler):
+            self._rows_on_device = self._rows_on_device or DeviceRows(
+                self._sampler, self.vocab_size, engine.graph.device
+            )
+            found = self._upto_end(self._rows_on_device.drawn(engine.graph, seq, logits, count))
+        else:
+            found = self._drawn(logits, count, self.draft.next_logits(seq))
         self._drafted.took(len(found), time.perf_counter() - began)
         return found
-
-    def _drawn(self, seq: Sequence, logits: torch.Tensor, count: int) -> list[int]:
-        """The tokens that may follow what is known, by the logits [vocab] behind it, up to one that ends the text."""
-        engine, text, found = self.draft.engine, self._known, list[int]()
-        run, ends, size = self.draft.next_logits(seq), engine.tokenizer.eog_ids, self.draft.vocab_size
-        sampler, asked = self._sampler, self._asked_by
-        there = asked.constraint if asked.constrained and asked.follows else None
-        sampler.constraint = grammar = there.copy(size) if there else None
-        sampler.follows = grammar is not None
-        try:
-            while True:
-                found.append(sampler.sample(logits[:size], text, len(text)))
-                text.append(found[-1])
-                if grammar is not None:
-                    grammar.accept(found[-1])
-                if len(found) == count or found[-1] in ends:
-                    return found
-                logits = run(found[-1])
-        finally:
-            del text[len(text) - len(found) :]

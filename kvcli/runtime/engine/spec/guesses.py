@@ -7,16 +7,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvcli.errors import UsageError
-from kvcli.runtime.engine.spec import DRAFT, OFF
+from kvcli.runtime.engine.spec import DRAFT, MTP, OFF
 from kvcli.runtime.engine.spec.pace import ROWS, Judgement, Pace
 from kvcli.runtime.engine.spec.texts import Guess, Pool, Texts
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcli.runtime.engine.sampler import Sampler
 
 
+# What methods need that is loaded with the model.
+_NEEDED = {
+    DRAFT: ("a model that drafts", "name one with `draft`"),
+    MTP: ("the layer of the model's file that predicts further tokens", "load the model with `mtp`"),
+}
+
+
 class Drafts(Protocol):
-    """What makes guesses of a model of its own; see `DraftModel`."""
+    """What makes guesses of a model of its own, by a `method`; see `DraftModel` and `Predictions`."""
+
+    method: str
 
     def guesses(self, session: Session) -> Guesses: ...
 
@@ -32,10 +43,10 @@ class Session:
 
     def guesses(self, method: str) -> Guesses:
         """For a new answer. Raises UsageError for a method that needs what is not there."""
-        if method != DRAFT:
+        if method not in _NEEDED:
             return Guesses(self, method)
-        if self.drafts is None:
-            raise UsageError("`spec=draft` needs a model that drafts", "name one with `draft`")
+        if self.drafts is None or self.drafts.method != method:
+            raise UsageError(f"`spec={method}` needs {_NEEDED[method][0]}", _NEEDED[method][1])
         return self.drafts.guesses(self)
 
 
@@ -44,12 +55,16 @@ class Guesses:
     `close` lets go of what belongs to the answer; it can be gone on with.
 
     `steps`: how many there were; `drafted`: tokens that were computed before they were known; `accepted`: those of them
-    that were right.
+    that were right; `reading_s`: seconds in which a model of its own read the prompt while the answer was written.
+    `reads`: `computed` is told of every row.
     """
+
+    reads = False
 
     def __init__(self, session: Session, method: str) -> None:
         self.session = session
         self.steps = self.drafted = self.accepted = 0
+        self.reading_s = 0.0
         self._texts = None if method == OFF else Texts(method, session.pool.text)
         self._judgement = Judgement(session.pace)
         self._guess = Guess([], 0)
@@ -68,6 +83,9 @@ class Guesses:
                 break
         if self._texts is not None:
             self._texts.extend(ids)
+
+    def computed(self, tokens: Sequence[int], start: int, features: torch.Tensor) -> None:
+        """The rows of `tokens` from `start` on are computed. `features` [n, ...]: see `Predictor.fused`."""
 
     def next(self, length: int, most: int) -> list[int]:
         """Tokens to compute with the newest one of `length`, at most so many, as many as are worth it."""
