@@ -117,7 +117,7 @@ def test_files_that_cannot_be_put_out_are_told(
         (("--parallel", "2", "-p", "9"), "-p cannot be used with --parallel"),
         (("--parallel", "1,0"), "--parallel must be 1 to 256, not '0'"),
         (("--parallel", "2", "-n", "0"), "--n-gen must be 1 or more here"),
-        (("--spec", "some"), "--spec must be suffix, ngram, draft or off, not 'some'"),
+        (("--spec", "some"), "--spec must be suffix, ngram, draft, mtp or off, not 'some'"),
         (("--spec", "draft"), "--spec draft and --draft-model need each other"),
         (("--draft-model", "x.gguf"), "--spec draft and --draft-model need each other"),
         (("--spec", "ngram", "-d", "9"), "-d cannot be used with --spec"),

@@ -106,7 +106,7 @@ def test_settings_are_shown_and_changed(kv):
         ("/set top_k 1.5", "top_k must be a whole number, not '1.5'"),
         ("/set n -3", "n must be a number of tokens, not '-3'"),
         ("/set ignore_eos maybe", "on or off"),
-        ("/set spec tree", "spec must be suffix, ngram, draft or off, not tree"),
+        ("/set spec tree", "spec must be suffix, ngram, draft, mtp or off, not tree"),
         ("/set logit_bias 3", "there is no setting"),
         ("/set parameter temperature 0.3", "without that word: /set temperature 0.3"),
         ("/set system Be brief", "/system TEXT"),

@@ -170,7 +170,7 @@ def test_a_head_is_counted(kv_here: KvHere) -> None:
 def test_pairs_that_are_refused_have_no_plan(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
     llama = str(tiny.make("llama").path)
     for more, code, told in (
-        (("--evict", "h2o", "--budget", "64"), 2, "nothing can be guessed with --evict h2o"),
+        (("--evict", "h2o", "--budget", "128"), 2, "nothing can be guessed with --evict h2o"),
         (("--attend", "pages:4"), 2, "nothing can be guessed with --attend pages:4"),
     ):
         found, _, err = kv_here("estimate", llama, "--draft-model", llama, *more)

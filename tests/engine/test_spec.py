@@ -195,7 +195,7 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps(method: str, monkeypatc
 
 def test_a_method_that_is_none_is_refused() -> None:
     engine = engine_of("llama", "native", "f16")
-    with pytest.raises(UsageError, match="`spec` must be suffix, ngram, draft or off, not tree"):
+    with pytest.raises(UsageError, match="`spec` must be suffix, ngram, draft, mtp or off, not tree"):
         engine.request(engine.new_sequence(), PROMPT[:9], replace(GREEDY, spec="tree"))
 
 
