@@ -1,6 +1,6 @@
 """Whether greedy answers from cached rows are those that are computed afresh, token by token.
 
-    python benchmarks/repeats.py MODEL [--pairs 100] [--tokens 64] [--device cuda] [--seconds 40]
+    python benchmarks/repeats.py MODEL [-ct f16,int4] [--pairs 100] [--tokens 64] [--device cuda] [--seconds 40]
 
 Texts are the pages of docs/. A prompt of 600 to 3,400 tokens shares 600 to 2,500 tokens, or all, with one before it,
 whose rows are still in memory, or for every fifth pair on disk. Its answer from these rows is compared with the one
@@ -11,12 +11,13 @@ and one JSON line last.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import kvcli
@@ -36,12 +37,13 @@ QUIET = Tell(*(lambda _: None for _ in range(3)))
 class Counted:
     """Pairs of one setting. `parted`: the first token in which answers differ, of each pair that does."""
 
+    cache_type: str
     strict: bool
-    pairs: int
-    equal: int
-    from_disk: int
-    shared: int  # tokens that were reused, in all
-    parted: list[int]
+    pairs: int = 0
+    equal: int = 0
+    from_disk: int = 0
+    shared: int = 0  # tokens that were reused, in all
+    parted: list[int] = field(default_factory=list)
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int, caches: Caches = LIVE_ROWS) -> End:
@@ -66,10 +68,9 @@ def reused(engine: Engine, before: list[int], prompt: list[int], tokens: int, di
         return answer(engine, prompt, tokens, caches)
 
 
-def count(engine: Engine, ids: list[int], strict: bool, options: argparse.Namespace) -> Counted:
+def count(engine: Engine, ids: list[int], found: Counted, options: argparse.Namespace) -> None:
     """Compare pairs until there are enough of them, or time is up."""
     chance, began = random.Random(options.seed), time.monotonic()
-    found = Counted(strict, 0, 0, 0, 0, [])
     with tempfile.TemporaryDirectory() as folder:
         while found.pairs < options.pairs and time.monotonic() - began < options.seconds:
             at = chance.randrange(len(ids) - 2 * MOST)
@@ -90,12 +91,12 @@ def count(engine: Engine, ids: list[int], strict: bool, options: argparse.Namesp
             if cached.ids != fresh.ids:
                 pairs = zip(cached.ids, fresh.ids, strict=False)
                 found.parted.append(next((i for i, (a, b) in enumerate(pairs) if a != b), -1))
-    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
+    parser.add_argument("-ct", "--cache-type", default="f16", help="or several, with commas between")
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--device", default="auto")
@@ -105,21 +106,25 @@ def main() -> None:
     options = parser.parse_args()
     text = "\n\n".join(path.read_text("utf-8") for path in sorted(DOCS.glob("*.md")))
     results, name = [], Path(options.model).name
-    print("| model | setting | equal | of pairs | from disk | tokens reused, mean |\n|---|---|---:|---:|---:|---:|")
-    for strict in (False, True):
+    print("| model | cache | setting | equal | of pairs | from disk | tokens reused, mean |")
+    print("|---|---|---|---:|---:|---:|---:|")
+    for cache_type, strict in itertools.product(options.cache_type.split(","), (False, True)):
         if options.only and strict != (options.only == "strict"):
             continue
-        with kvcli.load(options.model, ctx=4096, device=options.device, strict_repeat=strict) as model:
+        how = {"cache_type": cache_type, "device": options.device, "strict_repeat": strict}
+        with kvcli.load(options.model, ctx=4096, **how) as model:
             if strict and model.device == "cpu":
                 continue
             ids = model.tokenize(text)
             while len(ids) < 3 * MOST:
                 ids = ids + ids
-            one = count(model.engine, ids, strict, options)
+            one = Counted(cache_type, strict)
+            count(model.engine, ids, one, options)
             results.append(asdict(one))
-            how = "--strict-repeat" if strict else model.device
+            setting = "--strict-repeat" if strict else model.device
             mean = one.shared // max(1, one.pairs)
-            print(f"| {name} | {how} | {one.equal} | {one.pairs} | {one.from_disk} | {mean:,} |", flush=True)
+            cells = cache_type, setting, one.equal, one.pairs, one.from_disk, f"{mean:,}"
+            print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)
     print(json.dumps({"model": name, "tokens": options.tokens, "results": results}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -153,6 +154,27 @@ def test_depths_come_from_a_file(kv_here: KvHere, tmp_path: Path, monkeypatch: p
     nothing.write_text("no rows")
     code, out, err = kv_here("bench", *other, str(nothing))
     assert (code, out) == (6, "") and "is not a prompt cache" in err and nothing.read_text() == "no rows"
+
+
+def test_what_was_computed_of_a_depth_is_kept_however_it_ends(
+    kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file, forward, left = tmp_path / "deep.safetensors", Engine.forward_all, iter(range(2))
+
+    def stopped(engine: Engine, parts: Any) -> Any:
+        if next(left, None) is None:
+            raise SystemExit(130)  # as Ctrl-C does
+        return forward(engine, parts)
+
+    words = ("bench", "-m", str(tiny.make("llama").path), "--page-size", "16", "-ub", "32", "-p", "0", "-n", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "forward_all", stopped)
+        code, out, err = kv_here(*words, "-d", "100", "--prompt-cache", str(file))
+    assert (code, out) == (130, "") and "64 of 101 prompt tokens are kept" in err
+    with PromptCacheFile(file) as found:
+        assert len(found.contents.tokens) == 64
+    assert kv_here(*words, "-r", "1", "-d", "100", "--prompt-cache", str(file))[0] == 0
 
 
 def test_sequences_at_a_time_are_each_behind_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_a_file_that_is_built_and_explained(kv_here: KvHere, model: tuple[str, .
     assert code == 0 and "max error 0, KL divergence of the next token 0" in out, err
     code, out, _ = kv_here("cache", "show", file)
     assert code == 0 and "lossless" in out and "no: quantized: keys int8, values int8" in out
-    assert kv_here("cache", "show", file, "--text", model[1])[1].startswith("It was the best of times")
+    assert kv_here("cache", "show", file, "--text", *model)[1].startswith("It was the best of times")
     used = _run(kv_here, *model, "-ct", "int8", "--prompt-cache", file, "--prompt-cache-ro", TEXT + "\n\nAnd then?")
     assert used["usage"]["cache_disk_tokens"] > 60
     data = bytearray(Path(file).read_bytes())
@@ -148,7 +148,7 @@ def test_a_file_of_a_prompt_in_another_template(kv_here: KvHere, model: tuple[st
     asked = (*model, "--no-stdin", "--no-raw", "--chat-template", str(template), "--template-var", 'lead="Read"', TEXT)
     code, _, err = kv_here("cache", "build", *asked, "--page-size", "16", "-o", file)
     assert code == 0, err
-    assert kv_here("cache", "show", file, "--text", model[1])[1].startswith("Read It was the best")
+    assert kv_here("cache", "show", file, "--text", *model)[1].startswith("Read It was the best")
     code, out, err = kv_here("cache", "explain", file, *asked)
     assert code == 0 and "they part" not in out, out + err
     assert "they part at token" in kv_here("cache", "explain", file, *asked, "--template-var", 'lead="Hear"')[1]

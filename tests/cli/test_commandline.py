@@ -142,8 +142,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("estimate", "smollm2", "--gpu"), "--gpu needs a value: --gpu NAME\n  see kv estimate --help"),
         (("run", "hi", "-f"), "-f needs a value: -f FILE\n  see kv run --help"),
         (
-            ("cache", "show", "x", "--mass", "--tokens"),
-            "--mass needs a value: --mass MODEL, and --tokens is an option\n  see kv cache show --help",
+            ("cache", "show", "x", "-m", "--tokens"),
+            "-m needs a value: -m MODEL, and --tokens is an option\n  see kv cache show --help",
         ),
         (("tokenize", "a", "b", "c"), "unexpected arguments: b c\n  put the text in quotes"),
         (("run", "-f", "a.txt", "b.txt", "c0.txt"), "c0.txt\n  repeat -f for each file, or cat FILES | kv run"),

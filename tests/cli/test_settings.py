@@ -361,8 +361,6 @@ def test_every_value_is_checked_where_it_is_read() -> None:
         "system-file",
         "cache-dir",
         "cache-mark",
-        "text",
-        "mass",
         "branch",
         "seed of eval",
         "model of estimate",

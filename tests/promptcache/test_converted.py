@@ -105,3 +105,24 @@ def test_which_layouts_are_larger() -> None:
     assert names("f32") == [] and set(names("f16")) == {"f16/f32", "f32/f16", "f32"}
     assert names("int8")[0] == "f16" and names("int8")[-1] == "f32" and len(names("int8")) == 9
     assert set(names("f16", "int4")) == {"f16", "f16/bf16", "f16/f32", "f32/f16", "f32/bf16", "f32"}
+
+
+def test_rows_that_no_selection_takes_are_neither_read_nor_converted(tmp_path: Path) -> None:
+    """A policy that looks at all queries computes its rows; one that looks at the last ones computes these."""
+    prompt, read = [*PROMPT, 8, 9], {}
+    for policy in ("h2o", "snapkv", "keydiff"):
+        root = tmp_path / policy
+        ask(engine_of("llama"), PROMPT, store_in(root))
+        for k in ("f16", "int8"):
+            options = CacheOptions(320, k, k, 16, evict=EvictOptions(policy, budget="100"))
+            engine, told = open_tiny("llama", "native", options), Told()
+            end = ask(engine, prompt, store_in(root), told)
+            read[policy, k] = end.usage.disk_tokens
+            assert end.ids == ask(engine, prompt, NOWHERE).ids or k == "int8"
+            if policy == "h2o":
+                assert (end.usage.cache_how, end.usage.cache_read_tokens) == ("", 0)
+                assert not any("converted" in line for line in told.lines)
+                assert ("looks at all queries" in end.usage.cache_miss) is (k == "f16")
+            else:
+                assert bool(end.usage.cache_how) is (k == "int8")
+    assert read["keydiff", "f16"] == len(PROMPT) and 0 < read["snapkv", "f16"] < len(PROMPT), read

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 from conftest import KvHere
 from engines import PROMPT
 from reusecases import Told, ask, engine_of, files_in, store_in
@@ -47,3 +48,19 @@ def test_scopes_are_shown(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.M
     assert [entry["scope"] for entry in json.loads(kv_here("cache", "ls", "--json")[1])["entries"]] == ["work"]
     code, out, err = kv_here("run", "--cache-scope", "a b", "hi")
     assert (code, out) == (2, "") and "'a b' is not a name for a scope" in err
+
+
+def test_a_saved_chat_stays_in_its_scope(kv_here: KvHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on with it need not say so again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    words = ("chat", "--script", "-m", str(tiny.make("gemma3").path), "--no-raw", "--page-size", "16", "-n", "2")
+    said = tmp_path / "said.txt"
+    said.write_text("some words that stay here\n")
+    for more in (("--session", "s", "--cache-scope", "work"), ("--resume", "s")):
+        monkeypatch.setattr("sys.stdin", said.open())
+        code, _, err = kv_here(*words, *more)
+        assert code == 0, err
+    assert "its rows are kept in the scope work, as before" in err and "(disk)" not in err
+    listed = json.loads(kv_here("cache", "ls", "--json")[1])["entries"]
+    assert listed and {entry["scope"] for entry in listed} == {"work"}

@@ -117,10 +117,16 @@ def test_reading_or_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again is not None and again.reads, "a disk that was busy once is tried again"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kv_worth": 2}', '{"kv_worth": 1, "since": "x"}', "\xff"])
+NEVER = '{"kv_worth": 1, "since": 1e999, "models": {}, "files": {}, "gone": {"hits": 1, "tokens": 1, "saved_s": 1}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"kv_worth": 2}', '{"kv_worth": 1, "since": "x"}', "\xff", NEVER]
+)
 def test_a_damaged_record_begins_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / worth.NAME).write_bytes(text.encode("latin-1"))
-    assert worth.read(tmp_path).models == {}
+    found = worth.read(tmp_path)
+    assert found.models == {} and found.since < 1e11
     ours = lookups(tmp_path)
     ours.looked_up(100, 0, None, 1.0)
     assert ours.flush() and len(worth.read(tmp_path).models) == 1

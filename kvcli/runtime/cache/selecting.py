@@ -79,6 +79,13 @@ class Selector:
             return 0
         return max(0, self.due - scorer.watches)
 
+    def first_noted(self, prompt_tokens: int) -> int:
+        """The first query of a prompt of so many tokens that is to be noted; NEVER = none is."""
+        scorer = self.selection.scorer
+        if scorer.watches == ALL or scorer.queries:
+            return 0
+        return max(0, prompt_tokens - scorer.watches) if scorer.watches else NEVER
+
     def notes(self, end: int) -> bool:
         """Whether a step up to row `end` has queries to note."""
         scorer = self.selection.scorer

@@ -18,7 +18,7 @@ from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.selecting import NEVER, Facts, Selector
+from kvcli.runtime.cache.selecting import Facts, Selector
 from kvcli.runtime.cache.states import StateStep, states_of
 from kvcli.runtime.config import LATENT
 
@@ -367,13 +367,12 @@ class Sequence:
                 used += page_bytes * sum(held.layout.rows_in_use(number, self.length) for number in form.pages)
         return used / total if total else None
 
-    @property
-    def observable(self) -> int:
-        """How many of the rows may be there already, where queries are noted for a selection: those before the first
-        query of that, or all whose queries were; once rows have been selected, all."""
+    def reusable(self, prompt_tokens: int) -> int:
+        """How many of the first rows of a prompt need not be computed here, where its queries are noted for a
+        selection: those before the first query of that, or all whose queries were; once rows were selected, all."""
         if self.selector is None or any(held.selected for held in self._lists):
-            return self.length
-        return min(self.length, max(self.selector.since if self.selector.notes(NEVER) else NEVER, self.selector.seen))
+            return prompt_tokens
+        return min(prompt_tokens, max(self.selector.first_noted(prompt_tokens), self.selector.seen))
 
     @property
     def rows_seen(self) -> int:

@@ -155,9 +155,14 @@ def _once(engine: Engine, seq: Sequence, ids: list[int], case: Case, number: int
 
 
 def _restore(engine: Engine, seq: Sequence, ids: list[int], caches: PromptCaches) -> None:
-    """As `_go_to`, with the help of `caches`, which get what they lack; they have written it when this is over."""
-    caches.restore(seq, [*ids, ids[-1]])  # the last one of a prompt is never looked for
-    _go_to(engine, seq, ids)
+    """As `_go_to`, with the help of `caches`, which get what they lack; they have written it when this is over, however
+    it ends."""
+    ledger = caches.restore(seq, [*ids, ids[-1]])  # the last one of a prompt is never looked for
+    try:
+        _go_to(engine, seq, ids)
+    except BaseException:
+        ledger.interrupted(seq)
+        raise
     caches.save(seq)
     caches.keeper.wait()
 

@@ -51,11 +51,11 @@ class Ledger:
         computed again."""
         assert seq.selector is not None
         seq.selector.expect(prompt_tokens)
-        first = seq.observable
+        first = seq.reusable(prompt_tokens)
         if first < seq.length:
             have, reuse = seq.rewind_to(first), self.reuse
-            why = "" if have else f"{seq.selector.selection.policy} looks at all queries"
-            self.reuse = replace(reuse, tokens=have, disk=min(reuse.disk, have), reason=reuse.reason or why)
+            how = reuse.how if have else ""
+            self.reuse = replace(reuse, tokens=have, disk=min(reuse.disk, have), how=how)
 
     def follow(self, seq: Sequence) -> None:
         """More rows of the prompt were computed."""

@@ -55,7 +55,7 @@ class FileRows:
         except FileNotFoundError:
             return reuse
         except DoesNotFit:
-            return self._missed(reuse, missed.NO_ROOM)
+            return self.missed(reuse, missed.NO_ROOM)
         except CacheFileError as error:
             if self.keeper.options.strict:
                 raise
@@ -64,11 +64,13 @@ class FileRows:
             return replace(reuse, reason=error.message)
         if length > reuse.tokens:
             return Reuse(length, length, how=f"converted from {pair(user.types)}" if user.converts else "")
+        if seq.selector and not wanted:
+            return self.missed(reuse, missed.looks_back(seq.selector.selection.policy))
         name, held = str(user.path), user.tokens
         why = missed.diverges(name, common_length(held, wanted), held, wanted, self.engine.text_of)
         if common_length(held, wanted) < min(len(held), len(wanted)):
             why += "; it is left as it is"
-        return self._missed(reuse, why)
+        return self.missed(reuse, why)
 
     def _made_otherwise(self, file: PromptCacheFile) -> str:
         """Why rows of a file may have other last bits than those that this engine computes; "" = they have the same."""
@@ -78,7 +80,7 @@ class FileRows:
         own = str(self.engine.pool.layout.page_size)
         return f"in pages of {size}, not {own}" if self.engine.sums and size != own else ""
 
-    def _missed(self, reuse: Reuse, why: str) -> Reuse:
+    def missed(self, reuse: Reuse, why: str) -> Reuse:
         """The reuse that there is, with the reason why it is no more, which is told."""
         if why:
             self.tell.notice(why)
@@ -109,10 +111,10 @@ class FileRows:
         )
         return length
 
-    def larger(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
-        """What the store has of a prompt in a larger cache type, where that is more: it is converted, and nothing of
-        it gets into the store."""
-        store, wanted = self.keeper.store, prompt[:-1]
+    def larger(self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
+        """What the store has of the rows `wanted` of a prompt in a larger cache type, where that is more: it is
+        converted, and nothing of it gets into the store."""
+        store = self.keeper.store
         for source in self.engine.larger() if store is not None and self.keeper.options.converts else ():
             assert store is not None
             with closing(store.like(self.engine.identity_of(source)).find(prompt)) as found:
@@ -121,12 +123,12 @@ class FileRows:
                     continue
                 choice = self._predict(reuse.tokens, length, source, converts=True)
                 if choice is not None and not choice.reads:
-                    return self._missed(replace(reuse, choice=choice), missed.slower(length, choice))
+                    return self.missed(replace(reuse, choice=choice), missed.slower(length, choice))
                 began = time.perf_counter()
                 try:
                     length = self._convert(found, seq, wanted[:length], source, str(store.root))
                 except DoesNotFit:
-                    return self._missed(reuse, missed.NO_ROOM)
+                    return self.missed(reuse, missed.NO_ROOM)
                 except CacheFileError as error:
                     self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
                     continue
@@ -136,16 +138,16 @@ class FileRows:
                 return Reuse(length, length, choice=choice, how=f"converted from {named(source)}")
         return reuse
 
-    def stored(self, seq: Sequence, prompt: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
-        """Rows of the store; files that turn out to be damaged are removed."""
-        store, wanted = self.keeper.store, prompt[:-1]
+    def stored(self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
+        """What the store has of the rows `wanted` of a prompt; files that turn out to be damaged are removed."""
+        store = self.keeper.store
         assert store is not None
         while True:
             found = store.find(prompt)
             try:
                 length, choice = self._choose(found, wanted, reuse.tokens)
                 if choice is not None and not choice.reads:
-                    return self._missed(replace(reuse, choice=choice), missed.slower(length, choice))
+                    return self.missed(replace(reuse, choice=choice), missed.slower(length, choice))
                 began = time.perf_counter()
                 length = self._load(found, seq, wanted, reuse.tokens)
                 if length > reuse.tokens:
@@ -157,12 +159,12 @@ class FileRows:
                     return replace(reuse, reason=error.message)
                 continue
             except DoesNotFit:
-                return self._missed(reuse, missed.NO_ROOM)
+                return self.missed(reuse, missed.NO_ROOM)
             finally:
                 found.close()
                 ledger.found(found.kept)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
-                return self._missed(reuse, missed.reason(store, found, prompt, self.engine.text_of))
+                return self.missed(reuse, missed.reason(store, found, prompt, self.engine.text_of))
             return reuse
 
     def _choose(self, found: Found, wanted: list[int], have: int) -> tuple[int, Choice | None]:

@@ -73,8 +73,21 @@ def model_hashes(file: ModelFile) -> dict[str, str]:
     if hashes is None:
         hashes = {"weights": _weights_hash(file), **_text_hashes(file.metadata)}
         if _stamp(file) == key:
-            _keep(_record(file.path), {"file": key, "hashes": hashes})
+            _keep(_record(file.path), {"file": key, "hashes": hashes, "path": os.path.abspath(file.path)})
     return hashes
+
+
+def model_with(weights: str) -> Path | None:
+    """Where a model lies whose weights have this hash, among those that were opened here; None = it is not known, or
+    gone."""
+    for record in (paths.cache_dir() / "fingerprints").glob("*.json"):
+        try:
+            kept = json.loads(record.read_text("utf-8"))
+            if kept["hashes"]["weights"] == weights and (path := Path(kept["path"])).exists():
+                return path
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # of an earlier version, or damaged
+    return None
 
 
 def _with(adapters: Sequence[Adapter], hashes: dict[str, str]) -> dict[str, str]:
@@ -96,7 +109,7 @@ def _recorded(path: Path, key: list[Any]) -> dict[str, str] | None:
     """The hashes on record for a model's files with the stamp `key`; None = there are none."""
     try:
         kept = json.loads(_record(path).read_text("utf-8"))
-        if kept["file"] == key and set(kept["hashes"]) == {"weights", *_TEXT_HASHES}:
+        if kept["file"] == key and "path" in kept and set(kept["hashes"]) == {"weights", *_TEXT_HASHES}:
             return {name: str(value) for name, value in kept["hashes"].items()}
     except (OSError, ValueError, LookupError, TypeError):
         pass  # mostly: not there yet

@@ -69,7 +69,7 @@ class PromptCaches:
             seq.rewind_to(live_rows(seq, prompt[:-1]))  # what stays of it may have seen all
         if not seq.shares:
             return LIVE_ROWS.restore(seq, prompt, marks)
-        wanted, file = prompt[:-1], self.keeper.file
+        wanted, file = prompt[: min(len(prompt) - 1, seq.reusable(len(prompt)))], self.keeper.file
         self._wait()  # what is being written is to be found
         self.keeper.writer.tell()
         ledger, marks = self._begin(seq, len(prompt)), list(marks)
@@ -78,11 +78,14 @@ class PromptCaches:
         reuse = self._from_memory(seq, wanted)
         if file is not None and (not file.asked or file.has_more(wanted, reuse.tokens + self._page_size)):
             reuse = self.files.named(file, seq, wanted, reuse, ledger)
-        if self.options.store is not None and len(prompt) >= self.options.stored_from:
+        if len(wanted) < self._page_size <= self.find(seq, prompt[:-1]):
+            assert seq.selector is not None
+            reuse = self.files.missed(reuse, missed.looks_back(seq.selector.selection.policy))
+        elif self.options.store is not None and len(prompt) >= self.options.stored_from:
             ledger.counts = True
-            reuse = self.files.stored(seq, prompt, reuse, ledger)
+            reuse = self.files.stored(seq, prompt, wanted, reuse, ledger)
             if not self.options.chat:  # the rows of a saved chat are to be stored
-                reuse = self.files.larger(seq, prompt, reuse, ledger)
+                reuse = self.files.larger(seq, prompt, wanted, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
         ledger.mark(marks, self.tree.common(wanted))
         if seq.states:

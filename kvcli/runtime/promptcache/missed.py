@@ -18,6 +18,11 @@ from kvcli.words import human_seconds
 NO_ROOM = "the cache has no room for the rows that are stored; they are computed again"
 
 
+def looks_back(policy: str) -> str:
+    """Rows are there, and are computed again for their queries."""
+    return f"{policy} looks at all queries of a prompt, so its rows are computed"
+
+
 def behind_state(alike: int, have: int) -> str:
     """Rows that are there are computed again: a state goes on only from where a checkpoint of it is. "" = none are."""
     if alike <= have:

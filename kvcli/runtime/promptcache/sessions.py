@@ -59,7 +59,7 @@ class Branches:
     """The branches of one chat, of which the conversation is the one at hand; in memory only."""
 
     def __init__(self) -> None:
-        self.branch = MAIN
+        self.branch, self.scope = MAIN, ""  # of the store, where the rows of a saved chat are kept
         self.states: dict[str, dict[str, Any]] = {}
         self.attachments = Attachments()
 
@@ -135,6 +135,7 @@ class Saved:
     attachments: Attachments
     saved_at: float
     lora: tuple[str, ...] = ()  # the adapters that the chat was held with, as --lora names them
+    scope: str = ""  # of the store, in which its rows are kept
 
     def messages(self, branch: str = "") -> list[dict[str, str]]:
         """The messages of a branch, "" = the one at hand, with the system message in front. Raises UsageError."""
@@ -190,7 +191,11 @@ def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
     lora = tuple(value.get("lora", ()))
     if not all(isinstance(each, str) for each in lora):
         raise TypeError("lora")
-    found = Saved(name, value["model"], value["hashes"], value["branch"], states, attachments, saved_at, lora)
+    scope = value.get("scope", "")
+    if scope:
+        check_name(scope, "scope")
+    model, hashes, branch = (value[key] for key in ("model", "hashes", "branch"))
+    found = Saved(name, model, hashes, branch, states, attachments, saved_at, lora, scope)
     for branch in ("", *found.states):
         if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
             raise TypeError(branch)
@@ -261,10 +266,13 @@ class Session(Branches):
     adapters that it was held with where these are others; None = they are the same.
     """
 
-    def __init__(self, name: str, model: str, hashes: dict[str, str], lora: Sequence[str] = ()) -> None:
-        """`lora`: the adapters beside the model, as --lora names them. Raises UsageError where the session is damaged
-        or another process has it, OutputError for a bad folder."""
+    def __init__(
+        self, name: str, model: str, hashes: dict[str, str], lora: Sequence[str] = (), scope: str = ""
+    ) -> None:
+        """`lora`: the adapters beside the model, as --lora names them; `scope`: see `Branches`, "" = as it was. Raises
+        UsageError where the session is damaged or another process has it, OutputError for a bad folder."""
         super().__init__()
+        self.scope = scope
         self.name, self.model, self.hashes = check_name(name), model, hashes
         self.path, self.held_with, self.lora = path_of(name), "", list(lora)
         self.other_lora: Sequence[str] | None = None
@@ -284,6 +292,7 @@ class Session(Branches):
 
     def _take(self, saved: Saved) -> None:
         self.branch, self.states, self.attachments = saved.branch, saved.states, saved.attachments
+        self.scope = self.scope or saved.scope
         if list(saved.lora) != self.lora:
             self.other_lora = saved.lora
         if saved.hashes != self.hashes:
@@ -314,7 +323,7 @@ class Session(Branches):
         self.states[self.branch] = conversation.state()
         texts = (message["content"] for state in self.states.values() for message in state["messages"])
         return {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
-                "hashes": self.hashes, "branch": self.branch, "branches": self.states,
+                "scope": self.scope, "hashes": self.hashes, "branch": self.branch, "branches": self.states,
                 "files": self.attachments.state(texts)}  # fmt: skip
 
     def save(self, conversation: Conversation) -> None:

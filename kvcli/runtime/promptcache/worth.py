@@ -139,27 +139,39 @@ class Worth:
         if value["kv_worth"] != VERSION:
             raise ValueError("another version")
         return cls(
-            float(value["since"]),
+            _moment(value["since"]),
             {key: _model(each) for key, each in value["models"].items()},
             {name: _file(each) for name, each in value["files"].items()},
             _uses(value["gone"]),
         )
 
 
+def _amount(value: Any, below: float = float("inf")) -> float:
+    """Raises ValueError for what is none."""
+    if not 0 <= (found := float(value)) < below:
+        raise ValueError("not an amount")
+    return found
+
+
+def _moment(value: Any) -> float:
+    """Seconds since the epoch, in a year of four digits."""
+    return _amount(value, 2.5e11)
+
+
 def _uses(value: dict[str, Any]) -> Uses:
-    return Uses(int(value["hits"]), int(value["tokens"]), float(value["saved_s"]))
+    return Uses(int(_amount(value["hits"])), int(_amount(value["tokens"])), _amount(value["saved_s"]))
 
 
 def _file(value: dict[str, Any]) -> FileWorth:
     cost = value["cost_s"]
-    return FileWorth(_uses(value["uses"]), None if cost is None else float(cost), float(value["used_at"]))
+    return FileWorth(_uses(value["uses"]), None if cost is None else _amount(cost), _moment(value["used_at"]))
 
 
 def _model(value: dict[str, Any]) -> ModelWorth:
     found = replace(ModelWorth(**value), disk=_uses(value["disk"]), prefill=PrefillSpeed.of(value["prefill"]))
     counts = found.lookups, found.prompt_tokens, found.memory_tokens, found.used_at
     numbers = *counts, found.read_bytes, found.read_s, found.convert_bytes, found.convert_s
-    if not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):
+    if not all(isinstance(number, (int, float)) and 0 <= number < float("inf") for number in numbers):
         raise ValueError("not a count")
     return found
 

@@ -11,7 +11,7 @@ from kvcli.cli import engines, render, report
 from kvcli.cli.flags import comparing
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.comparing import TypeFlags, type_name
-from kvcli.cli.interrupt import Interrupts
+from kvcli.cli.interrupt import UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
@@ -110,6 +110,7 @@ class Series:
             try:
                 cache = replace(self.cache, type_k=pair[0], type_v=pair[1], force_types=True)
                 engine = engines.open_engine(self.load, cache, self.invocation, self.interrupts)
+                self.interrupts.stage = UNWIND  # what was computed for a file is kept, and folders are removed
                 found.append(one(engine, pair))
             except DoesNotFit as error:
                 if not found and pair == self.pairs[-1]:  # nothing was measured

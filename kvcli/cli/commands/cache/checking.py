@@ -112,7 +112,7 @@ def verify(
             code = max(code, error.exit_code)
             entry["problem"] = told = error.message.replace(str(file), label)
             if not json:
-                stored = isinstance(error, CacheFileError) and label != str(file)
+                stored = isinstance(error, CacheFileError) and not error.foreign and label != str(file)
                 hint = f"kv cache rm {label} removes it" if stored else error.hint
                 render.print_error(told, hint, invocation.color)
         else:
@@ -141,4 +141,8 @@ def _recomputed(
                 error.message = f"{file} cannot be computed again: {error.message}"
                 raise
             return None, f"not computed again: {error.message}"
+        except CacheFileError as error:
+            if named or not error.foreign:
+                raise
+            return None, "not computed again: it is of another model or setting"
         return asdict(found), str(found)

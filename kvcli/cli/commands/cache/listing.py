@@ -13,6 +13,7 @@ from kvcli.cli.cachefiles import Described
 from kvcli.cli.commands.cache import looking
 from kvcli.cli.commands.cache.arguments import Name, described
 from kvcli.cli.flags.promptcache import CACHE_TTL, CacheDir, parse_time, store_folder, time_option
+from kvcli.cli.flags.shared import check_model
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, UsageError
 from kvcli.runtime.promptcache import worth
@@ -69,7 +70,7 @@ def _entry(file: Described, ttl_s: float, above: dict[Path, Described]) -> dict[
 
 def _row(lines: str, file: Described, ttl_s: float) -> list[str]:
     """`lines`: those of a tree that lead to the file."""
-    left_s = max(0.0, file.used_at + ttl_s - time.time())
+    left_s = min(ttl_s, max(0.0, file.used_at + ttl_s - time.time()))  # a clock may have been put back
     name = lines + cachefiles.id_of(file.path)
     cells = [name, file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
     expires = "pinned" if file.pinned else f"in {human_time(left_s)}"
@@ -81,29 +82,40 @@ def show(
     name: Name,
     cache_dir: CacheDir = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print only its token ids.")] = False,
-    text: Annotated[
-        str | None, typer.Option("--text", metavar="MODEL", help="Print only its text, decoded by this model.")
-    ] = None,
-    mass: Annotated[
+    text: Annotated[bool, typer.Option("--text", help="Print only its text.")] = False,
+    mass: Annotated[bool, typer.Option("--mass", help="Draw what its last tokens look at.")] = False,
+    model: Annotated[
         str | None,
-        typer.Option("--mass", metavar="MODEL", help="Draw what its last tokens look at, computed by this model."),
+        typer.Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="The model that --text and --mass need.",
+            callback=check_model,
+            show_default="the one that made it",
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show what a prompt cache holds, with the first words of its text."""
-    if tokens + (text is not None) + (mass is not None) + json > 1:
+    if tokens + text + mass + json > 1:
         raise UsageError("--tokens, --text, --mass and --json cannot be used together", "give one of them")
+    if model is not None and not (text or mass):
+        raise UsageError("-m needs --text or --mass", "without them no model is opened")
     root = store_folder(cache_dir)
     file = cachefiles.locate(name, root)
     with PromptCacheFile(file) as opened:
-        ids, identity = opened.contents.tokens, opened.contents.identity
+        ids, identity, start = opened.contents.tokens, opened.contents.identity, opened.contents.start
     found = cachefiles.describe(file, worth.read(root))
     if tokens:
         render.write_out(" ".join(map(str, ids)) + "\n")
-    elif text is not None:
-        render.write_out(_text(text, ids, identity["tokenizer"], ctx.obj))
-    elif mass is not None:
-        render.write_out(looking.drawn(mass, ids, identity, ctx.obj))
+    elif text:
+        render.write_out(_text(model or _maker(found), ids, identity["tokenizer"], ctx.obj))
+    elif mass and start:
+        told = f"it has only the tokens from {start:,} on, and what they look at is before them, too"
+        raise UsageError(told, "kv cache ls --tree shows what it goes on from")
+    elif mass:
+        render.write_out(looking.drawn(model or _maker(found), ids, identity, ctx.obj))
     elif json:
         of_model, ttl_s = found.model_json(), parse_time(CACHE_TTL, "--cache-ttl")
         above = cachetree.parents([cachefiles.describe(each) for each in cachefiles.stored(root)])
@@ -139,6 +151,17 @@ def _worth(file: Described) -> dict[str, str]:
         found["worth"] = f"{told}, {human_seconds(uses.saved_s)} saved"
     found |= {} if cost is None else {"to compute": human_seconds(cost)}
     return found | ({} if file.read_s is None else {"to read": human_seconds(file.read_s)})
+
+
+def _maker(file: Described) -> str:
+    """The model that made a file, as -m takes it. Raises UsageError."""
+    from kvcli.runtime.promptcache import fingerprint
+
+    found = str(fingerprint.model_with(file.identity.get("weights", "")) or "") or file.model
+    if not found:
+        told = f"the model of this prompt cache is not known here: {file.title or 'it has no name'}"
+        raise UsageError(told, "name it: -m MODEL")
+    return found
 
 
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:

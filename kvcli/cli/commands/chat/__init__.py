@@ -120,7 +120,7 @@ def chat(
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
         thinking = conversation.thinking()
         engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
-        with closing(_branches(name, load, loaded)) as branches:
+        with closing(_branches(name, load, loaded, kept.scope)) as branches:
             branches.restore(conversation)
             told = _replace_system(conversation, message)
             engine = engines.engine_of(
@@ -177,11 +177,11 @@ def _conversation(
     return Conversation(model.tokenizer, model.template, system)
 
 
-def _branches(name: str, load: LoadOptions, loaded: LoadedModel) -> sessions.Branches:
+def _branches(name: str, load: LoadOptions, loaded: LoadedModel, scope: str) -> sessions.Branches:
     """Those of the saved chat; "" = of one in memory."""
     if not name:
         return sessions.Branches()
-    return sessions.Session(name, load.model, loaded.tokenizer_hashes(), loaded.lora_names)
+    return sessions.Session(name, load.model, loaded.tokenizer_hashes(), loaded.lora_names, scope)
 
 
 def _replace_system(conversation: Conversation, asked: str | None) -> str:
@@ -215,6 +215,8 @@ def _greet(session: ChatSession, told: str, invocation: Invocation) -> None:
     tell(f"session {branches.saved_as}{branch}: {turns} so far" + ("; /history shows them" if turns else ""))
     if held_with := getattr(branches, "held_with", ""):
         tell(f"it was last used with {held_with} and continues with {session.options.model}")
+    if branches.scope and branches.scope != session.options.kept.scope:
+        tell(f"its rows are kept in the scope {branches.scope}, as before")
     if told:
         tell(told)
     n_tokens = len(conversation.tokens)

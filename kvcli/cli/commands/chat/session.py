@@ -74,7 +74,8 @@ class ChatSession:
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
     def _open_caches(self) -> None:
-        kept = replace(self.options.kept, memory=True, chat=self.branches.saved_as, lead=self._lead())
+        scope = self.branches.scope or self.options.kept.scope
+        kept = replace(self.options.kept, memory=True, scope=scope, chat=self.branches.saved_as, lead=self._lead())
         self.caches = self.engine.prompt_caches(kept, self.tell, self.branches.elsewhere)
 
     def _lead(self) -> int:
@@ -379,7 +380,8 @@ class ChatSession:
     def save_as(self, name: str) -> None:
         """From now on this is the saved chat of that name, which must be new. Raises UsageError, OutputError."""
         loaded = self.engine.loaded
-        saved = Session(name, self.options.model, loaded.tokenizer_hashes(), loaded.lora_names)
+        how = loaded.tokenizer_hashes(), loaded.lora_names, self.options.kept.scope
+        saved = Session(name, self.options.model, *how)
         try:
             if saved.states:
                 raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")
