@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -63,19 +64,19 @@ def texts(options: argparse.Namespace) -> tuple[str, list[str]]:
     """The system message, and the documents."""
     everything = "\n\n".join(path.read_text("utf-8") for path in sorted(DOCS.glob("*.md")))
     size, step = options.size, len(everything) // (options.documents + 1)
-    return everything[:size], [everything[n * step :][:size] for n in range(1, options.documents + 1)]
+    return everything[: options.system], [everything[n * step :][:size] for n in range(1, options.documents + 1)]
 
 
 def asked(documents: list[str], others: int, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """The kind of each prompt, and its document."""
-    yield from ((DOCUMENTS, document) for document in documents)
-    for number in range(others):
-        document = documents[number % len(documents)]
-        yield CUT, document[: chance.randrange(len(document) // 8, len(document))]
-    for number in range(others):
-        document = documents[-1 - number % len(documents)]
-        at = document.index(" ", chance.randrange(len(document) // 3, 2 * len(document) // 3))
-        yield EDITED, f"{document[:at]} (sic){document[at:]}"
+    """The kind of each prompt, and its document; others come between new documents, about those before."""
+    for number, document in enumerate(documents):
+        yield DOCUMENTS, document
+        if (number + 1) * others // len(documents) > number * others // len(documents):
+            known = chance.choice(documents[: number + 1])
+            yield CUT, known[: chance.randrange(len(known) // 8, len(known))]
+            known = chance.choice(documents[: number + 1])
+            at = known.index(" ", chance.randrange(len(known) // 3, len(known) // 2))
+            yield EDITED, f"{known[:at]} (sic){known[at:]}"
 
 
 def answer(engine: Engine, prompt: Prompt, options: SampleOptions, caches: Caches = LIVE_ROWS) -> End:
@@ -95,12 +96,15 @@ def measure(path: Path, options: argparse.Namespace) -> list[Kind]:
     system, documents = texts(options)
     sampling = SampleOptions(temperature=0.0, max_tokens=options.tokens)
     found = {kind: Kind(kind) for kind in (DOCUMENTS, CUT, EDITED)}
+    began = time.monotonic()
     before: list[tuple[list[int], list[int]]] = []  # prompts, and where later ones can start from them
     with tempfile.TemporaryDirectory() as folder:
         in_memory = options.rows == "memory"
         kept = PromptCacheOptions(memory=True) if in_memory else PromptCacheOptions(store=Path(folder), min_tokens=1)
         caches = engine.prompt_caches(kept, QUIET)
         for kind, document in asked(documents, options.others, random.Random(options.seed)):
+            if time.monotonic() - began > options.seconds:
+                break
             turn = {"role": "user", "content": f"{document}\n\n{QUESTION}"}
             messages = [{"role": "system", "content": system}, turn]
             prompt = Prompt.of_chat(text.tokenizer, text.template, messages)
@@ -130,12 +134,14 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--others", type=int, default=10, help="cut ones, and edited ones")
-    parser.add_argument("--size", type=int, default=2600, help="letters of the system message, and of a document")
+    parser.add_argument("--system", type=int, default=2600, help="letters of the system message")
+    parser.add_argument("--size", type=int, default=2600, help="letters of a document")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--cache-type", default="f16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--strict-repeat", action="store_true")
     parser.add_argument("--rows", choices=("disk", "memory"), default="disk")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="most for each model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     head = "| model | prompts | text as without | reused | least | TTFT s | without | times |"
