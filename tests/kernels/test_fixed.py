@@ -51,7 +51,7 @@ def test_products_are_the_references_and_rows_do_not_depend_on_each_other(type: 
     stacked = packed(type, 45, k), packed(type, 5, k, seed=1), packed(type, 32, k, seed=2)
     placed = ops.place(stacked)
     assert all(isinstance(w, Interleaved) for w in placed)
-    for m in (1, 2, 4, 5, 8, 13):
+    for m in (1, 2, 5, 8, 13, 37):
         x = rows_of(m, k)
         found, wanted = ops.matmul(x, placed), fixed_matmul(x, stacked)
         size = matmul(x.abs(), [QuantTensor("F32", w.decode().abs().view(torch.uint8), k) for w in stacked])

@@ -16,8 +16,16 @@ typedef int32_t iv __attribute__((vector_size(4 * LANES), aligned(1), may_alias)
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define TILE (LANES == 16 ? 8 : 4) /* rows of x whose sums have room in registers */
 #define SIDES (GROUP / LANES)
+#if VNNI
+#define TILE (LANES == 16 ? 8 : 4) /* rows of x whose sums have room in registers */
+#define AT_ONCE 1                  /* sides that a tile has */
+#define MOST_ROWS TILE             /* rows of x for which codes are unpacked once */
+#else
+#define TILE 4
+#define AT_ONCE SIDES
+#define MOST_ROWS 32
+#endif
 
 INLINE fv NAME(madd)(fv a, fv b, fv c) {
 #if LANES == 16
@@ -119,91 +127,118 @@ INLINE iv NAME(dot4)(iv sum, qv codes, iv x) {
 }
 #define CODES 8
 
-/* sums[r] = codes, each less `offset`, times the multiples of row r, over the j-th to the last of eight times four columns;
- * starts[r]: minus the sum of those multiples. Sums of different rows are in flight at once; of few rows, of both bytes. */
-INLINE void NAME(sums)(const qv *u, const kv_fixed *x, int64_t pitch, int j, int end, int offset, const iv *starts, iv *sums, int rows) {
-    iv low[4] = {0};
+/* Minus the sum of the multiples of the j-th to the last of eight times four columns: all, the first or the last half. */
+INLINE iv NAME(less)(const kv_fixed *x, int j, int end) {
+    int32_t first = x->less_first, all = x->less;
+    return (end == 4 ? first : j ? all - first : all) - (iv){0};
+}
+
+/* sums[r] = codes, each less `offset`, times the multiples of row r, over the j-th to the last of eight times four columns.
+ * Sums of different rows are in flight at once; of few rows, of both bytes. */
+INLINE void NAME(sums)(qv (*u)[CODES], const kv_fixed *x, int j, int end, int offset, iv (*sums)[AT_ONCE], int rows) {
+    iv low[4] = {0}, starts[TILE];
     const int apart = rows <= 4;
     UNROLL for (int r = 0; r < rows; r++) {
-        if (offset == 128) sums[r] = starts[r];
-        else sums[r] = (iv){0};
+        if (offset) starts[r] = NAME(less)(x + r, j, end);
+        if (offset == 128) sums[r][0] = starts[r];
+        else sums[r][0] = (iv){0};
     }
     UNROLL for (int i = j; i < end; i++)
         UNROLL for (int r = 0; r < rows; r++) {
-            sums[r] = NAME(dot4)(sums[r], u[i], NAME(four)(x[r * pitch].high + 4 * i));
-            if (apart) low[r] = NAME(dot4)(low[r], u[i], NAME(four)(x[r * pitch].low + 4 * i));
+            sums[r][0] = NAME(dot4)(sums[r][0], u[0][i], NAME(four)(x[r].high + 4 * i));
+            if (apart) low[r] = NAME(dot4)(low[r], u[0][i], NAME(four)(x[r].low + 4 * i));
         }
     UNROLL for (int r = 0; r < rows; r++) {
-        sums[r] <<= 7;
-        if (offset && offset < 128) sums[r] += starts[r] * offset;
-        if (apart) sums[r] += low[r];
+        sums[r][0] <<= 7;
+        if (offset && offset < 128) sums[r][0] += starts[r] * offset;
+        if (apart) sums[r][0] += low[r];
     }
     if (!apart)
         UNROLL for (int i = j; i < end; i++)
-            UNROLL for (int r = 0; r < rows; r++) sums[r] = NAME(dot4)(sums[r], u[i], NAME(four)(x[r * pitch].low + 4 * i));
+            UNROLL for (int r = 0; r < rows; r++) sums[r][0] = NAME(dot4)(sums[r][0], u[0][i], NAME(four)(x[r].low + 4 * i));
 }
 
-INLINE void NAME(widen)(const qv *u, qv *out) { memcpy(out, u, 8 * sizeof(qv)); }
-#else
-INLINE iv NAME(dot2)(qv codes, iv x) {
-#if LANES == 16
-    return (iv)_mm512_madd_epi16((__m512i)codes, (__m512i)x);
-#else
-    return (iv)_mm256_madd_epi16((__m256i)codes, (__m256i)x);
-#endif
+INLINE void NAME(widen)(const qv *u, int offset, qv *out) {
+    (void)offset;
+    memcpy(out, u, 8 * sizeof(qv));
 }
+#else
+INLINE iv NAME(dot2)(qv codes, iv x) { return (iv)_mm256_madd_epi16((__m256i)codes, (__m256i)x); }
 #define CODES 16
+/* Or the compiler would load codes for each use, and add up in a tree, for which there are too few registers. */
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
 
-INLINE void NAME(sums)(const qv *u, const kv_fixed *x, int64_t pitch, int j, int end, int offset, const iv *starts, iv *sums, int rows) {
-    UNROLL for (int r = 0; r < rows; r++) {
-        if (offset) sums[r] = starts[r] * offset;
-        else sums[r] = (iv){0};
-    }
-    UNROLL for (int i = 2 * j; i < 2 * end; i++)
-        UNROLL for (int r = 0; r < rows; r++) sums[r] += NAME(dot2)(u[i], NAME(four)(x[r * pitch].pairs + 2 * i));
-}
-
-INLINE void NAME(widen)(const qv *u, qv *out) { /* 16 bits: columns 0 and 2 of four, then 1 and 3 */
-    for (int j = 0; j < 8; j++) out[2 * j] = u[j] & 0x00ff, out[2 * j + 1] = u[j] >> 8;
-}
-#endif
-
-/* One side of a group of weight rows times `rows` rows of x, which are `pitch` blocks apart. */
-INLINE void NAME(fixed_tile)(const uint8_t *w, int side, const kv_fixed *x, int64_t pitch, int64_t blocks, fv *out, int rows, int elements,
-                       int size, int bits, int offset, int halves, int bytes, int sixteens) {
-    fv acc[TILE] = {0};
-    const kv_fixed *end = x + blocks;
-    for (; x < end; w += GROUP * size) {
-        NAME(fixed_head) h;
-        NAME(read_head)(w, side, halves, bytes, &h);
-        const uint8_t *codes = w + GROUP * (2 * halves + bytes) + 4 * LANES * side;
-        for (int part = 0; part < elements / 32; part++, x++) {
-            fv scale[2], min;
-            qv u[8], wide[CODES];
-            NAME(unpack)(codes + part * 64 * bits, bits, u);
-            NAME(widen)(u, wide);
-            for (int half = 0; half < 1 + sixteens; half++)
-                NAME(fixed_scales)(&h, side, part, half, halves, bytes, scale + half, &min);
-            UNROLL for (int half = 0; half < 1 + sixteens; half++) {
-                iv starts[TILE], sums[TILE];
-                UNROLL for (int r = 0; r < rows && offset; r++) {
-                    const kv_fixed *xr = x + r * pitch;
-                    starts[r] = NAME(four)(sixteens && !half ? &xr->less_first : &xr->less);
-                    if (half) starts[r] -= NAME(four)(&xr->less_first);
-                }
-                NAME(sums)(wide, x, pitch, 4 * half, sixteens ? 4 * half + 4 : 8, offset, starts, sums, rows);
-                UNROLL for (int r = 0; r < rows; r++)
-                    acc[r] = NAME(madd)(__builtin_convertvector(sums[r], fv), scale[half] * x[r * pitch].scale, acc[r]);
+/* sums[r][side] = codes times the multiples of row r, over the j-th to the last of eight times four columns. */
+INLINE void NAME(sums)(qv (*u)[CODES], const kv_fixed *x, int j, int end, int offset, iv (*sums)[AT_ONCE], int rows) {
+    (void)offset; /* the codes are without it */
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int side = 0; side < AT_ONCE; side++) sums[r][side] = (iv){0};
+    UNROLL for (int i = 2 * j; i < 2 * end; i++) {
+        qv codes[AT_ONCE];
+        UNROLL for (int side = 0; side < AT_ONCE; side++) {
+            codes[side] = u[side][i];
+            IN_REGISTER(codes[side]);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            iv two = NAME(four)(x[r].pairs + 2 * i);
+            UNROLL for (int side = 0; side < AT_ONCE; side++) {
+                sums[r][side] += NAME(dot2)(codes[side], two);
+                IN_REGISTER(sums[r][side]);
             }
-            UNROLL for (int r = 0; r < rows && halves == 2; r++) acc[r] = NAME(madd)(min, NAME(splat)(x[r * pitch].sum), acc[r]);
         }
     }
-    for (int r = 0; r < rows; r++) out[r] = acc[r];
 }
 
-typedef void (*NAME(fixed_tile_fn))(const uint8_t *, int, const kv_fixed *, int64_t, int64_t, fv *);
+/* 16 bits with a sign: columns 0 and 2 of four, then 1 and 3. */
+INLINE void NAME(widen)(const qv *u, int offset, qv *out) {
+    for (int j = 0; j < 8; j++)
+        out[2 * j] = (u[j] & 0x00ff) - (uint16_t)offset, out[2 * j + 1] = (u[j] >> 8) - (uint16_t)offset;
+}
+#endif
+
+/* AT_ONCE sides of a group of weight rows, from `side` on, times `rows` rows of x: a whole number of tiles of `tile`, for which
+ * codes are unpacked once. Blocks of the rows stand beside each other, the next ones `stride` further on. */
+INLINE void NAME(fixed_tile)(const uint8_t *w, int side, const kv_fixed *x, int64_t stride, int64_t blocks, int64_t rows, fv (*out)[AT_ONCE],
+                             int tile, int elements, int size, int bits, int offset, int halves, int bytes, int sixteens) {
+    const kv_fixed *end = x + blocks * stride;
+    fv acc[MOST_ROWS][AT_ONCE];
+    for (int r = 0; r < rows; r++)
+        for (int s = 0; s < AT_ONCE; s++) acc[r][s] = (fv){0};
+    for (; x < end; w += GROUP * size) {
+        NAME(fixed_head) h[AT_ONCE];
+        for (int s = 0; s < AT_ONCE; s++) NAME(read_head)(w, side + s, halves, bytes, h + s);
+        const uint8_t *codes = w + GROUP * (2 * halves + bytes) + 4 * LANES * side;
+        for (int part = 0; part < elements / 32; part++, x += stride) {
+            fv scale[2][AT_ONCE], min[AT_ONCE];
+            qv wide[AT_ONCE][CODES];
+            for (int s = 0; s < AT_ONCE; s++) {
+                qv u[8];
+                NAME(unpack)(codes + part * 64 * bits + 4 * LANES * s, bits, u);
+                NAME(widen)(u, offset, wide[s]);
+                for (int half = 0; half < 1 + sixteens; half++)
+                    NAME(fixed_scales)(h + s, side + s, part, half, halves, bytes, &scale[half][s], min + s);
+            }
+            for (int64_t first = 0; first < rows; first += tile) {
+                const kv_fixed *xs = x + first;
+                fv (*a)[AT_ONCE] = acc + first;
+                UNROLL for (int half = 0; half < 1 + sixteens; half++) {
+                    iv sums[TILE][AT_ONCE];
+                    NAME(sums)(wide, xs, 4 * half, sixteens ? 4 * half + 4 : 8, offset, sums, tile);
+                    UNROLL for (int r = 0; r < tile; r++)
+                        UNROLL for (int s = 0; s < AT_ONCE; s++)
+                            a[r][s] = NAME(madd)(__builtin_convertvector(sums[r][s], fv), scale[half][s] * xs[r].scale, a[r][s]);
+                }
+                UNROLL for (int r = 0; r < tile && halves == 2; r++)
+                    UNROLL for (int s = 0; s < AT_ONCE; s++) a[r][s] = NAME(madd)(min[s], NAME(splat)(xs[r].sum), a[r][s]);
+            }
+        }
+    }
+    memcpy(out, acc, rows * sizeof *acc);
+}
+
+typedef void (*NAME(fixed_tile_fn))(const uint8_t *, int, const kv_fixed *, int64_t, int64_t, int64_t, fv (*)[AT_ONCE]);
 typedef struct {
-    NAME(fixed_tile_fn) tiles[3]; /* of 1, 4 and, where there is room, 8 rows */
+    NAME(fixed_tile_fn) tiles[3]; /* of 1, 4 and, where there is room, more rows */
     void (*decode)(const uint8_t *, int, int64_t, float, float *);
 } NAME(fixed_ops);
 
@@ -230,21 +265,23 @@ INLINE void NAME(decode_row)(const uint8_t *w, int row, int64_t k, float factor,
     }
 }
 
-#define ROWS(n, lower, ...)                                                                                                     \
-    static void NAME(tile##n##_##lower)(const uint8_t *w, int side, const kv_fixed *x, int64_t pitch, int64_t blocks, fv *out) { \
-        NAME(fixed_tile)(w, side, x, pitch, blocks, out, n, __VA_ARGS__);                                                       \
+/* Tiles of n rows; `many`: as many as there are. */
+#define ROWS(n, many, lower, ...)                                                                                               \
+    static void NAME(tile##n##_##lower)(const uint8_t *w, int side, const kv_fixed *x, int64_t stride, int64_t blocks,          \
+                                        int64_t rows, fv (*out)[AT_ONCE]) {                                                     \
+        NAME(fixed_tile)(w, side, x, stride, blocks, many ? rows : n, out, n, __VA_ARGS__);                                      \
     }
-#if LANES == 16
-#define MANY_ROWS(lower, ...) ROWS(8, lower, __VA_ARGS__)
+#if TILE == 8
+#define MORE_ROWS(lower, ...) ROWS(8, 0, lower, __VA_ARGS__)
 #define TILES(lower) {NAME(tile1_##lower), NAME(tile4_##lower), NAME(tile8_##lower)}
 #else
-#define MANY_ROWS(lower, ...)
+#define MORE_ROWS(lower, ...)
 #define TILES(lower) {NAME(tile1_##lower), NAME(tile4_##lower)}
 #endif
 #define FORMAT(upper, lower, id, elements, size, bits, offset, halves, bytes, sixteens)                                          \
-    ROWS(1, lower, elements, size, bits, offset, halves, bytes, sixteens)                                                        \
-    ROWS(4, lower, elements, size, bits, offset, halves, bytes, sixteens)                                                        \
-    MANY_ROWS(lower, elements, size, bits, offset, halves, bytes, sixteens)                                                      \
+    ROWS(1, 0, lower, elements, size, bits, offset, halves, bytes, sixteens)                                                     \
+    ROWS(4, MOST_ROWS > 4, lower, elements, size, bits, offset, halves, bytes, sixteens)                                         \
+    MORE_ROWS(lower, elements, size, bits, offset, halves, bytes, sixteens)                                                      \
     static void NAME(row_##lower)(const uint8_t *w, int row, int64_t k, float factor, float *out) {                              \
         NAME(decode_row)(w, row, k, factor, out, elements, size, bits, offset, halves, bytes, sixteens);                         \
     }
@@ -261,8 +298,8 @@ static const NAME(fixed_ops) *NAME(fixed_of)(int64_t format) {
 
 /* ---- rows of x --------------------------------------------------------------------------------------------------------- */
 
-static void NAME(to_fixed)(const float *x, int64_t k, kv_fixed *out) {
-    for (int64_t i = 0; i < k; i += 32, out++) {
+static void NAME(to_fixed)(const float *x, int64_t k, kv_fixed *out, int64_t stride) {
+    for (int64_t i = 0; i < k; i += 32, out += stride) {
         uint32_t bits, most = 0;
         int32_t n[32], sums[2] = {0, 0};
         for (int j = 0; j < 32; j++) memcpy(&bits, x + i + j, 4), bits &= 0x7fffffff, most = bits > most ? bits : most;
@@ -290,14 +327,19 @@ typedef struct {
     int64_t m, k, ldx, ldy, accumulate, groups, groups_per_task;
     const float *x;
     float *y;
-    kv_fixed *fixed; /* [m, k / 32] */
+    kv_fixed *fixed; /* [rows / beside, k / 32, beside] */
+    int64_t beside;  /* rows whose blocks stand beside each other */
 } NAME(fixed_args);
+
+INLINE kv_fixed *NAME(fixed_row)(const NAME(fixed_args) *a, int64_t m) {
+    return a->fixed + m / a->beside * a->beside * (a->k / 32) + m % a->beside;
+}
 
 static void NAME(to_fixed_task)(void *arg, int64_t task, int thread) {
     const NAME(fixed_args) *a = arg;
     (void)thread;
     for (int64_t m = task * FIXED_ROWS; m < a->m && m < (task + 1) * FIXED_ROWS; m++)
-        NAME(to_fixed)(a->x + m * a->ldx, a->k, a->fixed + m * (a->k / 32));
+        NAME(to_fixed)(a->x + m * a->ldx, a->k, NAME(fixed_row)(a, m), a->beside);
 }
 
 INLINE void NAME(put_side)(const NAME(fixed_args) *a, int64_t m, int64_t column, int64_t left, fv sums) {
@@ -313,32 +355,37 @@ INLINE void NAME(put_side)(const NAME(fixed_args) *a, int64_t m, int64_t column,
 /* Some groups of weight rows times all rows of x. */
 static void NAME(fixed_task)(void *arg, int64_t task, int thread) {
     const NAME(fixed_args) *a = arg;
-    int64_t blocks = a->k / 32, first = task * a->groups_per_task, last = first + a->groups_per_task;
+    int64_t first = task * a->groups_per_task, last = first + a->groups_per_task;
     if (last > a->groups) last = a->groups;
     (void)thread;
-    for (int64_t m = 0; m < a->m;) {
+    for (int64_t m = 0, rows; m < a->m; m += rows) {
         int64_t left = a->m - m;
-        int size = left == 1 ? 0 : left > 4 && TILE > 4 ? 2 : 1, most = size ? 2 << size : 1, rows = left < most ? (int)left : most;
+        int tile = left == 1 ? 0 : left > 4 && TILE > 4 ? 2 : 1, most = MOST_ROWS > TILE && tile ? MOST_ROWS : tile ? 2 << tile : 1;
         const kv_weight *w = a->w;
         int64_t group = first, column = 0; /* of the first row of `w` among all stacked ones */
+        rows = left < most ? left : most;
         for (; group >= (w->rows + GROUP - 1) / GROUP; w++) group -= (w->rows + GROUP - 1) / GROUP, column += w->rows;
         for (int64_t g = first; g < last; g++) {
             const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
-            for (int side = 0; side < SIDES; side++) {
-                fv sums[TILE];
-                int64_t row = group * GROUP + side * LANES;
-                ops->tiles[size](w->blocks + group * GROUP * w->row_bytes, side, a->fixed + m * blocks, blocks, blocks, sums);
-                for (int r = 0; r < rows; r++) NAME(put_side)(a, m + r, column + row, w->rows - row, sums[r]);
+            for (int side = 0; side < SIDES; side += AT_ONCE) {
+                fv sums[MOST_ROWS][AT_ONCE];
+                ops->tiles[tile](w->blocks + group * GROUP * w->row_bytes, side, NAME(fixed_row)(a, m), a->beside, a->k / 32,
+                                 (rows + 3) / 4 * 4, sums);
+                for (int64_t r = 0; r < rows; r++)
+                    for (int s = 0; s < AT_ONCE; s++) {
+                        int64_t row = group * GROUP + (side + s) * LANES;
+                        NAME(put_side)(a, m + r, column + row, w->rows - row, sums[r][s]);
+                    }
             }
             if (++group * GROUP >= w->rows) column += w->rows, group = 0, w++;
         }
-        m += rows;
     }
 }
 
 static void NAME(fixed_matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
                                int64_t ldy, int64_t accumulate) {
-    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows((m + TILE) * (k / 32))};
+    int64_t beside = m == 1 ? 1 : MOST_ROWS;
+    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows((m + beside - 1) / beside * beside * (k / 32)), beside};
     for (int64_t i = 0; i < n_weights; i++) a.groups += (w[i].rows + GROUP - 1) / GROUP;
     a.groups_per_task = a.groups / (pool.tuner.limit * 8);
     if (a.groups_per_task < 1) a.groups_per_task = 1;
@@ -368,7 +415,10 @@ static const fixed_kernels NAME(fixed) = {
 #undef UNROLL
 #undef TILE
 #undef ROWS
-#undef MANY_ROWS
+#undef MORE_ROWS
 #undef TILES
+#undef AT_ONCE
+#undef MOST_ROWS
 #undef SIDES
 #undef CODES
+#undef IN_REGISTER
