@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import eagles
+import numpy as np
 import pytest
 import tiny
 import torch
 from batches import Watched, alone, same
 from engines import DRAWN, GREEDY, PROMPT
 from kernelcases import need_native
+from safetensors.torch import load_file, save_file
 
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
@@ -24,6 +26,8 @@ from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.spec.pace import Drafted
 from kvcli.runtime.engine.spec.predicting import PredictedGuesses, Predictions
+from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.headers.folder import SafetensorsModel
 
 OFF = {"spec": "off"}
 VARIANTS = ("glm4moe-ahead", "deepseek2-ahead")
@@ -207,3 +211,24 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="the model has layers that keep a state"):
         path = eagles.make("llama")[0]
         Engine.open(tiny.make("lfm2").path, LoadOptions("lfm2", 1, "reference"), CacheOptions(64), path)
+
+
+def test_a_folder_has_the_layer_too(tmp_path: Path) -> None:
+    """Written as authors do: one more layer than config.json counts, with what stands before it beside its block."""
+    model, before = tiny.next_layer(tiny.VARIANTS["glm4moe-ahead"])
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.2.{name}.weight": x.contiguous() for name, x in before.items()}
+    tensors["model.layers.2.shared_head.norm.weight"] = model.model.norm.weight.data.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    changed = config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in changed.items() if k != "layer_types"}))
+    shutil.copy(tiny.folder("glm4moe") / "tokenizer.json", tmp_path)
+    with SafetensorsModel(tmp_path) as folder, GGUFFile.open(tiny.make("glm4moe-ahead").path) as file:
+        counts = [folder.metadata[f"glm4moe.{key}"] for key in ("block_count", "nextn_predict_layers")]
+        assert counts == [3, 1]
+        names = {name for name in file.tensors if name.startswith("blk.2.")}
+        assert names == {name for name in folder.tensors if name.startswith("blk.2.")}
+        for name in names:
+            assert np.array_equal(folder.data(name).view(np.float32), file.data(name).view(np.float32)), name

@@ -271,6 +271,14 @@ def test_steps_that_take_longer_than_they_are_worth() -> None:
     assert pace.ROWS[-1] <= 16
 
 
+def test_a_step_that_captured_a_graph_says_nothing_of_others() -> None:
+    paced = Pace(CPU_COSTS)
+    paced.took(1, 1, 0.001)
+    for rows in (4, 8, 16):
+        paced.took(rows, 1, 1.0)
+    assert paced.may and tuple(paced.costs) == CPU_COSTS
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4), st.floats(0.5, 9.0)), max_size=200))
 def test_what_guesses_cost_is_bounded(steps: list[tuple[bool, int, float]]) -> None:
     """Whatever they take, and however seldom they are right."""

@@ -22,6 +22,7 @@ _TRUST = 2.0  # guesses that this counts for
 _MEMORY = 0.96  # what a guess counts when the next one comes
 _MARGIN = 1.15  # by which more tokens than time must be expected
 _DRAFT_RIGHT, _DRAFT_MARGIN = 0.75, 1.05  # the same of draft models
+_FOREIGN = 8.0  # times of what is expected: then a graph was captured, or the process waited, which says nothing
 _RATE, _BACK = 0.1, 0.002  # of what is measured, and of what was assumed
 _LOSS = 0.015  # of the time of other steps, which guesses may cost
 _CREDIT, _SAVED = 1.0, 4.0  # steps of one row that they may cost beside, and that they may have gained before
@@ -68,7 +69,7 @@ class Pace:
             # What is not computed is not measured either, and may have been measured at a bad moment.
             for i, prior in enumerate(self._prior):
                 self.costs[i] += (prior - self.costs[i]) * _BACK
-        elif self._one_s:
+        elif self._one_s and seconds < _FOREIGN * self.cost(rows) * self._one_s:
             i = _kind(rows, ROWS)
             self._account += tokens - seconds / self._one_s
             found = max(0.5 * self.costs[i], min(seconds / self._one_s, 2 * self.costs[i]))
@@ -123,7 +124,9 @@ class Drafted:
 
     def took(self, tokens: int, seconds: float) -> None:
         """So many guesses took so long."""
-        each = seconds / tokens
+        each, expected = seconds / tokens, self._one_s or self._pace.one_s
+        if expected and each > _FOREIGN * expected:
+            return
         self._one_s += (min(each, 2 * self._one_s) - self._one_s) * _RATE if self._one_s else each
         self._pace.spent(seconds)
 
