@@ -24,8 +24,9 @@ from kvcli.errors import ModelError, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.spec.pace import Drafted
-from kvcli.runtime.engine.spec.predicting import PredictedGuesses, Predictions
+from kvcli.runtime.engine.spec.predicting import PredictedGuesses, Predictions, Rows
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers.folder import SafetensorsModel
 
@@ -121,6 +122,35 @@ def test_answers_are_those_without_guesses(variant: str, codec: str) -> None:
         plain, found = both(engine, PROMPT[:n], options)
         assert same(plain, found) and found.end.usage.drafted_tokens > 60
     engine.pool.check([])
+
+
+@pytest.mark.parametrize("codec", ["f16", "int8"])
+def test_another_context_and_one_that_forgets(codec: str) -> None:
+    engine = Engine(engine_of("glm4moe-ahead", codec=codec).loaded)
+    answer = alone(engine, PROMPT[:40], replace(GREEDY, max_tokens=20))
+    larger = engine.reopened(240, EvictOptions("sink", window=48, keep=5))
+    assert predictions(larger).pool.layout.retention == larger.retention
+    assert same(*both(larger, PROMPT[:40], replace(GREEDY, max_tokens=120)))
+    assert alone(larger, PROMPT[:40], replace(GREEDY, max_tokens=20)).ids == answer.ids
+    assert larger.beside(CacheOptions(64)).session.drafts is None
+
+
+def test_turns_go_on_from_the_rows_of_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options, rows = engine_of("glm4moe-ahead"), replace(GREEDY, max_tokens=30), list[int]()
+    run = Rows.run
+    monkeypatch.setattr(Rows, "run", lambda self, ids, features: rows.append(len(ids)) or run(self, ids, features))
+    seq = engine.new_sequence()
+    first = [*engine.generate(seq, PROMPT[:60], options)][-1]
+    assert isinstance(first, End) and sum(rows) >= 60
+    rows.clear()
+    turn = [*PROMPT[:60], *first.ids, *PROMPT[60:70]]
+    second = [*engine.generate(seq, turn, options)][-1]
+    assert isinstance(second, End) and second.usage.drafted_tokens > 30
+    assert max(rows) < 16  # what is new, and no row of the first turn
+    kept = predictions(engine).last
+    assert kept is not None and kept.first == 0
+    assert second.ids == alone(engine, turn, replace(options, **OFF)).ids
+    seq.close()
 
 
 def compared_with(chain: Callable[[list[int], int], list[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
