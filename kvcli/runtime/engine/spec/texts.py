@@ -16,6 +16,7 @@ from kvcli.runtime.engine.spec import NGRAM, SUFFIX
 LENGTHS = (2, 4, 8, 16, 32)  # of ends that are looked for
 NGRAM_MOST = 4  # tokens that `ngram` looks for
 PLACES = 32  # where the last tokens stood, the newest ones, that are looked at
+VOTES = 8  # of those that are left, the newest ones, that say what follows
 MOST_TOKENS = 1 << 17  # of a text that are remembered, its end
 POOL_TOKENS = 1 << 15  # of earlier answers
 
@@ -83,20 +84,31 @@ class Texts:
         matched = max(length for (length, _), _ in found)
         # The newest first: of what followed as often, it decides.
         places = [(text, at) for (length, some), text in found if length == matched for at in reversed(some)]
-        return Guess(_going_on(places, most), matched)
+        return Guess(_going_on(places[:VOTES], most), matched)
 
 
 def _going_on(places: list[tuple[Text, int]], most: int) -> list[int]:
     """What most often stands there, of those that agree so far; where a text ends, it goes on with what is guessed."""
     found: list[int] = []
-    while places and len(found) < most:
+    while len(places) > 1 and len(found) < most:
         next_ids = [_token(text, at, found) for text, at in places]
-        token = next_ids[0] if len(next_ids) == 1 else Counter(next_ids).most_common(1)[0][0]
+        token = Counter(next_ids).most_common(1)[0][0]
         if token < 0:
-            break
+            return found
         places = [(text, at + 1) for (text, at), other in zip(places, next_ids, strict=True) if other == token]
         found.append(token)
-    return found
+    return _alone(*places[0], found, most) if places else found
+
+
+def _alone(text: Text, at: int, found: list[int], most: int) -> list[int]:
+    """The same from one place on, at which the next token stands."""
+    own = text.ids[at : at + most - len(found)]
+    beyond = at + len(own) - len(text.ids)
+    found += own
+    while len(found) < most:
+        found.append(found[beyond])
+        beyond += 1
+    return found[: found.index(-1)] if -1 in found else found
 
 
 def _token(text: Text, at: int, found: list[int]) -> int:
