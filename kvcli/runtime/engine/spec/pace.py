@@ -34,6 +34,7 @@ class Pace:
     def __init__(self, costs: Sequence[float]) -> None:
         """`costs`: what steps of ROWS take in steps of one row, where that is not known yet."""
         self._prior, self.costs = tuple(costs), list(costs)
+        self._measured = [1] * len(self.costs)  # how often, with what is assumed
         self._one_s = 0.0
         self._account = _CREDIT  # in steps of one row
 
@@ -73,7 +74,8 @@ class Pace:
             i = _kind(rows, ROWS)
             self._account += tokens - seconds / self._one_s
             found = max(0.5 * self.costs[i], min(seconds / self._one_s, 2 * self.costs[i]))
-            self.costs[i] += (found - self.costs[i]) * _RATE
+            self._measured[i] += 1
+            self.costs[i] += (found - self.costs[i]) * max(_RATE, 1 / self._measured[i])
         self._account = min(self._account, _CREDIT + _SAVED)
 
 
