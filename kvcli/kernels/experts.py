@@ -17,7 +17,7 @@ Experts = Any  # what its `place_experts` made of ExpertMatrices
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """A gated feed-forward part for all rows, beside those that are chosen. `gate`: a matrix of one row, by the sigmoid
+    """A feed-forward part for all rows, beside those that are chosen. `gate`: a matrix of one row, by the sigmoid
     of whose product what it gives is multiplied."""
 
     gate_up: Placed
@@ -27,13 +27,14 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A mixture of experts (arXiv 1701.06538): gated feed-forward parts, of which each row has some.
+    """A mixture of experts (arXiv 1701.06538): feed-forward parts, of which each row has some.
 
-    `router` gives the logits that `routing` chooses by. Of each expert `gate_up` has gates over what they gate, and
-    `down` what gives its sum. float32 [experts] or None: `router_bias` is added to logits, `choice_bias` to the scores
-    that experts are chosen by. `router_norm`, float32 [D]: weights of an RMS norm of what the router reads, which is
-    then not what experts read; `eps` is added to its mean. `scales`, float32 [experts]: what each of them gives is
-    multiplied by it. `weighs_input`: weights multiply what experts read, not what they give.
+    `router` gives the logits that `routing` chooses by. Of each expert `gate_up` has gates over what they gate, or
+    where they are not `gated` a matrix without gates, and `down` what gives its sum. float32 [experts] or None:
+    `router_bias` is added to logits, `choice_bias` to the scores that experts are chosen by. `router_norm`, float32
+    [D]: weights of an RMS norm of what the router reads, which is then not what experts read; `eps` is added to its
+    mean. `scales`, float32 [experts]: what each of them gives is multiplied by it. `weighs_input`: weights multiply
+    what experts read, not what they give.
     """
 
     routing: Routing
@@ -48,6 +49,7 @@ class ExpertLayer:
     eps: float = 0.0
     scales: torch.Tensor | None = None
     weighs_input: bool = False
+    gated: bool = True
 
 
 class Operations(Protocol):
@@ -61,6 +63,8 @@ class Operations(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def mix(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
     def glu(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
+    def activate(self, x: torch.Tensor, act: str) -> torch.Tensor: ...
+    def activated(self, x: torch.Tensor, weights: Sequence[Any], act: str) -> torch.Tensor: ...
     def gated(self, x: torch.Tensor, weights: Sequence[Any], act: str) -> torch.Tensor: ...
 
 
@@ -80,7 +84,7 @@ def experts(ops: Operations, x: torch.Tensor, layer: ExpertLayer, residual: torc
     if layer.weighs_input:
         weights = torch.ones_like(weights)
     out = ops.mix(ops.matmul_experts(activated, layer.down, ids), weights)
-    return out if layer.shared is None else out.add_(_shared(ops, x, layer.shared, layer.activation))
+    return out if layer.shared is None else out.add_(_shared(ops, x, layer.shared, layer))
 
 
 def _activated(
@@ -90,7 +94,7 @@ def _activated(
     products = ops.matmul_experts(x, layer.gate_up, ids)
     if layer.weighs_input:  # the products are linear
         products *= weights.view(-1, 1)
-    return ops.glu(products, layer.activation)
+    return (ops.glu if layer.gated else ops.activate)(products, layer.activation)
 
 
 class _Norms(Protocol):
@@ -106,6 +110,7 @@ def asked(ops: _Norms, x: Any, layer: ExpertLayer, residual: torch.Tensor | None
     return ops.normed(residual, layer.router_norm, layer.eps)
 
 
-def _shared(ops: Operations, x: torch.Tensor, shared: SharedExpert, activation: str) -> torch.Tensor:
-    out = ops.matmul(ops.gated(x, shared.gate_up, activation), shared.down)
+def _shared(ops: Operations, x: torch.Tensor, shared: SharedExpert, layer: ExpertLayer) -> torch.Tensor:
+    activated = (ops.gated if layer.gated else ops.activated)(x, shared.gate_up, layer.activation)
+    out = ops.matmul(activated, shared.down)
     return out if shared.gate is None else out.mul_(sigmoid(ops.matmul(x, shared.gate)))

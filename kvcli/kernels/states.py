@@ -67,7 +67,7 @@ class MambaLayer:
     The softplus of these, with `time_bias` [heads] added, multiplies what heads take in; times `decay` (negative,
     [heads]) it is the logarithm of what is left of their matrices. To what heads find, `skip` [heads] times what they
     take in is added; the sum is multiplied by SiLU of the gates, and has an RMS norm over each group's part, with `eps`
-    added to its mean and weights `norm` [heads * dim].
+    added to its mean and weights `norm` [heads * dim]; None = no norm.
 
     A state is the last K - 1 rows of channels, and of each head a matrix [state, dim].
     """
@@ -81,7 +81,7 @@ class MambaLayer:
     decay: torch.Tensor
     time_bias: torch.Tensor
     skip: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     eps: float
 
     @property

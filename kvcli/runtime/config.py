@@ -92,13 +92,14 @@ class DeltaNet:
 class Mamba:
     """Mamba-2 in the place of attention (arXiv 2405.21060), behind a convolution over `kernel` rows. Its state are the
     last kernel - 1 rows of what is convolved, and of each head a matrix [state, dim]. Neighbouring heads share the keys
-    and queries of one of `groups`."""
+    and queries of one of `groups`. `norm_optional`: files may lack the norm of what heads give."""
 
     heads: int
     dim: int
     groups: int
     state: int
     kernel: int
+    norm_optional: bool = False
 
     @property
     def channels(self) -> int:
@@ -124,7 +125,8 @@ class LayerConfig:
     before norm and RoPE: RoPE turns so many dims of the key at most, and all others are those of the value, times a
     weight each, so that they need not be stored twice (`KVLayout.build`). `rope` None: positions are not seen
     but by the order of rows. A recurrent layer keeps `state_bytes` per sequence and no rows; `mixer` is what it has in
-    the place of attention, None where kv only plans for it. `shares_kv_with` names the layer whose rows this one reads;
+    the place of attention, None where kv only plans for it, and where there is a feed-forward part alone. In a layer of
+    another kind `mixer` stands beside attention. `shares_kv_with` names the layer whose rows this one reads;
     it has none of its own. `d_ff` is the width of its feed-forward part, 0 = that of the model. `cutoff`: of its gates
     only those are open that stand more than so many standard deviations above their mean (statistical top-k, arXiv
     2506.06644); None = all are.
@@ -153,7 +155,8 @@ HEAD, ALL, PLAIN = "head", "all", "plain"
 class Block:
     """How the layers of an architecture are put together, beyond their sizes.
 
-    Each is attention and then a feed-forward part, which both add to the residual stream. Biases are not listed: those
+    Each is attention and then a feed-forward part, which both add to the residual stream; what keeps a state stands in
+    the place of attention, or beside it, with the same normed input. Biases are not listed: those
     that a file has are added.
 
     | field | |
@@ -163,6 +166,7 @@ class Block:
     | `norm` | RMS or LAYER (mean and variance), of all norms but those of heads |
     | `pre_norms`, `post_norms` | a norm before either part; one over what either part adds |
     | `parallel` | the feed-forward part has the normed input of attention, and no norm of its own |
+    | `alone` | a layer is one part alone: attention, what keeps a state, or a feed-forward part |
     | `qk_norm` | an RMS norm of q and k: HEAD = over each head, ALL = over all heads together, PLAIN = over each head |
     | | without weights, in layers with RoPE; "" = none |
     | `qk_norm_last` | that norm comes after RoPE |
@@ -181,6 +185,7 @@ class Block:
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
+    alone: bool = False
     qk_norm: str = ""
     qk_norm_last: bool = False
     rope_pairs: bool = False
@@ -271,7 +276,13 @@ class ModelConfig:
     block: Block = Block()
 
     def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.has(layer)
+        """Whether the feed-forward part of that layer is a mixture of experts."""
+        return self.experts is not None and self.experts.has(layer) and self.feeds_forward(layer)
+
+    def feeds_forward(self, layer: int) -> bool:
+        """Whether that layer has a feed-forward part."""
+        shape = self.layers[layer]
+        return not self.block.alone or (shape.kind == RECURRENT and shape.mixer is None)
 
     def at(self, ctx: int) -> ModelConfig:
         """The model in a context of `ctx` tokens; see `RopeConfig.at`."""

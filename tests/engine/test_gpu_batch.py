@@ -113,6 +113,7 @@ class Pair:
 CASES = [
     ("llama", "int4", None, 1),
     ("gemma3", "int8", Rolling(5, 32, PAGE), 1),
+    ("lfm2", "f16", None, 1),
     *(
         pytest.param(*case, marks=COMPILED)
         for case in (
@@ -125,6 +126,9 @@ CASES = [
             ("deepseek2", "int8", None, 1),
             ("gemma3n", "int8", None, 1),
             ("llama4", "int8", Rolling(4, 32, PAGE), 1),
+            ("qwen35", "int8", None, 1),
+            ("granitehybrid-dense", "f16", None, 1),
+            ("falcon-h1", "int8", None, 1),
         )
     ),
 ]
@@ -144,6 +148,9 @@ def test_rows_are_those_of_sequences_alone(arch: str, types: str, retention: Ret
     both.join(0, 61)
     for _ in range(1 if DEVICE == "cpu" else 4):
         both.step(LIMITS[types])
+    for theirs, ours in both.seats.values():
+        assert (theirs.states is None) == (ours.states is None)
+        assert theirs.states is None or ours.states is None or theirs.states.kept.keys() == ours.states.kept.keys()
 
 
 ANSWERS = [  # prompt, answer, options; several begin together, others later

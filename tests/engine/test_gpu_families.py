@@ -83,6 +83,8 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
         pytest.param("lfm2-biased", "int8", marks=COMPILED),
         ("qwen35", "f16"),
         pytest.param("qwen35moe", "f16", marks=COMPILED),
+        pytest.param("falcon-h1", "int8", marks=COMPILED),
+        pytest.param("nemotron_h_moe", "f16", marks=COMPILED),
     ],
 )
 def test_steps_are_those_of_the_reference(variant: str, types: str):

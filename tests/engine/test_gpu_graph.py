@@ -167,6 +167,7 @@ FAMILIES = (
     "cohere2", "hunyuan-dense", "arcee", "mixtral", "qwen2moe", "granitemoe-shared", "glm4moe", "gpt-oss",
     "qwen35", "granitehybrid-dense",
 )  # fmt: skip
+SLOW_FAMILIES = ("falcon-h1", "nemotron_h", "nemotron_h_moe")  # in the interpreter
 
 
 @pytest.mark.slow
@@ -174,6 +175,7 @@ FAMILIES = (
     ("arch", "types", "quantized"),
     [
         *((arch, "f16", arch != "llama") for arch in FAMILIES),
+        *(pytest.param(arch, "f16", True, marks=COMPILED) for arch in SLOW_FAMILIES),
         ("llama", "int8", True),
         pytest.param("gemma3", "int4", False, marks=COMPILED),
     ],

@@ -26,7 +26,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen35", "granitehybrid-dense"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen35", "granitehybrid-dense", "falcon-h1"])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
     return Loaded(tiny.make(request.param).path, "")
 
@@ -130,9 +130,11 @@ def test_a_batch_is_its_single_runs(loaded: Loaded, whole: torch.Tensor) -> None
 def test_state_bytes_are_those_of_the_plan(loaded: Loaded) -> None:
     layout = loaded.pool.layout
     live, kept = layout.state_arenas or (0, 0)
-    sizes = {"lfm2": 2 * 48, "qwen35": 3 * 80 + 4 * 8 * 12, "granitehybrid": 3 * 128 + 6 * 8 * 16}
+    mamba = 3 * 128 + 6 * 8 * 16
+    sizes = {"lfm2": 2 * 48, "qwen35": 3 * 80 + 4 * 8 * 12, "granitehybrid": mamba, "falcon-h1": mamba}
     each = sizes[loaded.config.arch]  # rows and columns, matrices
-    assert layout.state_bytes == 2 * each * 4
+    layers = 3 if loaded.config.arch == "falcon-h1" else 2
+    assert layout.state_bytes == layers * each * 4
     pool = PagePool(layout)
     seqs = [Sequence(pool) for _ in range(3)]
     for seq in seqs:

@@ -57,6 +57,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "granite": {"logit_scale": 8.0},
     "granitemoe": {"logit_scale": 8.0},
     "granitehybrid": MAMBA | {"logit_scale": 8.0},
+    "falcon-h1": MAMBA | {"attention.head_count_kv": 2},
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), MAMBA | {"feed_forward_length": [0, 0, 16]}),
 }
 
 

@@ -17,12 +17,13 @@ from kvcli.runtime.model.ropekeys import FACTORS
 
 # A temperature and YaRN, factors and an amplitude of a part of each head, norms over all heads, layers without RoPE,
 # parts side by side, norms behind RoPE, soft caps, rows of earlier layers, keys as values, chunks that end within pages
-# and at their ends, latents, short convolutions, gated delta networks, Mamba-2.
+# and at their ends, latents, short convolutions, gated delta networks, Mamba-2 in the place of attention, beside it and
+# alone.
 SPECIAL = (
     "mistral3", "phi3-long", "olmo2-sliding", "cohere2", "hunyuan-dense", "gemma2", "gemma4", "gemma4-keys",
     "llama4", "llama4-interleaved", "deepseek2", "mistral4",
     "lfm2", "lfm2-biased", "lfm2moe", "qwen35", "qwen35-named", "qwen35moe", "qwen3next", "granitehybrid",
-    "granitehybrid-dense",
+    "granitehybrid-dense", "falcon-h1", "nemotron_h", "nemotron_h_moe",
 )  # fmt: skip
 
 

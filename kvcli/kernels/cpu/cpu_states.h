@@ -174,19 +174,20 @@ static void NAME(mamba_task)(void *argument, int64_t head, int thread) {
     }
 }
 
-/* One group of one row of what heads give: gated, then normed. */
+/* One group of one row of what heads give: gated, then normed, if there is a norm. */
 static void NAME(mamba_gate_task)(void *argument, int64_t task, int thread) {
     (void)thread;
     const NAME(mamba_args) *a = argument;
     const kv_mamba_layer *l = a->layer;
     int64_t inner = l->heads * l->dim, width = inner / l->groups, t = task / l->groups, first = task % l->groups * width;
     float *out = a->out + t * inner + first, gates[CONV_COLUMNS];
-    const float *z = a->x + t * a->ldx + first, *norm = l->norm + first;
+    const float *z = a->x + t * a->ldx + first, *norm = l->norm ? l->norm + first : NULL;
     for (int64_t i = 0; i < width; i += CONV_COLUMNS) {
         int64_t count = width - i < CONV_COLUMNS ? width - i : CONV_COLUMNS;
         NAME(silu)(z + i, count, gates);
         for (int64_t j = 0; j < count; j++) out[i + j] *= gates[j];
     }
+    if (!l->norm) return;
     float root = 1.0f / sqrtf(NAME(sum)(out, 0, 1, width) / width + l->eps);
     for (int64_t i = 0; i < width; i++) out[i] *= root * norm[i];
 }

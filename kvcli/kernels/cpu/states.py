@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -45,12 +45,13 @@ class _Delta(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(maxsize=4096)
 def _delta(layer: DeltaLayer) -> _Delta:
-    """The C view of a layer, which lives as long as this cache has it."""
+    """The C view of a layer."""
+    if layer in _deltas:
+        return _deltas[layer]
     sizes = layer.key_heads, layer.value_heads, layer.dim_k, layer.dim_v, layer.conv.shape[1], layer.tiled
     arrays = (each.data_ptr() for each in (layer.conv, layer.decay, layer.time_bias, layer.norm))
-    return _Delta(*sizes, *arrays, layer.eps)
+    return _deltas.setdefault(layer, _Delta(*sizes, *arrays, layer.eps))
 
 
 def delta_net(ops: Library, x: torch.Tensor, layer: DeltaLayer, carried: Sequence[Carried]) -> torch.Tensor:
@@ -74,12 +75,14 @@ class _Mamba(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(maxsize=4096)
 def _mamba(layer: MambaLayer) -> _Mamba:
-    """The C view of a layer, which lives as long as this cache has it."""
+    """The C view of a layer."""
+    if layer in _mambas:
+        return _mambas[layer]
     tensors = layer.conv, layer.conv_bias, layer.decay, layer.time_bias, layer.skip, layer.norm
     arrays = (None if each is None else each.data_ptr() for each in tensors)
-    return _Mamba(layer.heads, layer.dim, layer.groups, layer.state, layer.conv.shape[1], *arrays, layer.eps)
+    sizes = layer.heads, layer.dim, layer.groups, layer.state, layer.conv.shape[1]
+    return _mambas.setdefault(layer, _Mamba(*sizes, *arrays, layer.eps))
 
 
 def mamba(ops: Library, x: torch.Tensor, layer: MambaLayer, carried: Sequence[Carried]) -> torch.Tensor:
@@ -91,6 +94,11 @@ def mamba(ops: Library, x: torch.Tensor, layer: MambaLayer, carried: Sequence[Ca
         out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+# Views of layers, as long as these live.
+_deltas: WeakKeyDictionary[DeltaLayer, _Delta] = WeakKeyDictionary()
+_mambas: WeakKeyDictionary[MambaLayer, _Mamba] = WeakKeyDictionary()
 
 
 def _carried(ops: Library, carried: Sequence[Carried]) -> array[int]:

@@ -219,14 +219,17 @@ class GpuBackend:
         if layer.weighs_input:  # the products are linear
             products *= weights.view(-1, 1)
             weights.fill_(1.0)
-        activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired, layer.down.woven)
+        if layer.gated:
+            activated = wide.gate(products, layer.activation, layer.gate_up.matrix.paired, layer.down.woven)
+        else:
+            activated = wide.halve(self.activate(products, layer.activation), layer.down.woven)
         out = experts.mix(experts.grouped_product(activated, layer.down, grouping), weights)
         if layer.shared is not None:
-            self._add_shared(out, rows, layer.shared, layer.activation)
+            self._add_shared(out, rows, layer.shared, layer)
         return out
 
-    def _add_shared(self, out: torch.Tensor, rows: wide.HalfRows, shared: SharedExpert, activation: str) -> None:
-        activated = self.gated(rows, shared.gate_up, activation)
+    def _add_shared(self, out: torch.Tensor, rows: wide.HalfRows, shared: SharedExpert, layer: ExpertLayer) -> None:
+        activated = (self.gated if layer.gated else self.activated)(rows, shared.gate_up, layer.activation)
         if shared.gate is None:
             self.matmul(activated, shared.down, add_to=out)
         else:

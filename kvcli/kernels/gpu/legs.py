@@ -30,21 +30,27 @@ class Legs:
     `table` int64 [n, 7], for each leg: rows [lo, hi); the addresses of the state before them (0 = zeros) and of the one
     behind them (0 = it is not kept); the first row of the step that follows a state which is there before the step, and
     the address of that one; the number of the leg's first chunk. `chunks` int64 [m, 2]: rows [lo, hi) of each. What
-    is not in use is 0.
+    is not in use is 0. `apart`: leg i is row i alone, of a sequence of its own.
     """
 
     rows: int
     table: torch.Tensor
     chunks: torch.Tensor
     offset: int = 0
+    apart: bool = False
+
+    @property
+    def at_once(self) -> int:
+        """How many legs are computed beside each other; in the order of rows those of a sequence have to be."""
+        return len(self.table) if self.apart else 1
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> Legs:
+    def empty(cls, rows: int, device: torch.device, apart: bool = False) -> Legs:
         """Room for those of a step that has a graph."""
-        legs = 1 if rows == 1 else MOST_LEGS
+        legs = rows if apart else 1 if rows == 1 else MOST_LEGS
         chunks = rows // CHUNK + legs
         table, cut = (torch.zeros(n, dtype=torch.int64, device=device) for n in (legs * NUMBERS, chunks * 2))
-        return cls(rows, table.view(legs, NUMBERS), cut.view(chunks, 2))
+        return cls(rows, table.view(legs, NUMBERS), cut.view(chunks, 2), apart=apart)
 
     @classmethod
     def of(cls, carried: Sequence[Carried], device: torch.device) -> Legs:

@@ -14,6 +14,7 @@ from kvcli.kernels.gpu.chunks import Heads, Within, across, dot, softplus, store
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.legs import Legs, ends_of, load_state, rows_of, state_at
 from kvcli.kernels.gpu.states import DELTA_COLUMNS, IN_CHUNKS, Carrying, convolved, legs_of, new_rows
+from kvcli.kernels.gpu.tiles import bound
 from kvcli.kernels.states import MambaLayer
 
 
@@ -30,7 +31,7 @@ def _mamba_rows(x, mixed, decays, time_bias, table, offset, out, n, LDX: tl.cons
     at = head.to(tl.int64) * (DK * DV) + i[:, None] * DV + j[None, :]
     both = in_k[:, None] & in_v[None, :]
     decay, bias = tl.load(decays + head), tl.load(time_bias + head)
-    for leg in range(n):
+    for leg in range(bound(tl.program_id(2)), n, bound(tl.num_programs(2))):
         lo, hi = rows_of(table, leg)
         if hi > lo:
             source, target = ends_of(table, leg)
@@ -81,9 +82,9 @@ def _mamba_within(x, mixed, decays, time_bias, chunks, between, of_rows, factors
 
 @triton.jit
 def _gate_groups(x, mixed, y, skip, norm, eps, LDX: tl.constexpr, CHANNELS: tl.constexpr, DV: tl.constexpr,
-                 INNER: tl.constexpr, EACH: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """A group of y [T, INNER], in place: with what skips the state, times SiLU of the gates that x begins with; its RMS
-    norm."""
+                 INNER: tl.constexpr, EACH: tl.constexpr, PAD: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+    """A group of y [T, INNER], in place: with what skips the state, times SiLU of the gates that x begins with; NORMED:
+    its RMS norm."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     there, column = j < EACH, tl.program_id(1) * EACH + j
     v = tl.load(y + row * INNER + column, mask=there, other=0.0)
@@ -91,7 +92,8 @@ def _gate_groups(x, mixed, y, skip, norm, eps, LDX: tl.constexpr, CHANNELS: tl.c
     v += tl.load(skip + column // DV, mask=there, other=0.0) * taken
     z = tl.load(x + row * LDX + column, mask=there, other=0.0)
     v *= z / (1.0 + tl.exp(-z))
-    v *= tl.rsqrt(tl.sum(v * v, 0) / EACH + eps) * tl.load(norm + column, mask=there, other=0.0)
+    if NORMED:
+        v *= tl.rsqrt(tl.sum(v * v, 0) / EACH + eps) * tl.load(norm + column, mask=there, other=0.0)
     tl.store(y + row * INNER + column, v, mask=there)
 
 
@@ -100,19 +102,20 @@ def mamba(x: torch.Tensor, layer: MambaLayer, carried: Carrying) -> torch.Tensor
     t, inner, c, legs = x.shape[0], layer.inner, layer.channels, legs_of(carried, x.device)
     mixed, out = convolved(x[:, inner:], layer.conv, layer.conv_bias, legs, False), new_rows(legs, t, inner)
     behind = replace(legs, offset=legs.offset + 4 * (layer.conv.shape[1] - 1) * c)  # matrices stand behind channels
-    if t >= IN_CHUNKS:
+    if t >= IN_CHUNKS and not legs.apart:
         _chunks(x, mixed, layer, behind, out)
     else:
         width = min(DELTA_COLUMNS, triton.next_power_of_2(layer.dim))
-        launch(_mamba_rows, (layer.heads, triton.cdiv(layer.dim, width)))(
+        launch(_mamba_rows, (layer.heads, triton.cdiv(layer.dim, width), legs.at_once))(
             x, mixed, layer.decay, layer.time_bias, legs.table, behind.offset, out, len(legs.table), LDX=x.stride(0),
             GROUPS=layer.groups, HEADS=layer.heads, DK=layer.state, DV=layer.dim,
             PAD=triton.next_power_of_2(layer.state), WIDTH=width, num_warps=1,
         )  # fmt: skip
     each = inner // layer.groups
     launch(_gate_groups, (t, layer.groups))(
-        x, mixed, out, layer.skip, layer.norm, layer.eps, LDX=x.stride(0), CHANNELS=c, DV=layer.dim, INNER=inner,
-        EACH=each, PAD=triton.next_power_of_2(each), num_warps=8 if each > 1024 else 1,
+        x, mixed, out, layer.skip, out if layer.norm is None else layer.norm, layer.eps, LDX=x.stride(0), CHANNELS=c,
+        DV=layer.dim, INNER=inner, EACH=each, PAD=triton.next_power_of_2(each), NORMED=layer.norm is not None,
+        num_warps=8 if each > 1024 else 1,
     )  # fmt: skip
     return out
 

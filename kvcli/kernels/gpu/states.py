@@ -16,6 +16,7 @@ from kvcli.kernels.gpu import deltachunks
 from kvcli.kernels.gpu.chunks import softplus
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.legs import BoundLegs, Legs, ends_of, load_state, rows_of, start_of, state_at
+from kvcli.kernels.gpu.tiles import bound
 from kvcli.kernels.states import Carried, DeltaLayer
 
 COLUMNS = 128  # of a row that a program convolves
@@ -41,12 +42,16 @@ def _input(x, origin, offset, since, row, columns, there, LDX: tl.constexpr, D: 
 
 @triton.jit
 def _convolve(x, weight, bias, table, offset, out, n, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.constexpr,
-              GATED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+              GATED: tl.constexpr, BIASED: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
+              WIDTH: tl.constexpr):  # fmt: skip
     """Some rows and columns of x [T, LDX] -> out [T, D]; of what is no leg's row, nothing."""
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    for leg in range(n):
+    start, stop = 0, n
+    if APART:  # see `Legs`
+        start, stop = first, tl.minimum(first + ROWS, n)
+    for leg in range(bound(start), bound(stop)):
         lo, hi = rows_of(table, leg)
         if (lo < first + ROWS) & (hi > first):
             since, origin = start_of(table, leg)
@@ -72,7 +77,7 @@ def _leave(x, table, offset, n, LDX: tl.constexpr, D: tl.constexpr, KERNEL: tl.c
     is one thread's, which moves its rows from the oldest on, and the leg that does so is the last of its sequence."""
     columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     there = columns < D
-    for leg in range(n):
+    for leg in range(bound(tl.program_id(1)), n, bound(tl.num_programs(1))):
         _, hi = rows_of(table, leg)
         _, target = ends_of(table, leg)
         if target != 0:
@@ -89,12 +94,14 @@ def convolved(
     (d, kernel), t = weight.shape, x.shape[0]
     out, n = new_rows(legs, t, d), len(legs.table)
     sizes = {"LDX": x.stride(0), "D": d, "KERNEL": kernel, "GATED": gated}
-    rows = min(ROWS, triton.next_power_of_2(t))
+    rows = 1 if legs.apart else min(ROWS, triton.next_power_of_2(t))
     launch(_convolve, (triton.cdiv(t, rows), triton.cdiv(d, COLUMNS)))(
         x, weight, weight if bias is None else bias, legs.table, legs.offset, out, n, **sizes, BIASED=bias is not None,
-        ROWS=rows, WIDTH=COLUMNS, num_warps=4,
+        APART=legs.apart, ROWS=rows, WIDTH=COLUMNS, num_warps=4,
     )  # fmt: skip
-    launch(_leave, (triton.cdiv(d, COLUMNS),))(x, legs.table, legs.offset, n, **sizes, WIDTH=COLUMNS, num_warps=4)
+    launch(_leave, (triton.cdiv(d, COLUMNS), legs.at_once))(
+        x, legs.table, legs.offset, n, **sizes, WIDTH=COLUMNS, num_warps=4
+    )
     return out
 
 
@@ -130,7 +137,7 @@ def _delta(x, mixed, decays, time_bias, table, offset, out, n, LDX: tl.constexpr
     at = head.to(tl.int64) * (DK * DV) + i[:, None] * DV + j[None, :]
     both = in_k[:, None] & in_v[None, :]
     decay, bias = tl.load(decays + head), tl.load(time_bias + head)
-    for leg in range(n):
+    for leg in range(bound(tl.program_id(2)), n, bound(tl.num_programs(2))):
         lo, hi = rows_of(table, leg)
         if hi > lo:
             source, target = ends_of(table, leg)
@@ -173,11 +180,11 @@ def delta_net(x: torch.Tensor, layer: DeltaLayer, carried: Carrying) -> torch.Te
     mixed = convolved(x, layer.conv, None, legs, False)
     behind = replace(legs, offset=legs.offset + 4 * (layer.conv.shape[1] - 1) * c)  # matrices stand behind channels
     out = new_rows(legs, t, heads * dv)
-    if t >= IN_CHUNKS:
+    if t >= IN_CHUNKS and not legs.apart:
         deltachunks.delta(x, mixed, layer, behind, out)
     else:
         columns = min(DELTA_COLUMNS, triton.next_power_of_2(dv))
-        launch(_delta, (heads, triton.cdiv(dv, columns)))(
+        launch(_delta, (heads, triton.cdiv(dv, columns), legs.at_once))(
             x, mixed, layer.decay, layer.time_bias, legs.table, behind.offset, out, len(legs.table), LDX=x.stride(0),
             KEYS=layer.key_heads, HEADS=heads, DK=layer.dim_k, DV=dv, PAD=triton.next_power_of_2(layer.dim_k),
             WIDTH=columns, TILED=layer.tiled, num_warps=1,

@@ -28,10 +28,13 @@ def mamba(x: torch.Tensor, layer: MambaLayer, carried: Sequence[Carried]) -> tor
         out = by_row(queries, keys, taken * steps[..., None], layer.decay * steps, state)
         left[1].copy_(state)
         gated = (out + layer.skip[:, None] * taken).flatten(1) * activate(rows[:, :n], "silu")
-        groups = layer.norm.view(layer.groups, -1)
-        normed = rms_norm(gated.unflatten(1, groups.shape), torch.ones(groups.shape[1]), layer.eps)
-        found.append((normed * groups).flatten(1))
+        found.append(gated if layer.norm is None else _normed(gated, layer.norm.view(layer.groups, -1), layer.eps))
     return torch.cat(found)
+
+
+def _normed(x: torch.Tensor, weights: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, groups * n], each group by itself; weights [groups, n]."""
+    return (rms_norm(x.unflatten(1, weights.shape), torch.ones(weights.shape[1]), eps) * weights).flatten(1)
 
 
 def heads_of(mixed: torch.Tensor, layer: MambaLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

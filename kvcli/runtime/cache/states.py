@@ -89,6 +89,12 @@ class States:
                 yield (number + 1) * size
         yield 0
 
+    def steady(self, length: int) -> bool:
+        """Whether row `length`, alone, is to change the live state in place and leave nothing else: then it need not be
+        reserved."""
+        alone = self._live is not None and self.pool.refcount(self.live_arena, self._live) == 1
+        return self._step is None and self._now == LIVE and alone and not self._cuts(length, length + 1)
+
     def reserve(self, start: int, end: int) -> StateStep:
         """Pages for a step of rows [start, end). Raises DoesNotFit, and ValueError where the state is `lost`."""
         if self.lost:

@@ -17,8 +17,8 @@ _GGUF_NAMES = {
     "qwen3_vl_text": "qwen3vl", "qwen3_vl_moe_text": "qwen3vlmoe", "qwen2_vl": "qwen2vl",
     "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", 
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
-    "kimi_linear": "kimi-linear", "falcon_h1": "falcon-h1",
-    "nemotron-nas": "deci",
+    "kimi_linear": "kimi-linear",
+    "nemotron-nas": "deci", "nemotron_h_moe": "nemotron_h_moe",
 }  # fmt: skip
 
 

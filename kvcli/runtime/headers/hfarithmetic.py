@@ -26,6 +26,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "parallel_residual": (False,),
     "altup_correct_scale": (True,),
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "mamba_use_mlp": (True,),
+    "moe_latent_size": (),
 }
 
 

@@ -98,7 +98,7 @@ _HARMLESS = re.compile(
     r"qk_head_dim|architecture|bidirectional|altup|use_qk_norm|^alibi$|pruned_heads|index_topk|index_n_heads|quantiz|"
     r"is_decoder|tie_|safe_serialization|attn_output_gate|attn_type|attention_softmax_in_fp32|key_query|attn_impl|"
     r"mamba_(d_head|n_heads|headdim|chunk_size|dt_rank)|use_mamba|attention_type$|output_gate|image|vision|audio|"
-    r"head_dim_scale|lm_head|first_last|multi_query_attention|gated_attention|attn_temperature|decoder_sparse|"
+    r"mamba_use_mlp|head_dim_scale|lm_head|first_last|multi_query_attention|gated_attention|attn_temperature|decoder_sparse|"
     r"vocab|ngram|causal|attention_mask|rescale|nope|layer_scale|skip_|interleave|^chunk_size$|^block_size$|^block_(multiple|ffn|auto)"
 )
 
@@ -172,6 +172,13 @@ class HFConfig:
         self.kinds = str(defaults.get("kinds", ""))
         self._assumed = {name: value for name, value in defaults.items() if name not in said and name != "kinds"}
         self.n_layers = self._count_layers()
+        if self.model_type == "nemotron_h" and self._has_experts():
+            self.model_type = "nemotron_h_moe"
+
+    def _has_experts(self) -> bool:
+        """Whether any layer of Nemotron H has them; the class assumes some for models without."""
+        named = self._values.get("layer_types") or self._values.get("hybrid_override_pattern") or ""
+        return "moe" in named if isinstance(named, list) else "E" in str(named)
 
     @property
     def _by_flags(self) -> str:

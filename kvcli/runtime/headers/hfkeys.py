@@ -53,6 +53,7 @@ _SIGMOID = (
     "minimax_m2",
     "bailing_moe_v2",
     "lfm2_moe",
+    "nemotron_h_moe",
 )  # where no key says it
 
 
@@ -90,8 +91,10 @@ def _widths(config: HFConfig, hidden: int) -> list[int]:
     """The width of each layer's dense feed-forward part."""
     if blocks := config.tables("block_configs"):
         return [0 if without(each.get("ffn")) else _searched_width(config, each["ffn"], hidden) for each in blocks]
-    if config.model_type == "nemotron_h":
-        width = config.count("intermediate_size", "ffn")
+    if config.model_type.startswith("nemotron_h"):
+        own = "moe_intermediate_size" if config.model_type == "nemotron_h_moe" else "intermediate_size"
+        config.seen("intermediate_size")
+        width = config.count(own, "ffn")
         return [width if kind == "-" else 0 for kind in kinds_of(config)]
     if config.model_type == "llama4_text":
         config.get("intermediate_size")
@@ -252,7 +255,7 @@ def _latent(config: HFConfig) -> dict[str, Any]:
 
 def _experts(config: HFConfig) -> dict[str, Any]:
     experts = config.count("num_experts", default=0)
-    if experts <= 1:
+    if experts <= 1 or config.model_type == "nemotron_h":
         return {}
     keys: dict[str, Any] = {
         "expert_count": experts,
@@ -302,8 +305,12 @@ def _leading(config: HFConfig, name: str, kind: str) -> int:
 def _numbers(config: HFConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {key: value for name, key in _RENAMED.items() if (value := config.number(name)) is not None}
     rms, layer = _RENAMED["rms_norm_eps"], _RENAMED["layer_norm_eps"]
+    if rms not in keys and config.model_type.startswith("nemotron_h"):
+        keys[rms] = keys.pop(layer)
     if rms in keys and families.of_gguf(families.gguf_name(config.model_type)).block.norm == LAYER:
         keys[layer] = keys.pop(rms)  # both have been called norm_eps
+    if config.model_type == "falcon_h1":
+        keys.pop("embedding_scale", None)  # it is in the matrices, as are others
     if config.model_type.startswith(("gemma3n", "gemma4")):
         keys["embedding_length_per_layer_input"] = config.count("hidden_size_per_layer_input", default=0)
     if config.model_type.startswith("gemma3n"):

@@ -50,6 +50,8 @@ def kinds_of(config: HFConfig) -> str:
     if config.model_type in STATE_ONLY:
         config.seen("num_attention_heads", "head_dim")
         return "R" * config.n_layers
+    if has_both(config):
+        return "F" * config.n_layers
     kinds = _named(config) or _listed(config) or _by_period(config) or _by_window(config, window)
     if len(kinds) != config.n_layers:
         raise ModelError(f"layer_types in config.json must name {config.n_layers} layers, not {len(kinds)}")

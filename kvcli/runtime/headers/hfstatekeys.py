@@ -41,7 +41,8 @@ def state_keys(config: HFConfig, kinds: str) -> dict[str, Any]:
             inner = config.count("mamba_num_heads") * config.count("mamba_head_dim")
         groups = config.count("mamba_n_groups", default=0)
         keys = _state(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), groups)
-        return keys | _mamba(config) if families.of_gguf(families.gguf_name(config.model_type)).mixers else keys
+        family = families.of_gguf(families.gguf_name(config.model_type))
+        return keys | _mamba(config, family.rope_switch) if family.mixers else keys
     if config.model_type in ("minimax", "minimax_text_01"):  # lightning attention: a matrix for each head
         heads = config.count("num_attention_heads", "heads")
         dim = config.count("head_dim", "dim_k", hidden // heads)
@@ -51,15 +52,16 @@ def state_keys(config: HFConfig, kinds: str) -> dict[str, Any]:
     )
 
 
-def _mamba(config: HFConfig) -> dict[str, Any]:
+def _mamba(config: HFConfig, rope_switch: str) -> dict[str, Any]:
     """What kv must know of Mamba-2 to run it. Raises ModelError for what it does not compute."""
+    if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
+        raise ModelError("mamba_norm_before_gate in config.json is true: kv's Mamba-2 has its norm behind the gates")
     limits = config.values("time_step_limit")
     if limits is not None and limits not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
         raise ModelError(f"time_step_limit in config.json is {limits}: kv's Mamba-2 has no such limits")
-    return {
-        "ssm.time_step_rank": config.count("mamba_n_heads"),
-        "rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
-    }
+    heads = config.count("mamba_n_heads", default=config.count("mamba_num_heads", default=0))
+    rope = {rope_switch: config.get("position_embedding_type") == "rope"} if rope_switch else {}
+    return {"ssm.time_step_rank": heads, **rope}
 
 
 def _delta(config: HFConfig, heads: int, dim: int, kernel: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
 from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
-from kvcli.runtime.model.mixerkeys import delta_nets, mambas, neighbouring_delta_nets
+from kvcli.runtime.model.mixerkeys import delta_nets, neighbouring_delta_nets
 from kvcli.words import listed
 
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
@@ -49,7 +49,7 @@ _ELSEWHERE = re.compile(
 _COMPUTED = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\..*))$"
 )
-_COUNTED = re.compile(r"(?:model\.|transformer\.)?(?:encoder\.)?(?:layers|h|blocks)\.(\d+)\.")
+_COUNTED = re.compile(r"(?:model\.|transformer\.|backbone\.)?(?:encoder\.)?(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_CONFIG = "config.json belongs to other weights, or was edited: download the whole model again"
 _SPELLED = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.|model\.text_model\.)"), "model."),
@@ -58,6 +58,8 @@ _SPELLED = (
     (re.compile(r"e_score_correction_bias$"), "e_score_correction.bias"),
     (re.compile(r"\.expert_bias$"), ".expert_bias.bias"),
     (re.compile(r"\.(linear_attn|mamba)\.dt_bias$"), r".\1.dt_proj.bias"),
+    (re.compile(r"\.mixer\.dt_bias$"), ".mixer.dt.bias"),
+    (re.compile(r"^backbone\.layers\.(\d+)\.mixer\.experts\."), r"model.layers.\1.mlp.experts."),
     (re.compile(r"\.feed_forward\.experts\.(\d+)\.(w[123])\."), r".block_sparse_moe.experts.\1.\2."),
 )
 # Tensors that the `gguf` package has no names for, in a layer.
@@ -81,6 +83,7 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
     tied = data.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     found: dict[str, Presented] = {}
     experts: dict[str, dict[int, Presented]] = {}
+    embedding: Source | None = None
     for original, source in sources.items():
         spelled = _spelled(original)
         if _left_out(spelled, config) or (spelled == "lm_head.weight" and tied):
@@ -100,8 +103,11 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
         if name.endswith(".attn_kv_b.weight"):
             found |= {part.name: part for part in _of_heads(Presented.of(name, source), config)}
             continue
+        embedding = source if name == EMBEDDING else embedding
         found[name] = _as_in_files(Presented.of(name, source), arch, config)
     found |= {name: hfexperts.stacked(name, parts, config) for name, parts in experts.items()}
+    if embedding and tied and arch == "falcon-h1":  # a head of its own: it has another multiplier
+        found["output.weight"] = _as_in_files(Presented.of("output.weight", embedding), arch, config)
     found |= {f"{name}.weight": _vector(f"{name}.weight", values) for name, values in factor_tensors(config).items()}
     if "output.weight" not in found and tied is False:
         raise ModelError("the folder has no lm_head.weight, and its config.json does not tie it to the embedding")
@@ -178,8 +184,10 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
         return hfdelta.as_in_files(tensor, config)
     if families.of_gguf(arch).mixers is neighbouring_delta_nets:
         return hfdelta.with_signs(tensor)
-    if ".ssm_" in tensor.name and families.of_gguf(arch).mixers is mambas:
-        return hfmamba.as_in_files(tensor, config)
+    if ".ssm_" in tensor.name:
+        tensor = hfmamba.as_in_files(tensor, config)
+    if arch == "falcon-h1":
+        return hfmamba.multiplied(tensor, config)
     part = re.search(r"\.attn_([qk])\.(weight|bias)$", tensor.name)
     if part and families.of_gguf(arch).block.rope_pairs and config.model_type not in _NEIGHBOURS:
         heads = config.count("num_attention_heads")

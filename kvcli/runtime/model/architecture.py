@@ -64,13 +64,13 @@ class Architecture:
     embeddings are multiplied by, of d_model; None = what the file says. `query_dim`: scores are divided by its square
     root where the file has no scale; None = the head dim. `logit_scale`: what logits are multiplied by, of the key of
     that name; None = files have none. `no_rope_every`: one layer in so many has no RoPE. `rope_switch`: a key that says
-    whether there is RoPE at all. `tempered`: queries may have a temperature that grows with their position;
-    `temperature`: those of layers without RoPE have, this one where files do not say. `whole_ramp`: see `read_rope`.
-    `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates of some layers are cut off.
-    `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so many experts have none.
-    `latents`: attention is over latents. `experts`: files may have them. `mixers`: reads which layers keep a state, and
-    what they have in the place of attention. `turned`: RoPE turns such a share of a head where values are keys (see
-    `LayerConfig.turned`). `of_images`: keys that say nothing of text.
+    whether there is RoPE at all, and `rope_usual` where files do not say. `tempered`: queries may have a temperature
+    that grows with their position; `temperature`: those of layers without RoPE have, this one where files do not say.
+    `whole_ramp`: see `read_rope`. `tokens_each`: see `ModelConfig.d_token`. `altup`: see `AltUp`; in such models gates
+    of some layers are cut off. `qk_norm_optional`: files may lack the norms of q and k. `qk_norm_but`: models with so
+    many experts have none. `latents`: attention is over latents. `experts`: files may have them. `mixers`: reads which
+    layers keep a state, and what they have in the place of attention, or `beside` it. `turned`: RoPE turns such a share
+    of a head where values are keys (see `LayerConfig.turned`). `of_images`: keys that say nothing of text.
     """
 
     gguf: tuple[str, ...]
@@ -82,6 +82,7 @@ class Architecture:
     logit_scale: Callable[[float], float] | None = None
     no_rope_every: int = 0
     rope_switch: str = ""
+    rope_usual: bool = True
     tempered: bool = False
     temperature: Temperature | None = None
     whole_ramp: bool = True
@@ -92,6 +93,7 @@ class Architecture:
     qk_norm_but: int = 0
     experts: Mixture | None = None
     mixers: MixerReader | None = None
+    beside: bool = False
     turned: float = 0.0
     of_images: tuple[str, ...] = ()
 
@@ -115,7 +117,7 @@ class Architecture:
             name=str(keys.metadata.get("general.name") or keys.arch),
             vocab_size=tokens_with_rows(keys.metadata, embedding[0] if embedding else keys.integer("vocab_size")),
             d_model=d_model,
-            d_ff=max(keys.each("feed_forward_length", keys.integer("block_count", limit=4096), limit=4 * _WIDEST)),
+            d_ff=max(self._widths(keys, keys.integer("block_count", limit=4096))),
             n_heads=n_heads,
             context_length=keys.integer("context_length"),
             norm_eps=float(keys.number(f"attention.{norm}_epsilon")),
@@ -166,7 +168,7 @@ class Architecture:
         local = LayerConfig(CHUNKED if swa.chunked else SLIDING, 0, *narrow, window=window, rope=local_rope)
         kinds = [local if slides and window else full for slides in _slides(keys, n, swa.every)]
         heads = _kv_heads(keys, n, n_heads, none=self.mixers is not None)
-        widths = keys.each("feed_forward_length", n, limit=4 * _WIDEST)
+        widths = self._widths(keys, n)
         widths, bare = widths if len(set(widths)) > 1 else [0] * n, self.no_rope_every
         ropes = [None if bare and not (i + 1) % bare else kind.rope for i, kind in enumerate(kinds)]
         layers = [
@@ -177,7 +179,7 @@ class Architecture:
         ]  # fmt: skip
         if self.mixers:
             states = zip(layers, self.mixers(keys, n), strict=True)
-            layers = [x if mixer is None else _stateful(x, mixer, d_model) for x, mixer in states]
+            layers = [self._stateful(x, mixer, d_model) for x, mixer in states]
         if self.altup:
             layers = [replace(x, cutoff=y) for x, y in zip(layers, _cutoffs(keys, n), strict=True)]
         if self.turned:
@@ -185,6 +187,17 @@ class Architecture:
             layers = [self._with_turned(x, f"blk.{i}.attn_", shapes, both) for i, x in enumerate(layers)]
         first = n - keys.integer("attention.shared_kv_layers", 0, limit=n - 1, zero=True)
         return tuple(share_last(layers, first))
+
+    def _widths(self, keys: Keys, n: int) -> list[int]:
+        """Of feed-forward parts, by layer; 0 = it has none."""
+        return keys.each("feed_forward_length", n, limit=4 * _WIDEST, zero=self.block.alone)
+
+    def _stateful(self, layer: LayerConfig, mixer: Mixer | None, d_model: int) -> LayerConfig:
+        """The layer with what keeps a state, instead of rows or beside them; without both, it feeds forward alone."""
+        state_bytes = 0 if mixer is None else mixer.state_bytes(d_model)
+        if self.beside or (mixer is None and layer.kv_heads):
+            return replace(layer, state_bytes=state_bytes, mixer=mixer)
+        return LayerConfig(RECURRENT, 0, 0, 0, d_ff=layer.d_ff, state_bytes=state_bytes, mixer=mixer)
 
     def _with_turned(self, layer: LayerConfig, prefix: str, shapes: Shapes, named: bool) -> LayerConfig:
         """A layer that sees everything with what RoPE turns of its keys, where these are its values, too: where there
@@ -209,7 +222,7 @@ class Architecture:
         local = replace(rope, base=base, dim=dim) if swa.scaled else RopeConfig(base, dim)
         if rope.scaling not in ("none", "linear") and (base, dim) != (rope.base, rope.dim) and swa.scaled:
             raise ModelError(f"kv's {keys.arch} cannot scale two kinds of RoPE by {rope.scaling}", OTHER_MODEL)
-        if self.rope_switch and not keys.get(self.rope_switch, True):
+        if self.rope_switch and not keys.get(self.rope_switch, self.rope_usual):
             return None, None
         return rope, local
 
@@ -286,11 +299,6 @@ def _dims(keys: Keys, head_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         for x, dim in zip(("key", "value"), wide, strict=True)
     ]
     return (wide[0], wide[1]), (narrow[0], narrow[1])
-
-
-def _stateful(layer: LayerConfig, mixer: Mixer, d_model: int) -> LayerConfig:
-    """A layer that keeps a state instead of rows."""
-    return LayerConfig(RECURRENT, 0, 0, 0, d_ff=layer.d_ff, state_bytes=mixer.state_bytes(d_model), mixer=mixer)
 
 
 def _head_dim(config: ModelConfig) -> int:

@@ -15,7 +15,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels import AttentionLayer, Backend, QuantTensor
 from kvcli.kernels.reference.backend import ReferenceBackend
-from kvcli.runtime.config import ALL, LAYER, PLAIN, SLIDING, LayerConfig, ModelConfig
+from kvcli.runtime.config import ALL, LATENT, LAYER, PLAIN, RECURRENT, SLIDING, LayerConfig, ModelConfig
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.model.altup import AltUpDecoder, load_altup
 from kvcli.runtime.model.archs import from_gguf
@@ -134,7 +134,8 @@ class Loader:
         """Weights and bias of a norm of the residual stream."""
         d = self.config.d_model
         bias = self.bias(name, d) if self.config.block.norm == LAYER else None
-        return self.vector(f"{name}.weight", d), bias
+        bare = name in self.weights  # as files of Falcon-H1 have one
+        return self.vector(name if bare else f"{name}.weight", d), bias
 
     def bias(self, name: str, size: int) -> torch.Tensor | None:
         """The bias of that product or norm, where the file has one."""
@@ -143,18 +144,12 @@ class Loader:
     def layer(self, i: int) -> Iterator[Sublayer]:
         """The sublayers of model layer `i`, in their order."""
         c, name = self.config, f"blk.{i}.{{}}".format
-        block, shape, leaves = c.block, c.layers[i], self._leaves(name("layer_output_scale.weight"))
-        first: Inner
-        out, heads = name("attn_output"), c.n_heads * (c.latents.dim_v if c.latents else shape.dim_v)
-        if shape.mixer is not None:
-            first, out, heads = load_mixer(c, i, self.weights, self.ops)
-        elif c.latents:
-            first = load_latents(c, i, self.weights, self.ops, self.ropes.table(shape.rope))
-        else:
-            first = self._attention(i)
-        yield self._sublayer(
-            name("attn_norm") if block.pre_norms else "", first, out, heads, name("post_attention_norm")
-        )
+        block, leaves = c.block, self._leaves(name("layer_output_scale.weight"))
+        norm = name("attn_norm") if block.pre_norms else ""
+        for n, (first, out, cols) in enumerate(self._over_rows(i)):
+            yield self._sublayer("" if n else norm, first, out, cols, name("post_attention_norm"), beside=n > 0)
+        if not c.feeds_forward(i):
+            return
         norm = name(block.ffn_norm) if block.pre_norms and not block.parallel else ""
         inner, out = self._second_part(i)
         yield self._sublayer(
@@ -165,8 +160,20 @@ class Loader:
             gate = TokenGate(i, self.ops.place((self.weights.matrix(name("inp_gate.weight"), c.d_token, c.d_model),)))
             yield self._sublayer("", gate, name("proj"), c.d_token, name("post_norm"), leaves=leaves)
 
+    def _over_rows(self, i: int) -> Iterator[tuple[Inner, str, int]]:
+        """What looks at other rows of a text: what keeps a state, attention, or both; each with the name of its last
+        matrix, and the columns of this."""
+        c, shape, out = self.config, self.config.layers[i], f"blk.{i}.attn_output"
+        if shape.mixer is not None:
+            yield load_mixer(c, i, self.weights, self.ops)
+        if shape.kind == LATENT and c.latents is not None:
+            latents = load_latents(c, i, self.weights, self.ops, self.ropes.table(shape.rope))
+            yield latents, out, c.n_heads * c.latents.dim_v
+        elif shape.kind != RECURRENT:
+            yield self._attention(i), out, c.n_heads * shape.dim_v
+
     def _second_part(self, i: int) -> tuple[Inner, str]:
-        """What follows attention, and the name of its last matrix, "" = it has that itself."""
+        """The feed-forward part, and the name of its last matrix, "" = it has that itself."""
         c, name = self.config, f"blk.{i}.{{}}".format
         if not c.has_experts(i):
             return self._feed_forward(i), name("ffn_down")

@@ -20,7 +20,24 @@ def short_convs(keys: Keys, n_layers: int) -> list[Mixer | None]:
 
 
 def mambas(keys: Keys, n_layers: int) -> list[Mixer | None]:
-    """Mamba-2 where layers have no heads of keys; time steps have the rank of heads."""
+    """Mamba-2 where layers have no heads of keys."""
+    mixer, rows = _mamba(keys), keys.each("attention.head_count_kv", n_layers, limit=4096, zero=True)
+    return [None if n else mixer for n in rows]
+
+
+def mambas_alone(keys: Keys, n_layers: int) -> list[Mixer | None]:
+    """The same, of layers without a feed-forward part."""
+    widths = keys.each("feed_forward_length", n_layers, limit=1 << 22, zero=True)
+    return [None if width else mixer for mixer, width in zip(mambas(keys, n_layers), widths, strict=True)]
+
+
+def mambas_beside(keys: Keys, n_layers: int) -> list[Mixer | None]:
+    """Mamba-2 beside attention in every layer, whose heads may lack their norm."""
+    return [replace(_mamba(keys), norm_optional=True)] * n_layers
+
+
+def _mamba(keys: Keys) -> Mamba:
+    """Time steps have the rank of heads."""
     heads, groups = (keys.integer(f"ssm.{x}", limit=4096) for x in ("time_step_rank", "group_count"))
     inner, kernel = keys.integer("ssm.inner_size", limit=1 << 20), keys.integer("ssm.conv_kernel", limit=MAX_CONV)
     if inner % heads or heads % groups or inner // heads > MAX_HEAD:
@@ -28,9 +45,7 @@ def mambas(keys: Keys, n_layers: int) -> list[Mixer | None]:
             f"{keys.arch}.ssm.inner_size is {inner}, of {heads} heads in {groups} groups",
             "the file is damaged; convert it again",
         )
-    mixer = Mamba(heads, inner // heads, groups, keys.integer("ssm.state_size", limit=1024), kernel)
-    rows = keys.each("attention.head_count_kv", n_layers, limit=4096, zero=True)
-    return [None if n else mixer for n in rows]
+    return Mamba(heads, inner // heads, groups, keys.integer("ssm.state_size", limit=1024), kernel)
 
 
 def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:

@@ -150,11 +150,13 @@ def _state_space(
     def vector(of: str, *shape: int) -> torch.Tensor:
         return weights.vector(name(of), *shape).to(ops.device)
 
-    bias = "ssm_conv1d.bias"
+    bias, norm = "ssm_conv1d.bias", "ssm_norm.weight"
+    shape = mixer.groups, inner // mixer.groups
+    normed = not mixer.norm_optional or name(norm) in weights
     how = MambaLayer(
         heads, mixer.dim, mixer.groups, mixer.state, vector("ssm_conv1d.weight", mixer.channels, mixer.kernel),
         vector(bias, mixer.channels) if name(bias) in weights else None, vector("ssm_a", heads, 1).flatten(),
         vector("ssm_dt.bias", heads), vector("ssm_d", heads, 1).flatten(),
-        vector("ssm_norm.weight", mixer.groups, inner // mixer.groups).flatten(), config.norm_eps,
+        vector(norm, *shape).flatten() if normed else None, config.norm_eps,
     )  # fmt: skip
     return StateSpace(index, projections, how)

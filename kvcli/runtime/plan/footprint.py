@@ -179,7 +179,7 @@ def _beside(config: ModelConfig) -> int:
 
 def _longest_row(config: ModelConfig) -> int:
     """Numbers of the longest row that a product reads."""
-    outputs = [_projections(config, layer)[2] for layer in set(config.layers)]
+    outputs = [out for layer in set(config.layers) for _, _, out in _projections(config, layer)]
     return max(config.d_model, _dense_width(config), *outputs)
 
 
@@ -205,14 +205,13 @@ def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
     d, f = config.d_model, _dense_width(config)
     width = partials = 0
     for layer in set(config.layers):
-        q, kv, out = _projections(config, layer, gpu=True)
-        # Rows that products read are float16, with the float32 ones beside them where those are not a norm's.
-        attention = 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d)
         mlp = 3 * d // 2 + max(2 * f + f // 2, f // 2 + d, _mixture_on_gpu(config))
-        width = max(width, attention, mlp)
+        for q, kv, out in _projections(config, layer, gpu=True):
+            # Rows that products read are float16, with the float32 ones beside them where those are not a norm's.
+            width = max(width, mlp, 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d))
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
-            partials = max(partials, 4 * config.n_heads * parts * (out // max(1, config.n_heads) + 2))
+            partials = max(partials, 4 * config.n_heads * parts * (layer.dim_v + 2))
     return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows) + partials
 
 
@@ -223,12 +222,12 @@ def _slice_rows(cols: int) -> int:
 def _widest(config: ModelConfig, layer: LayerConfig, queries: int) -> int:
     """Elements alive per row: residual, normed input, projections, attention output; or the MLP's."""
     d, f = config.d_model, _dense_width(config)
-    q, kv, out = _projections(config, layer)
-    normed_heads = 2 * q if config.block.qk_norm else 0
-    attention = 2 * d + queries * q + kv + normed_heads + out
-    mlp = d + max(out, d) + max(d + 2 * f, 3 * f, _mixture(config))
-    padded = max((x for x in (d, f, out) if x % _LANES), default=0)
-    return max(attention, mlp) + padded
+    each = _projections(config, layer)
+    over_rows = max(2 * d + (queries + 2 * bool(config.block.qk_norm)) * q + kv + out for q, kv, out in each)
+    outputs = [out for _, _, out in each]
+    mlp = d + max(*outputs, d) + max(d + 2 * f, 3 * f, _mixture(config))
+    padded = max((x for x in (d, f, *outputs) if x % _LANES), default=0)
+    return max(over_rows, mlp) + padded
 
 
 def _dense_width(config: ModelConfig) -> int:
@@ -259,14 +258,22 @@ def _mixture_on_gpu(config: ModelConfig) -> int:
     return beside + d + experts.routing.experts + max(used * products, shared)
 
 
-def _projections(config: ModelConfig, layer: LayerConfig, gpu: bool = False) -> tuple[int, int, int]:
-    """Elements of a token's queries, of its keys and values, and of the attention output."""
+def _projections(config: ModelConfig, layer: LayerConfig, gpu: bool = False) -> list[tuple[int, int, int]]:
+    """Elements of a token's queries, of its keys and values, and of the attention output; of what keeps a state
+    likewise. A layer may have both."""
+    found = []
     if isinstance(layer.mixer, DeltaNet):
-        return _of_delta(layer.mixer, gpu)
-    if isinstance(layer.mixer, Mamba):
-        return _of_mamba(layer.mixer, gpu)
-    if layer.kind == RECURRENT:
-        return config.d_model, 2 * config.d_model, config.d_model
+        found.append(_of_delta(layer.mixer, gpu))
+    elif isinstance(layer.mixer, Mamba):
+        found.append(_of_mamba(layer.mixer, gpu))
+    elif layer.kind == RECURRENT:
+        found.append((config.d_model, 2 * config.d_model, config.d_model))
+    if layer.kind != RECURRENT:
+        found.append(_of_attention(config, layer))
+    return found
+
+
+def _of_attention(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, int]:
     beside = layer.dim_v if layer.kind == LATENT else layer.turned  # what queries of joined records have besides
     q = config.n_heads * (layer.dim_k + beside)
     out = config.n_heads * layer.dim_v

@@ -13,12 +13,14 @@ from typing import Any, cast
 import torch
 
 from kvcli.kernels.gpu.launching import collecting, compile_all
+from kvcli.kernels.gpu.legs import BoundLegs
 from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Part, Sequence, Step
 from kvcli.runtime.engine.graph.batchpages import BatchPages
 from kvcli.runtime.engine.graph.capture import captured, launched_ahead
+from kvcli.runtime.engine.graph.legs import BatchLegs
 from kvcli.runtime.engine.graph.pages import sent
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
@@ -29,11 +31,12 @@ ROWS = (2, 4, 8, 16, 32, 64)  # of a graph; with more, products are no longer th
 
 @dataclass(frozen=True)
 class RowsApart:
-    """Rows of sequences of their own, whose pages a graph finds on the device; see `Step` and `Part`, which it stands
-    for."""
+    """Rows of sequences of their own, whose pages and states a graph finds on the device; see `Step` and `Part`, which
+    it stands for."""
 
     ids: torch.Tensor
     pages: BatchPages
+    legs: BatchLegs | None
 
     @property
     def rows(self) -> tuple[tuple[tuple[int, int], RowsApart], ...]:
@@ -44,6 +47,11 @@ class RowsApart:
         """See `Part.stretch`."""
         tables = self.pages.tables_of(layer)
         return BoundStretch(lo, hi, self.pages.layers[layer], tables.parts, tables.sealing)
+
+    def carried(self, index: int, lo: int) -> list[BoundLegs]:
+        """See `Part.carried`."""
+        assert self.legs is not None
+        return [self.legs.of(index)]
 
 
 class BatchGraph:
@@ -57,6 +65,7 @@ class BatchGraph:
         self.tokens, self.position = self._head
         self.logits = torch.zeros(rows, model.config.vocab_size, device=self.device)
         self.pages = BatchPages(model, layout, ctx_size, self.position)
+        self.legs = BatchLegs(layout, rows, self.device) if layout.states else None
         self._seats: list[Sequence | None] = [None] * rows
         self._parts: list[Part | None] = [None] * rows  # that lists were made for
         self._changed = False  # whether other sequences have seats than the device knows of
@@ -66,6 +75,8 @@ class BatchGraph:
         """Give the row to a sequence, or to nobody."""
         self._seats[row], self._parts[row], self._changed = seq, None, True
         self.pages.set(row, None)
+        if self.legs is not None:
+            self.legs.set(row, None)
 
     @torch.inference_mode()
     def run(self, ids: Mapping[int, int] | None = None) -> torch.Tensor:
@@ -77,7 +88,7 @@ class BatchGraph:
         NoRoom. Nothing waits for the device, except when a graph is captured.
         """
         there = {row: seq for row, seq in enumerate(self._seats) if seq is not None}
-        stale = [row for row, seq in there.items() if self._parts[row] is None or seq.length >= self.pages.end(row)]
+        stale = [row for row, seq in there.items() if not self._holds(row, seq)]
         self._set({row: there[row].reserve([-1], answering=True) for row in stale})
         if ids is not None:
             head = [[ids.get(row, 0) for row in range(self.rows)], [0] * self.rows]
@@ -92,21 +103,34 @@ class BatchGraph:
         self.position.add_(1)
         return self.logits
 
+    def _holds(self, row: int, seq: Sequence) -> bool:
+        """Whether what the device knows of a row's sequence is right for its next row."""
+        if self._parts[row] is None or seq.length >= self.pages.end(row):
+            return False
+        if self.legs is None or seq.states is None:
+            return True
+        return self.legs.in_place(row) and seq.states.steady(seq.length)
+
     def _set(self, parts: dict[int, Part]) -> None:
         """Have lists on the device that are right for these rows, and none of sequences without a seat."""
         self._changed = self._changed or bool(parts)
         for row, part in parts.items():
             self.pages.set(row, part)
+            if self.legs is not None:
+                self.legs.set(row, part)
             if self._parts[row] is None:
                 self.pages.set_bases(row, part)
             self._parts[row] = part
         if self._changed:
             self.pages.send()
+            if self.legs is not None:
+                self.legs.send()
             self._changed = False
 
     def launch(self) -> None:
         """Every kernel of a step."""
-        step = cast(Step, RowsApart(self.tokens.clamp(min=0), self.pages))  # all that the decoder asks of one
+        rows = RowsApart(self.tokens.clamp(min=0), self.pages, self.legs)
+        step = cast(Step, rows)  # all that the decoder asks of one
         with launched_ahead(self.model):
             self.logits.copy_(self.model.logits(self.model.hidden(step)))
 
@@ -118,7 +142,7 @@ class BatchGraph:
         if kinds not in self._graphs:
             if not self._graphs:
                 self._compile()
-            self._graphs[kinds] = captured(self.launch, None, self._memory)
+            self._graphs[kinds] = captured(self.launch, self.legs, self._memory)
         self._graphs[kinds].replay()
 
     def _compile(self) -> None:

@@ -27,8 +27,6 @@ def unsupported(layout: KVLayout) -> str:
     """Why sequences cannot be computed together; "" = they can."""
     if layout.attend.pages:
         return "tokens choose the pages that they read"
-    if layout.states:
-        return "some layers keep a state"
     if layout.selection is not None:
         return "rows are selected by score"
     return "answers from cached rows are to be the same" if layout.grain > 1 else ""
@@ -63,12 +61,16 @@ class Batches:
         """Which batch has which requests: that in which they sit, else the first one with a free seat. None has one
         alone that does not sit yet."""
         found, new = [], [request for request in requests if request.ahead.seat is None]
-        for batch in self._batches if len(new) < 2 else [*self._batches, Batch(*self._sizes)]:
+        for batch in self._batches:
             mine = [request for request in requests if batch.seat_of(request)]
-            more, new = new[: batch.free], new[batch.free :]
+            more = new[: batch.free]
             if mine or len(more) > 1:
+                new = new[batch.free :]
                 found.append((batch, mine + more))
-        self._batches = [*self._batches, *(batch for batch, _ in found if batch not in self._batches)]
+        while len(new) > 1:
+            self._batches.append(Batch(*self._sizes))
+            found.append((self._batches[-1], new[:MOST]))
+            new = new[MOST:]
         return found
 
 

@@ -13,6 +13,7 @@ from kvcli.kernels.gpu.expertvec import add_experts, matvec_experts, mix_experts
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.matvec import GATED, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, Tiles, matvec
+from kvcli.kernels.gpu.settle import activate
 
 
 class TokenExperts:
@@ -31,6 +32,8 @@ class TokenExperts:
         self.each = floats(routing.used, down.rows)
         width = layer.shared.down[0].cols if layer.shared else 0
         self.shared_gated = Activations.empty(width, keep, device) if width else None
+        self.up = floats(0 if layer.gated else routing.used * down.matrix.cols)  # of products without gates
+        self.shared_up = floats(0 if layer.gated else width)
         self.shared, self.gate = floats(down.rows), floats(1)
 
     def products(self, layer: ExpertLayer, x: Activations, norm: Norm | None, pdl: int) -> None:
@@ -40,11 +43,19 @@ class TokenExperts:
         matvec(router, x, STORE, norm=norm, out=self.logits, pdl=pdl, planes=2, chosen=tiles)
         route(self.logits, layer.routing, layer.router_bias, layer.choice_bias, self.ids, self.weights, pdl)
         act = layer.activation
-        matvec_experts(layer.gate_up, self.ids, x, norm=norm, into=self.gated, act=act, pdl=pdl)
+        if layer.gated:
+            matvec_experts(layer.gate_up, self.ids, x, norm=norm, into=self.gated, act=act, pdl=pdl)
+        else:
+            matvec_experts(layer.gate_up, self.ids, x, norm=norm, out=self.up, pdl=pdl)
+            activate(self.up, None, act, 0, self.gated, pdl)
         matvec_experts(layer.down, self.ids, self.gated, out=self.each, pdl=pdl)
         if layer.shared is None or self.shared_gated is None:
             return
-        matvec(layer.shared.gate_up[0], x, GATED, norm=norm, into=self.shared_gated, act=act, pdl=pdl)
+        if layer.gated:
+            matvec(layer.shared.gate_up[0], x, GATED, norm=norm, into=self.shared_gated, act=act, pdl=pdl)
+        else:
+            matvec(layer.shared.gate_up[0], x, STORE, norm=norm, out=self.shared_up, pdl=pdl)
+            activate(self.shared_up, None, act, 0, self.shared_gated, pdl)
         matvec(layer.shared.down[0], self.shared_gated, STORE, out=self.shared, pdl=pdl, planes=2)
         if layer.shared.gate is not None:
             matvec(layer.shared.gate[0], x, STORE, norm=norm, out=self.gate, pdl=pdl, planes=2)

@@ -66,8 +66,8 @@ def _unlike(c: ModelConfig) -> str:
 def _folds(model: Decoder) -> bool:
     """Whether all norms between products are folded into these: RMS norms before each, and nothing else."""
     c, block = model.config, model.config.block
-    plain = block.norm == RMS and block.pre_norms and not block.parallel and c.residual_scale == 1
-    return plain and all(each.bias is None for each in model.weights.sublayers)
+    plain = block.norm == RMS and block.pre_norms and c.residual_scale == 1
+    return plain and not any(each.beside or each.bias is not None for each in model.weights.sublayers)
 
 
 def _widths(model: Decoder) -> Iterator[int]:

@@ -40,7 +40,7 @@ def check_options(cache: CacheOptions, in_blocks: bool, what: str = "draft") -> 
 def check_layers(config: ModelConfig, draft: ModelConfig | None = None, leave: str = LEAVE) -> None:
     """Raises ModelError where one of the two cannot take guesses back."""
     for what, layers in (("the model", config.layers), ("the draft model", draft.layers if draft else ())):
-        if any(layer.kind == RECURRENT for layer in layers):
+        if any(layer.kind == RECURRENT or layer.state_bytes for layer in layers):
             raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", leave)
 
 

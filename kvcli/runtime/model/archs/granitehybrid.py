@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from kvcli.runtime.config import Block
-from kvcli.runtime.model.architecture import Architecture, Mixture
+from dataclasses import replace
+
+from kvcli.runtime.model.archs import granite
+from kvcli.runtime.model.expertkeys import Mixture
 from kvcli.runtime.model.mixerkeys import mambas
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = replace(
+    granite.ARCHITECTURE,
     gguf=("granitehybrid",),
     hf=("granitemoehybrid",),
-    block=Block(rope_pairs=True),
-    logit_scale=lambda divisor: 1 / divisor,
-    rope_switch="rope.scaling.finetuned",
     experts=Mixture(normed=True),
     mixers=mambas,
 )

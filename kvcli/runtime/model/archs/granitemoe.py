@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvcli.runtime.config import Block
-from kvcli.runtime.model.architecture import Architecture, Mixture
+from dataclasses import replace
 
-ARCHITECTURE = Architecture(
+from kvcli.runtime.model.archs import granite
+from kvcli.runtime.model.expertkeys import Mixture
+
+ARCHITECTURE = replace(
+    granite.ARCHITECTURE,
     gguf=("granitemoe",),
     hf=("granitemoe", "granitemoeshared"),
-    block=Block(rope_pairs=True),
-    logit_scale=lambda divisor: 1 / divisor,
-    rope_switch="rope.scaling.finetuned",
     experts=Mixture(normed=True),
 )

@@ -1,17 +1,13 @@
-"""LFM2 with experts (8B-A1B): sigmoid routing with a bias, dense layers first."""
+"""LFM2 with experts (8B-A1B): sigmoid routing with a bias, dense layers first; else as lfm2.py."""
 
 from __future__ import annotations
 
-from kvcli.routing import SIGMOID
-from kvcli.runtime.config import HEAD, Block
-from kvcli.runtime.model.architecture import Architecture
-from kvcli.runtime.model.expertkeys import Mixture
-from kvcli.runtime.model.mixerkeys import short_convs
+from dataclasses import replace
 
-ARCHITECTURE = Architecture(
-    gguf=("lfm2moe",),
-    hf=("lfm2_moe",),
-    block=Block(qk_norm=HEAD, last_norm="token_embd_norm"),
-    experts=Mixture(gating=SIGMOID, normed=True),
-    mixers=short_convs,
+from kvcli.routing import SIGMOID
+from kvcli.runtime.model.archs import lfm2
+from kvcli.runtime.model.expertkeys import Mixture
+
+ARCHITECTURE = replace(
+    lfm2.ARCHITECTURE, gguf=("lfm2moe",), hf=("lfm2_moe",), experts=Mixture(gating=SIGMOID, normed=True)
 )

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from kvcli.runtime.config import HEAD, Block
-from kvcli.runtime.model.architecture import Architecture
-from kvcli.runtime.model.expertkeys import Mixture
-from kvcli.runtime.model.mixerkeys import delta_nets
+from dataclasses import replace
 
-ARCHITECTURE = Architecture(
-    gguf=("qwen35moe",),
-    hf=("qwen3_5_moe_text",),
-    block=Block(qk_norm=HEAD, output_gate=True, ffn_norm="post_attention_norm"),
-    experts=Mixture(normed=True),
-    mixers=delta_nets,
-    of_images=("rope.dimension_sections",),
-)
+from kvcli.runtime.model.archs import qwen35
+from kvcli.runtime.model.expertkeys import Mixture
+
+ARCHITECTURE = replace(qwen35.ARCHITECTURE, gguf=("qwen35moe",), hf=("qwen3_5_moe_text",), experts=Mixture(normed=True))
