@@ -24,7 +24,7 @@ import torch
 from kvcli.kernels import AttentionLayer, Backend
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.library import asked_isa
-from kvcli.kernels.gpu import combine, latentrows, latents, rows
+from kvcli.kernels.gpu import combine, latentcombine, latentrows, latents, rows
 from kvcli.kernels.gpu.attention import attend
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.cache.layout import KVLayout
@@ -81,7 +81,7 @@ class Form:
         if self.once:
             pages = self.ops._pages(stretch, how, None)
             queries = latentrows.prepare(x, how, pages)
-            return lambda: latents.combine(latents.attend(queries, pages), pages)
+            return lambda: latentcombine.combine(latents.attend(queries, pages), pages)
         angles = how.seal(stretch.kv, stretch.start, stretch.start + 1)
         pages = self.ops._pages(stretch, how, angles)
         x = rows.with_values(x, how, KV_HEADS, (DIM, DIM))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer, Rope, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
-from kvcli.kernels.gpu import expand, experts, few, latentrows, latents, past, wide
+from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentrows, latents, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
@@ -229,7 +229,8 @@ class GpuBackend:
         return out
 
     def _add_shared(self, out: torch.Tensor, rows: wide.HalfRows, shared: SharedExpert, layer: ExpertLayer) -> None:
-        activated = (self.gated if layer.gated else self.activated)(rows, shared.gate_up, layer.activation)
+        first: Callable[..., Any] = self.gated if layer.gated else self.activated
+        activated = first(rows, shared.gate_up, layer.activation)
         if shared.gate is None:
             self.matmul(activated, shared.down, add_to=out)
         else:
@@ -359,7 +360,7 @@ class GpuBackend:
         queries = latentrows.prepare(qkv, layer, self._pages(part, layer, None))
         layer.seal(part.kv, part.start, part.start + len(qkv))
         pages = self._pages(part, layer, None)  # with scales that sealing may have fixed
-        return latents.combine(latents.attend(queries, pages, layer.softcap), pages)
+        return latentcombine.combine(latents.attend(queries, pages, layer.softcap), pages)
 
 
 def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, pdl: int) -> torch.Tensor:
@@ -380,7 +381,7 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer,
         seal_step(pages, pdl, by_row=True)
     partials = Partials.of(pages, len(qkv), layer.heads, bound.parts)
     if record.joined:
-        return latents.combine(
+        return latentcombine.combine(
             latents.attend(queries, pages, layer.softcap, partials, pdl), pages, bound.parts, pdl=pdl
         )
     found = attend(queries, pages, layer.window, layer.softcap, partials, pdl)

@@ -11,19 +11,19 @@ merged some at a time.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from kvcli.codecs import RecordLayout
 from kvcli.kernels.gpu import shares
-from kvcli.kernels.gpu.attention import LOG2_E, Partials, Tiling, cells_of, tile_end
+from kvcli.kernels.gpu.attention import LOG2_E, Partials, Tiling, tile_end
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.language import SERIAL, fence_copies, wait_for_previous
+from kvcli.kernels.gpu.latentcombine import MOST_PARTS, PIECE, halves, store_turned, turned
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.places import address
-from kvcli.kernels.gpu.rows import Queries, hadamard
+from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.span import (
     EDGE,
     NOTHING,
@@ -45,15 +45,11 @@ from kvcli.kernels.gpu.tiles import (
     quarter_tile,
     tile_parts,
 )
-from kvcli.kernels.reference.rotation import block
 
 WHOLE, EDGES, OPEN = (tl.constexpr(x) for x in (shares.WHOLE, shares.EDGES, shares.OPEN))
 HEADS_AT_ONCE = 16  # that a program has at most
 OTHERS = 8  # programs of one query, of each tile of heads, for what is not seen wholly
-MOST_PARTS = 512  # partial results of a query
 MUCH_SHARED = 168 << 10  # bytes
-MERGED = 8192  # numbers of them that a program has at a time
-DIMS_AT_ONCE = 64  # that a program merges
 
 
 def tile_of_heads(heads: int) -> int:
@@ -79,9 +75,6 @@ def parts_of_one(record: RecordLayout, heads: int, chip: Chip) -> int:
     return min(MOST_PARTS - OTHERS, max(1, chip.multiprocessors // tiles_of_heads(record, heads)))
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _load_query(q, ok, row, FIRST: tl.constexpr, WIDTH: tl.constexpr, i: tl.constexpr, N: tl.constexpr,
                 DIM: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
@@ -96,8 +89,8 @@ def _span(
     BLOCK: tl.constexpr, M: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, NV: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, V_SCALES: tl.constexpr, OFF_V: tl.constexpr, FACTOR_V: tl.constexpr,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    TURNED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries over the rows of tiles [lo, hi), lo < hi: writes one partial result. See `span.span`."""
     PITCH: tl.constexpr = EDGE if MASKED else 1
@@ -108,15 +101,16 @@ def _span(
     page = edge_word(table, tl.minimum(lo + 2, last), TILES, PITCH)
     wait_for_previous(PDL)
     qk = _load_query(q, ok, row, 0, WIDTH, 0, 1, DIM_K, PAD_K)
-    q0 = _load_query(q, ok, row, DIM_K, WIDTH, 0, NV, DIM_V, PAD_V)
+    q0 = _load_query(q, ok, row, DIM_K, WIDTH, 0, 4 if NV == 4 else 1, DIM_V, PAD_V)
+    sum_q = tl.sum(q0.to(tl.float32), 1)
     q1 = q0
     q2 = q0
     q3 = q0
-    sum_q = tl.sum(q0.to(tl.float32), 1)
-    if NV > 1:
+    if NV == 2:  # taken apart here: loads of every second element would be many
+        q0, q1 = tl.split(tl.reshape(q0, (M, PAD_V // 2, 2)))
+    if NV == 4:
         q1 = _load_query(q, ok, row, DIM_K, WIDTH, 1, NV, DIM_V, PAD_V)
         sum_q += tl.sum(q1.to(tl.float32), 1)
-    if NV > 2:
         q2 = _load_query(q, ok, row, DIM_K, WIDTH, 2, NV, DIM_V, PAD_V)
         q3 = _load_query(q, ok, row, DIM_K, WIDTH, 3, NV, DIM_V, PAD_V)
         sum_q += tl.sum(q2.to(tl.float32), 1) + tl.sum(q3.to(tl.float32), 1)
@@ -159,11 +153,11 @@ def _span(
         else:
             if NV == 2:
                 v0, v1 = pair_tile(values, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, MASKED)
-                s = tl.dot(q1, tl.trans(v1), tl.dot(q0, tl.trans(v0)))
+                s = tl.dot(q0, tl.trans(v0)) + tl.dot(q1, tl.trans(v1))  # beside each other
             else:
                 v0, v1, v2, v3 = quarter_tile(values, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, MASKED)
                 s = tl.dot(q1, tl.trans(v1), tl.dot(q0, tl.trans(v0)))
-                s = tl.dot(q3, tl.trans(v3), tl.dot(q2, tl.trans(v2), s))
+                s += tl.dot(q3, tl.trans(v3), tl.dot(q2, tl.trans(v2)))
             if OFF_V != 0:
                 s = s - off[:, None]
             if V_SCALES > 0:
@@ -171,7 +165,7 @@ def _span(
             if FACTOR_V != 0:
                 s = s * factor
             fence_copies(M)
-            s = tl.dot(qk, tl.trans(k), s)
+            s += tl.dot(qk, tl.trans(k))
         if CAPPED:  # softcap * tanh(s / softcap)
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
         if MASKED:
@@ -204,12 +198,39 @@ def _span(
     shift = OFF_V * tl.max(weight, 1)
     tl.store(tops + cell, top, mask=ok)
     tl.store(totals + cell, tl.max(total, 1), mask=ok)
-    store_part(out, cell, ok, (a0 - shift[:, None]) * factor, 0, NV, DIM_V, PAD_V)
+    if TURNED > 0:
+        factor *= (PIECE / DIM_V) ** 0.5
+    a0 = (a0 - shift[:, None]) * factor
     if NV > 1:
-        store_part(out, cell, ok, (a1 - shift[:, None]) * factor, 1, NV, DIM_V, PAD_V)
+        a1 = (a1 - shift[:, None]) * factor
     if NV > 2:
-        store_part(out, cell, ok, (a2 - shift[:, None]) * factor, 2, NV, DIM_V, PAD_V)
-        store_part(out, cell, ok, (a3 - shift[:, None]) * factor, 3, NV, DIM_V, PAD_V)
+        a2 = (a2 - shift[:, None]) * factor
+        a3 = (a3 - shift[:, None]) * factor
+    if TURNED > 0 and NV == 1:
+        if TURNED == 2:
+            even, odd = tl.split(tl.reshape(a0, (M, PAD_V // 2, 2)))
+            b0, b1 = even + odd, even - odd
+        else:
+            b0, b1 = halves(a0)
+        store_turned(out, cell, ok, b0, 0, DIM_V)
+        store_turned(out, cell, ok, b1, 1, DIM_V)
+    elif TURNED == 2:
+        store_turned(out, cell, ok, a0 + a1, 0, DIM_V)
+        store_turned(out, cell, ok, a0 - a1, 1, DIM_V)
+    elif TURNED == 4:
+        b0, b1, b2, b3 = a0 + a1, a0 - a1, a2 + a3, a2 - a3
+        store_turned(out, cell, ok, b0 + b2, 0, DIM_V)
+        store_turned(out, cell, ok, b1 + b3, 1, DIM_V)
+        store_turned(out, cell, ok, b0 - b2, 2, DIM_V)
+        store_turned(out, cell, ok, b1 - b3, 3, DIM_V)
+    elif NV == 2:
+        store_part(out, cell, ok, tl.reshape(tl.join(a0, a1), (M, PAD_V)), 0, 1, DIM_V, PAD_V)
+    else:
+        store_part(out, cell, ok, a0, 0, NV, DIM_V, PAD_V)
+        if NV > 2:
+            store_part(out, cell, ok, a1, 1, NV, DIM_V, PAD_V)
+            store_part(out, cell, ok, a2, 2, NV, DIM_V, PAD_V)
+            store_part(out, cell, ok, a3, 3, NV, DIM_V, PAD_V)
 
 
 @triton.jit(do_not_specialize=["rows_end", "offset", "open_offset"])
@@ -222,7 +243,7 @@ def _attend_latents(
     V_SCALES: tl.constexpr, OFF_V: tl.constexpr, FACTOR_V: tl.constexpr, OPEN_K: tl.constexpr, OPEN_V: tl.constexpr,
     OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr, EDGED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    APART: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of heads, part, and block of positions; see attention.py."""
     parts = tl.num_programs(1)
@@ -265,14 +286,14 @@ def _attend_latents(
         _span(
             lo * TILES, hi * TILES, q, ok, asks, at, newest, table, offset, scale_v, out, tops, totals, cell, softcap,
             BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V, NV, K_ROW, V_ROW, V_OFFSET, V_SCALES, OFF_V,
-            FACTOR_V, CAPPED, False, TILES, BN, STAGES, PDL,
+            FACTOR_V, TURNED, CAPPED, False, TILES, BN, STAGES, PDL,
         )  # fmt: skip
     elif kind == OPEN:
         stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         _span(
             lo * OPEN_TILES, stop, q, ok, asks, at, newest, edges, open_offset, scale_v, out, tops, totals, cell,
             softcap, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, OPEN_K, OPEN_V, 1, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET,
-            0, 0.0, 0.0, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
+            0, 0.0, 0.0, TURNED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
         )  # fmt: skip
     elif kind != EDGES:
         wait_for_previous(PDL)
@@ -283,7 +304,7 @@ def _attend_latents(
         _span(
             lo * OPEN_TILES, stop, q, ok, asks, at, newest, edges, offset, scale_v, out, tops, totals, cell, softcap,
             BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V, CODEC_K, CODEC_V, NV, K_ROW, V_ROW, V_OFFSET, V_SCALES, OFF_V,
-            FACTOR_V, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
+            FACTOR_V, TURNED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, PDL,
         )  # fmt: skip
 
 
@@ -319,76 +340,7 @@ def attend(
         padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_v),
         r.k_row_bytes, r.v_row_bytes, r.v_offset, r.v_scales, left_centre(r.codec_v), head_factor(r.codec_v),
         o.codec_k.numbers, o.codec_v.numbers, o.k_row_bytes, o.v_row_bytes, o.v_offset, lists.edged, softcap > 0,
-        min(tiles.rows, r.page_size), tiles.stages, min(tiles.open_rows, r.page_size), tiles.open_stages, lists.apart,
-        pdl, **launch_options(pdl, tiles.warps, tiles.registers),
+        min(tiles.rows, r.page_size), tiles.stages, min(tiles.open_rows, r.page_size), tiles.open_stages, turned(pages),
+        lists.apart, pdl, **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
-    return out
-
-
-# ---- merging ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _combine_latents(out, tops, totals, starts, result, parts, HEADS: tl.constexpr, DIM: tl.constexpr,
-                     PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
-                     APART: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One program a head, row, and PAD of the dims. TURN: the block of the Hadamard rotation; 0 = none. APART: see
-    `PageLists`."""
-    head = tl.program_id(0)
-    t = tl.program_id(1).to(tl.int64)
-    cell, parts = cells_of(t, head, parts, starts, HEADS, APART)
-    s = tl.arange(0, MOST)
-    j = tl.program_id(2) * PAD + tl.arange(0, PAD)
-    wait_for_previous(PDL)
-    weights = tl.load(totals + cell + s, mask=s < parts, other=0.0)
-    top = tl.load(tops + cell + s, mask=s < parts, other=-1.0e30)
-    highest = tl.max(tl.where(weights > 0, top, -1.0e30), 0)
-    total = tl.sum(tl.where(weights > 0, weights * tl.exp2(top - highest), 0.0), 0)
-    x = tl.zeros((PAD,), tl.float32)
-    for lo in range(0, bound(parts), AT_ONCE):
-        i = lo + tl.arange(0, AT_ONCE)
-        there = i < parts
-        seen = tl.load(totals + cell + i, mask=there, other=0.0) > 0  # else `out` may be anything
-        e = tl.where(seen, tl.exp2(tl.load(tops + cell + i, mask=there, other=-1.0e30) - highest), 0.0)
-        at = out + (cell + i)[:, None] * DIM + j[None, :]
-        x += tl.sum(tl.load(at, mask=seen[:, None] & (j < DIM)[None, :], other=0.0) * e[:, None], 0)
-    if APART:  # a row that is none sees nothing
-        total = tl.where(total > 0, total, 1.0)
-    x = x / total
-    if TURN > 0:
-        x = hadamard(x, PAD, TURN)
-    tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
-
-
-@triton.jit
-def _turn(x, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr):
-    """A head of a row of x [T, HEADS * DIM], in place: rotated by Hadamard blocks of TURN."""
-    j = tl.arange(0, PAD)
-    at = x + (tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)) * DIM + j
-    wait_for_previous(PDL)
-    tl.store(at, hadamard(tl.load(at, mask=j < DIM, other=0.0), PAD, TURN), mask=j < DIM)
-
-
-def combine(
-    partials: Partials, pages: DevicePages, most: int = 0, out: torch.Tensor | None = None, pdl: int = SERIAL
-) -> torch.Tensor:
-    """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated. `most`:
-    see `combine.combine`."""
-    rows, heads, parts, dim = partials.out.shape
-    lists = pages.lists
-    rows, most = (len(lists.shift), most) if lists.apart else (rows, parts)
-    if most > MOST_PARTS:
-        raise ValueError(f"{most} partial results are more than the {MOST_PARTS} that are merged")
-    turn = block(dim) if pages.rotated[1] else 0
-    apart = turn > 0 and rows * heads < Chip.of(partials.out.device).multiprocessors  # whole heads would be too few
-    pad = padded(dim) if turn and not apart else min(DIMS_AT_ONCE, padded(dim))
-    if out is None:
-        out = torch.empty(rows, heads * dim, device=partials.out.device)
-    launch(_combine_latents, (heads, rows, triton.cdiv(dim, pad)))(
-        partials.out, partials.tops, partials.totals, out if lists.starts is None else lists.starts, out, parts, heads,
-        dim, pad, 0 if apart else turn, max(4, triton.next_power_of_2(most)), MERGED // pad, lists.apart, pdl,
-        **launch_options(pdl, 4),
-    )  # fmt: skip
-    if apart:
-        launch(_turn, (heads, rows))(out, heads, dim, padded(dim), turn, pdl, **launch_options(pdl, 1))
     return out
