@@ -15,6 +15,7 @@
 | `experts(x, layer)` | x [T, D] -> the weighted sum of what each row's experts give, [T, D] (see experts.py) |
 | `by_head(x, weights)` | x [T, heads, cols], a matrix of each head -> [T, heads, rows] |
 | `attend(qkv, parts, layer)` | projections [T, ...] of all parts of a step -> [T, heads * dim_v]; rows are stored |
+| `attend_latents(turned, others, row, parts, layer, keys, values)` | the same over latents (see attend.py) |
 | `short_conv(x, weight, bias, carried)` | projections [T, 3D] of all parts -> [T, D]; states are carried on |
 | `delta_net(x, layer, carried)` | projections of all parts -> [T, value_heads * dim_v]; likewise |
 | `mamba(x, layer, carried)` | projections of all parts -> [T, heads * dim]; likewise |

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -155,6 +155,28 @@ def attend(ops: Operations, qkv: torch.Tensor, parts: Sequence[Stretch], layer: 
     if kv.rotated[1]:
         ops.rotate_(out.view(t, layer.heads, r.dim_v))
     return out
+
+
+class HeadOperations(Protocol):
+    """The operations of the facade that `attend_latents` is written in."""
+
+    def by_head(self, x: torch.Tensor, weights: Any) -> torch.Tensor: ...
+    def attend(self, qkv: torch.Tensor, parts: Any, layer: AttentionLayer) -> torch.Tensor: ...
+
+
+def attend_latents(
+    ops: HeadOperations, turned: torch.Tensor, others: torch.Tensor, row: torch.Tensor, parts: Sequence[Any],
+    layer: AttentionLayer, keys: Any, values: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`attend` over latents, which are keys and values of all heads by their matrices: queries `turned`
+    [T, heads, dim_k], which RoPE turns, and `others` [T, heads, plain]; `row` [T, dim_k + dim_v] -> what heads give,
+    float32 [T, heads * n].
+
+    Queries become queries of latents by `keys`, and what heads find becomes values by `values` ("absorbed").
+    """
+    asked = torch.cat((turned, ops.by_head(others, keys)), 2).flatten(1)
+    found = ops.attend(torch.cat((asked, row), 1), parts, layer)
+    return ops.by_head(found.unflatten(1, (layer.heads, -1)), values).flatten(1)
 
 
 def _store(

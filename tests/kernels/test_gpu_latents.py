@@ -10,7 +10,8 @@ from gpucases import DEVICE, OPS, error
 from kernelcases import one_thread
 
 from kvcli.codecs import CODECS
-from kvcli.kernels import AttentionLayer, Backend
+from kvcli.kernels import AttentionLayer, Backend, ExpertMatrices, ExpertTensor
+from kvcli.kernels.gpu import latentpast, past
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.eviction.window import Rolling
@@ -86,6 +87,42 @@ def test_steps_are_those_of_the_reference(codec: str, dims: tuple[int, int], hea
         qkv = torch.randn(t, (heads + how.get("kv_heads", 1)) * sum(dims), generator=generator)
         expected, found = (each.run(qkv) for each in both)
         assert error(found, expected) < (6e-3 if CODECS[codec].bits < 16 else 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ("f16", "int8"))
+def test_many_rows_are_not_absorbed(codec: str, monkeypatch: pytest.MonkeyPatch):
+    """From the middle of a page on; of a cache in 16 bits what the step stores is seen so, too."""
+    monkeypatch.setattr(latentpast, "LEAST_QUERIES", 8)
+    monkeypatch.setattr(latentpast, "LEAST_ROWS", 16)
+    heads, dims, plain, dim_v = 3, (16, 64), 24, 32
+    generator = torch.manual_seed(3)
+    matrices = [torch.randn(heads, *shape, generator=generator) / 8 for shape in ((dims[1], plain), (dim_v, dims[1]))]
+    both, counted = [], []
+    library = past.library
+    monkeypatch.setattr(latentpast, "library", lambda *x, **how: counted.append(how) or library(*x, **how))
+    for ops in (OPS, GpuBackend(torch.device(DEVICE))):
+        layer = Latents(ops, codec, dims, heads, temperature=(0.3, 16, 0))
+        placed = [ops.place_heads(packed(x)) for x in matrices]
+        both.append((layer, placed))
+    for t in (37, 30, 9):
+        turned, others, row = (
+            torch.randn(t, *shape, generator=generator) for shape in ((heads, dims[0]), (heads, plain), (sum(dims),))
+        )
+        found = []
+        for layer, placed in both:
+            part = layer.seq.reserve([0] * t)
+            given = (x.clone().to(layer.ops.device) for x in (turned, others, row))
+            found.append(layer.ops.attend_latents(*given, [part.stretch(1, 0, t)], layer.how, *placed).cpu())
+            layer.seq.commit([0] * t)
+        assert error(found[1], found[0]) < (6e-3 if codec == "int8" else 2e-3)
+    assert {how.get("causal", False) for how in counted} == ({False, True} if codec == "f16" else {False})
+
+
+def packed(matrices: torch.Tensor) -> ExpertMatrices:
+    """A matrix of each head as files have them."""
+    blocks = matrices.contiguous().view(torch.uint8).view(*matrices.shape[:2], -1)
+    return ExpertMatrices((ExpertTensor("F32", blocks, matrices.shape[2]),))
 
 
 @pytest.mark.slow

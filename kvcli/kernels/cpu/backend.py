@@ -19,7 +19,7 @@ import torch
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
-from kvcli.kernels.attend import AttentionLayer, attend
+from kvcli.kernels.attend import AttentionLayer, attend, attend_latents
 from kvcli.kernels.cpu.calls import Calls
 from kvcli.kernels.cpu.entries import choice, entries
 from kvcli.kernels.cpu.interleaved import Interleaved, Room
@@ -277,6 +277,7 @@ class NativeBackend:
 
     activated = activated
     gated = gated
+    attend_latents = attend_latents
     softcap = staticmethod(softcap)
     fix_basis = fix_basis
     summarize = staticmethod(summarize)

@@ -20,7 +20,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer, Rope, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
-from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentrows, latents, past, wide
+from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentpast, latentrows, latents, past, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
@@ -259,14 +259,15 @@ class GpuBackend:
             self._hadamard[dim] = rotate(torch.eye(dim)).to(self.device)
         x.copy_(x @ self._hadamard[dim])
 
-    def _pages(self, part: Stretch, layer: AttentionLayer, angles: Angles | None) -> DevicePages:
-        """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group."""
+    def _pages(self, part: Stretch, layer: AttentionLayer, angles: Angles | None, past_pages: int = 0) -> DevicePages:
+        """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group.
+        `past_pages`: `Asked.past`, over latents."""
         kv, rows = part.kv, part.hi - part.lo
         chip = Chip.of(self.device)
         if kv.record.joined:
             block, _ = latents.block_rows(kv.record, layer.heads, rows)
             alone = latents.parts_of_one(kv.record, layer.heads, chip) + latents.OTHERS if rows == 1 else 0
-            asked = Asked(part.start, rows, block, layer.window, alone, edged=self.block > 0)
+            asked = Asked(part.start, rows, block, layer.window, alone, past_pages, self.block > 0)
             return device_pages(kv, page_lists(kv, part.shift, asked, self.device), self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0
@@ -309,14 +310,16 @@ class GpuBackend:
         numbers = torch.from_numpy(np.stack((words(e.addresses[which], slots), summaries.addresses[which])))
         table, means = numbers.to(self.device)
         lists = PageLists(*(table,) * 7)
-        pages, each = (
-            device_pages(kv, lists, self.device, self._half_angles(angles)),
-            past.STAGED_ROWS // kv.record.page_size,
-        )
+        pages = device_pages(kv, lists, self.device, self._half_angles(angles))
+        each = past.STAGED_ROWS // kv.record.page_size
         for first in range(0, len(which), each):
             end = min(first + each, len(which))
             keys, _ = past.stage(pages, first, end)
             summarize(keys, means[first:end], pages.summary_offset, pages.means)
+
+    def attend_latents(self, *given: Any) -> torch.Tensor:
+        """See `kernels.attend.attend_latents`; of many rows un-absorbed."""
+        return latentpast.attend(self, self._pages, *given)
 
     def attend(
         self, qkv: torch.Tensor, parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer

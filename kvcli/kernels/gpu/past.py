@@ -196,17 +196,21 @@ def attend_past(
         end = min(first + each, hi)
         keys, values = stage(pages, first, end)
         if read is None:
-            found = _library(q, keys, values)
+            found = library(q, keys, values)
         else:
             found = attend_blocks(q, keys, values, read[..., first - lo : end - lo], start, size, softcap)
         fold(*found, to, first == lo)
 
 
-def _library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of all q [T, heads, dim_k], scaled for exponents of 2, over all rows k, v [n, kv_heads, dim] -> float16
-    [T, heads, dim_v], and the logarithm of the sum of weights, float32 [heads, T]."""
+def library(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of all q [T, heads, dim_k], scaled for exponents of 2, over all rows k, v [n, kv_heads, dim], or, where
+    it is `causal`, over as many of the T rows as stand up to the query's place -> float16 [T, heads, dim_v], and the
+    logarithm of the sum of weights, float32 [heads, T]."""
     dim_v, width = v.shape[-1], _width(q.shape[-1], v.shape[-1])
-    found, weights = (_plain if INTERPRETED and not q.is_cuda else _cudnn)(*(_widened(x, width) for x in (q, k, v)))
+    compute = _plain if INTERPRETED and not q.is_cuda else _cudnn
+    found, weights = compute(_widened(q, width), _widened(k, width), _widened(v, width), causal)
     return found[..., :dim_v].contiguous(), weights
 
 
@@ -220,17 +224,19 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_library` for heads of one width."""
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`library` for heads of one width."""
     by_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_heads, None, True, 0.0, False, False, scale=LN2)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(*by_heads, None, True, 0.0, causal, False, scale=LN2)
     return found[0].squeeze(0).transpose(0, 1), found[1].view(q.shape[1], q.shape[0]).contiguous()
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`_cudnn` in plain torch."""
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("thd,nhd->htn", q.float(), k) * LN2
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
     return torch.einsum("htn,nhd->thd", scores.softmax(-1), v).half(), scores.logsumexp(-1)
 
 
@@ -250,7 +256,7 @@ def library_takes(device: torch.device, dim_k: int, dim_v: int) -> bool:
     shapes = (16, 2, dim_k), (16, 1, dim_k), (16, 1, dim_v)
     q, k, v = (torch.arange(math.prod(shape), device=device).sin().half().view(shape) for shape in shapes)
     try:
-        found = _library(q, k, v)
+        found, plain = library(q, k, v), _plain(q, k, v, False)
     except RuntimeError:
         return False
-    return all(torch.allclose(x.float(), y.float(), atol=0.01) for x, y in zip(found, _plain(q, k, v), strict=True))
+    return all(torch.allclose(x.float(), y.float(), atol=0.01) for x, y in zip(found, plain, strict=True))

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from kvcli.kernels.attend import attend, attention_each, store_each
+from kvcli.kernels.attend import attend, attend_latents, attention_each, store_each
 from kvcli.kernels.experts import experts
 from kvcli.kernels.reference.attention import attention
 from kvcli.kernels.reference.basis import fix_basis
@@ -83,6 +83,7 @@ class ReferenceBackend:
     store_each = store_each
     attention_each = attention_each
     attend = attend
+    attend_latents = attend_latents
 
     def _each(self, work: Callable[..., torch.Tensor], *arguments: Iterable[object]) -> Iterable[torch.Tensor]:
         inference = torch.is_inference_mode_enabled()  # a mode of the thread

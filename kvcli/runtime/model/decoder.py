@@ -260,11 +260,9 @@ class Decoder:
             normed: Operand = ops.normed(queries.contiguous(), inner.q_norm, c.norm_eps)
             queries = ops.matmul(normed, inner.second)
         turned, others = queries.split([how.heads * layer.dim_k, how.heads * plain], 1)
-        of_latents = ops.by_head(others.unflatten(1, (-1, plain)), inner.keys)
-        asked = torch.cat((turned.unflatten(1, (-1, layer.dim_k)), of_latents), 2).flatten(1)
+        asked = turned.unflatten(1, (-1, layer.dim_k)), others.unflatten(1, (-1, plain))
         parts = [p.stretch(inner.layer, *rows) for rows, p in step.rows]
-        found = ops.attend(torch.cat((asked, row), 1), parts, how)
-        return ops.by_head(found.unflatten(1, (how.heads, -1)), inner.values).flatten(1)
+        return ops.attend_latents(*asked, row, parts, how, inner.keys, inner.values)
 
     def _both(self, inner: DenseAndExperts, x: torch.Tensor) -> torch.Tensor:
         """x [T, d_model], the residual stream -> float32 [T, d_model]."""

@@ -33,6 +33,7 @@ _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
 _GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
 _STAGED_ROWS = 16384  # GPU: of the past that are float16 at a time: see kernels/gpu/past.py
+_LATENT_CELLS = 16 * _STAGED_ROWS  # GPU: keys of heads that are made of latents at a time
 _CHUNK_ROWS = 64  # GPU: of a sequence with states, multiplied with each other: see kernels/gpu/chunks.py
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
@@ -194,10 +195,20 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
     `queries`: see `activation_bytes`."""
     d, f = max(1, config.d_model), max(1, _dense_width(config))
     expanded = max(2 * cols * min(n, _slice_rows(cols)) for n, cols in ((config.vocab_size, d), (2 * f, d), (d, f)))
-    past = max((min(config.context_length, _STAGED_ROWS) * 2 * x.kv_heads * (x.dim_k + x.dim_v)
-                for x in config.layers if x.kind != RECURRENT), default=0)  # fmt: skip
+    staged = min(config.context_length, _STAGED_ROWS)
+    past = max((staged * 2 * x.kv_heads * (x.dim_k + x.dim_v) for x in config.layers if x.kind != RECURRENT), default=0)
+    past += _unabsorbed_bytes(config)
     steps = _gpu_step_bytes(config, rows, queries) + _gpu_step_bytes(config, min(rows, _GRAPH_ROWS), queries)
     return steps + expanded + past + _LIBRARY_BYTES
+
+
+def _unabsorbed_bytes(config: ModelConfig) -> int:
+    """Keys and values of all heads, made of latents, some at a time: see kernels/gpu/latentpast.py."""
+    rotary = max((x.dim_k for x in config.layers if x.kind == LATENT), default=0)
+    if config.latents is None or not rotary:
+        return 0
+    width = max(config.latents.plain + rotary, config.latents.dim_v)
+    return 2 * min(config.context_length * config.n_heads, _LATENT_CELLS) * 4 * width
 
 
 def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:

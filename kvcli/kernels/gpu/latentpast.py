@@ -1,0 +1,145 @@
+"""Attention of many queries over latents, un-absorbed (arXiv 2405.04434): latents become keys and values of each head,
+some at a time, and the vendor's library has the rest.
+
+A key of a head has fewer elements than a latent. Absorbed queries need no keys, which is worth it where they are few;
+those of a long step are many for each latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcli.kernels.attend import AttentionLayer, attend_latents
+from kvcli.kernels.gpu import latentcombine, latentrows, latents
+from kvcli.kernels.gpu.attention import LOG2_E, Partials
+from kvcli.kernels.gpu.pages import BoundStretch, DevicePages
+from kvcli.kernels.gpu.past import LEAST_QUERIES, LEAST_ROWS, STAGED_ROWS, library, stage
+from kvcli.kernels.gpu.rows import Queries
+from kvcli.kernels.gpu.tiles import LARGEST_HALF
+from kvcli.kernels.paged import PagedKV, Stretch
+from kvcli.kernels.reference.rotation import rotate
+
+CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
+Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
+
+
+def least_pages(part: Stretch, layer: AttentionLayer) -> int:
+    """`Asked.past` of a part; 0 = its queries are absorbed."""
+    many = part.hi - part.lo >= LEAST_QUERIES and not layer.softcap and part.shift is None
+    return LEAST_ROWS // part.kv.record.page_size if many else 0
+
+
+def sees_all(kv: PagedKV, start: int, end: int) -> bool:
+    """Whether queries [start, end) see every row before them, in pages that lie in their order, in 16 bits or more."""
+    e, size = kv.entries, kv.record.page_size
+    whole = (e.lo == 0) & (e.hi == size) & (e.since <= start) & (e.until >= end) & (e.turned == 0)
+    return kv.open is None and bool(whole.all() and np.array_equal(e.first, np.arange(len(e)) * size))
+
+
+class Unabsorbed:
+    """The queries of a step in one layer: `turned` ones as `latentrows.prepare` has made them, and the `others`
+    [T, heads, plain], as they were before they were absorbed. `keys`, `values`: see `GpuBackend.place_heads`."""
+
+    def __init__(
+        self, queries: Queries, others: torch.Tensor, pages: DevicePages, layer: AttentionLayer, start: int,
+        keys: torch.Tensor, values: torch.Tensor,
+    ) -> None:  # fmt: skip
+        t, self.pages, self.heads = len(others), pages, layer.heads
+        scaled = others * (layer.scale * LOG2_E)
+        if layer.temperature is not None:
+            growth, length, offset = layer.temperature
+            chunks = (torch.arange(start + offset, start + offset + t, device=scaled.device) // length).float()
+            scaled *= (1 + growth * torch.log1p(chunks))[:, None, None]
+        limit = LARGEST_HALF.value
+        self.q = torch.cat((queries.q[:t, :, : pages.record.dim_k], scaled.clamp_(-limit, limit).half()), 2)
+        by_rank = [keys.mT.float(), values.float()]  # [heads, plain or dim_v, rank]
+        if pages.rotated[1]:
+            by_rank = [rotate(x) for x in by_rank]
+        self._keys, self._values = (x.half().flatten(0, 1).T for x in by_rank)
+
+    def _rows(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, heads, dim] of entries [lo, hi) of the table."""
+        turned, latents = stage(self.pages, lo, hi)
+        latents = latents[:, 0]
+        keys, values = ((latents @ x).unflatten(1, (self.heads, -1)) for x in (self._keys, self._values))
+        return torch.cat((turned.expand(-1, self.heads, -1), keys), 2), values
+
+    def over(self, lo: int, hi: int) -> Weighed | None:
+        """All queries over all rows of entries [lo, hi)."""
+        size, found = self.pages.record.page_size, None
+        each = max(LEAST_ROWS, CELLS // self.heads) // size
+        for first in range(lo, hi, each):
+            found = merged(found, library(self.q, *self._rows(first, min(first + each, hi))))
+        return found
+
+    def over_own(self, lo: int, hi: int, start: int) -> Weighed:
+        """Each query over the rows from entry lo on up to its own; the first one is at position `start`."""
+        t, before = len(self.q), start - lo * self.pages.record.page_size
+        keys, values = (x[: before + t] for x in self._rows(lo, hi))
+        q = torch.nn.functional.pad(self.q, (0, 0, 0, 0, before, 0))  # a square
+        found, weights = library(q, keys, values, causal=True)
+        return found[before:], weights[:, before:]
+
+
+def merged(one: Weighed | None, other: Weighed | None) -> Weighed:
+    """Results over some rows and over others as those over all."""
+    if one is None or other is None:
+        found = one or other
+        assert found is not None
+        return found
+    (a, u), (b, v) = one, other
+    sums = torch.logaddexp(u, v)
+    of_a, of_b = ((x - sums).exp().T.unsqueeze(-1) for x in (u, v))
+    return a * of_a + b * of_b, sums
+
+
+def weights_of(partials: Partials) -> torch.Tensor:
+    """Natural logarithms of the weights of merged partial results: float32 [heads, T]."""
+    top = torch.where(partials.totals > 0, partials.tops, -1e30).amax(-1, keepdim=True)
+    total = torch.where(partials.totals > 0, partials.totals * torch.exp2(partials.tops - top), 0.0).sum(-1)
+    return ((top[..., 0] + total.log2()) * math.log(2.0)).T
+
+
+def attend(
+    ops: Any, pages_of: Callable[..., DevicePages], turned: torch.Tensor, others: torch.Tensor, row: torch.Tensor,
+    parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """See `kernels.attend.attend_latents`. `pages_of`: see `GpuBackend`."""
+    found, matrices = [], (layer, keys, values)
+    for part in parts:
+        rows = slice(part.lo, part.hi)
+        given = turned[rows], others[rows], row[rows]
+        past = 0 if isinstance(part, BoundStretch) else least_pages(part, layer)
+        if isinstance(part, BoundStretch) or not past:
+            alone = part if isinstance(part, BoundStretch) else part._replace(lo=0, hi=part.hi - part.lo)
+            found.append(attend_latents(ops, *given, [alone], *matrices))
+        else:
+            found.append(_attend_many(ops, pages_of, *given, part, *matrices, past))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _attend_many(
+    ops: Any, pages_of: Callable[..., DevicePages], turned: torch.Tensor, others: torch.Tensor, row: torch.Tensor,
+    part: Stretch, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor, past: int,
+) -> torch.Tensor:  # fmt: skip
+    """The rows of one part. What they do not all see wholly is seen by absorbed queries, where it is sealed in part."""
+    kv, start, end = part.kv, part.start, part.start + part.hi - part.lo
+    alone = sees_all(kv, start, end)
+    absorbed = others.new_zeros(*others.shape[:2], kv.record.dim_v) if alone else ops.by_head(others, keys)
+    qkv = torch.cat((torch.cat((turned, absorbed), 2).flatten(1), row), 1)
+    queries = latentrows.prepare(qkv, layer, pages_of(part, layer, None, past))
+    layer.seal(kv, start, end)
+    pages = pages_of(part, layer, None, past)
+    many = Unabsorbed(queries, others, pages, layer, start, keys, values)
+    if alone:
+        before = start // kv.record.page_size
+        return merged(many.over(0, before), many.over_own(before, len(kv.entries), start))[0].flatten(1)
+    partials = latents.attend(queries, pages)
+    near = latentcombine.combine(partials, pages).unflatten(1, (layer.heads, -1))
+    of_near = ops.by_head(near, values), weights_of(partials)
+    return merged(many.over(*pages.lists.past), of_near)[0].flatten(1)
