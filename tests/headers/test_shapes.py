@@ -187,6 +187,23 @@ def test_attention_and_state_in_every_layer() -> None:
     assert layout.state_bytes == 4 * (3 * 544 + 16 * 512) * 4
 
 
+def test_states_of_models_by_their_config() -> None:
+    """Bytes of a sequence: of Qwen3.5 27B, and of Falcon-H1 and Nemotron H in shapes of theirs."""
+    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128}
+    delta |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+    qwen = hf(model_type="qwen3_5_text", num_hidden_layers=64, **delta)
+    assert KVLayout.build(qwen, "f16", "f16").state_bytes == 48 * 4 * (3 * 10240 + 48 * 128 * 128) == 156_893_184
+    mamba = {"mamba_d_state": 128, "mamba_n_groups": 8, "mamba_d_conv": 4}
+    falcon = hf(model_type="falcon_h1", **mamba, mamba_d_ssm=1024, mamba_n_heads=16)
+    assert KVLayout.build(falcon, "f16", "f16").state_bytes == 4 * 4 * (3 * 3072 + 1024 * 128)
+    assert token_bytes(falcon) == 4 * 2 * 2 * 32 * 2
+    heads = {"mamba_num_heads": 16, "mamba_head_dim": 64, "head_dim": 32}
+    nemotron = hf(model_type="nemotron_h", drop="num_hidden_layers", hybrid_override_pattern="M-M*ME", **mamba, **heads)
+    assert nemotron.arch == "nemotron_h_moe" and [nemotron.has_experts(i) for i in range(6)] == [0, 1, 0, 0, 0, 1]
+    assert KVLayout.build(nemotron, "f16", "f16").state_bytes == 3 * 4 * (3 * 3072 + 1024 * 128)
+    assert token_bytes(nemotron) == 2 * 2 * 32 * 2
+
+
 def test_experts_widen_the_workspace() -> None:
     config = gguf("qwen3moe", expert_count=128, expert_used_count=8, expert_feed_forward_length=768)
     assert config.experts and (config.experts.routing.used, config.experts.d_ff, config.d_ff) == (8, 768, 512)
