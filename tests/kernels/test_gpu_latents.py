@@ -93,8 +93,8 @@ def test_steps_are_those_of_the_reference(codec: str, dims: tuple[int, int], hea
 @pytest.mark.parametrize("codec", ("f16", "int8"))
 def test_many_rows_are_not_absorbed(codec: str, monkeypatch: pytest.MonkeyPatch):
     """From the middle of a page on; of a cache in 16 bits what the step stores is seen so, too."""
-    monkeypatch.setattr(latentpast, "LEAST_QUERIES", 8)
-    monkeypatch.setattr(latentpast, "LEAST_ROWS", 16)
+    for name, least in (("LEAST_QUERIES", 8), ("LEAST_ROWS", 16), ("MANY", 8), ("WORTH", 64)):
+        monkeypatch.setattr(latentpast, name, least)
     heads, dims, plain, dim_v = 3, (16, 64), 24, 32
     generator = torch.manual_seed(3)
     matrices = [torch.randn(heads, *shape, generator=generator) / 8 for shape in ((dims[1], plain), (dim_v, dims[1]))]

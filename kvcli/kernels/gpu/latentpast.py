@@ -22,16 +22,19 @@ from kvcli.kernels.gpu.past import LEAST_QUERIES, LEAST_ROWS, STAGED_ROWS, libra
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
 from kvcli.kernels.paged import PagedKV, Stretch
-from kvcli.kernels.reference.rotation import rotate
 
 CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
+MANY = 1024  # queries of a step that is worth it where its own rows are seen so, too
+WORTH = 1 << 22  # queries times rows before them
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
 
 
 def least_pages(part: Stretch, layer: AttentionLayer) -> int:
     """`Asked.past` of a part; 0 = its queries are absorbed."""
-    many = part.hi - part.lo >= LEAST_QUERIES and not layer.softcap and part.shift is None
-    return LEAST_ROWS // part.kv.record.page_size if many else 0
+    n, start = part.hi - part.lo, part.start
+    many = n * start >= WORTH or (n >= MANY and sees_all(part.kv, start, start + n))
+    plain = n >= LEAST_QUERIES and not layer.softcap and part.shift is None
+    return LEAST_ROWS // part.kv.record.page_size if many and plain else 0
 
 
 def sees_all(kv: PagedKV, start: int, end: int) -> bool:
@@ -46,7 +49,7 @@ class Unabsorbed:
     [T, heads, plain], as they were before they were absorbed. `keys`, `values`: see `GpuBackend.place_heads`."""
 
     def __init__(
-        self, queries: Queries, others: torch.Tensor, pages: DevicePages, layer: AttentionLayer, start: int,
+        self, ops: Any, queries: Queries, others: torch.Tensor, pages: DevicePages, layer: AttentionLayer, start: int,
         keys: torch.Tensor, values: torch.Tensor,
     ) -> None:  # fmt: skip
         t, self.pages, self.heads = len(others), pages, layer.heads
@@ -58,8 +61,8 @@ class Unabsorbed:
         limit = LARGEST_HALF.value
         self.q = torch.cat((queries.q[:t, :, : pages.record.dim_k], scaled.clamp_(-limit, limit).half()), 2)
         by_rank = [keys.mT.float(), values.float()]  # [heads, plain or dim_v, rank]
-        if pages.rotated[1]:
-            by_rank = [rotate(x) for x in by_rank]
+        for x in by_rank if pages.rotated[1] else ():
+            ops.rotate_(x)
         self._keys, self._values = (x.half().flatten(0, 1).T for x in by_rank)
 
     def _rows(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +138,7 @@ def _attend_many(
     queries = latentrows.prepare(qkv, layer, pages_of(part, layer, None, past))
     layer.seal(kv, start, end)
     pages = pages_of(part, layer, None, past)
-    many = Unabsorbed(queries, others, pages, layer, start, keys, values)
+    many = Unabsorbed(ops, queries, others, pages, layer, start, keys, values)
     if alone:
         before = start // kv.record.page_size
         return merged(many.over(0, before), many.over_own(before, len(kv.entries), start))[0].flatten(1)

@@ -248,8 +248,6 @@ def _attend_latents(
     """One program a tile of heads, part, and block of positions; see attention.py."""
     parts = tl.num_programs(1)
     share = tl.program_id(1)
-    if not APART:  # what is not seen wholly comes last in the list: these programs begin first
-        share = parts - 1 - share
     ITEM: tl.constexpr = 6 if APART else 4
     item = work + (tl.program_id(2) * parts + share) * ITEM
     kind = tl.load(item)
@@ -315,11 +313,7 @@ def tiling(record: RecordLayout, chip: Chip) -> Tiling:
     stages a program takes 164 KiB of shared memory."""
     if any(each.bits == 32 for each in (record.codec_k, record.codec_v)):
         return Tiling(16, 8, 2, 16)
-    if chip.shared_bytes < MUCH_SHARED:
-        return Tiling(32, 8, 2, 32, 2)
-    # So many stages that a multiprocessor has room for one program: else those of the next layer, which stand ready,
-    # leave two of one layer to some of them.
-    return Tiling(64, 8, 3 if record.codec_v.bits >= 16 else 4, 32, 2)
+    return Tiling(64, 8, 3, 32, 2) if chip.shared_bytes >= MUCH_SHARED else Tiling(32, 8, 2, 32, 2)
 
 
 def attend(

@@ -26,6 +26,7 @@ from kvcli.runtime.model.sealing import fixes_basis
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
+LATENTS_FAR = 1 << 24  # queries times rows before them: un-absorbed (kernels/gpu/latentpast.py) is worth its launches
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 
 
@@ -106,9 +107,12 @@ class StepGraph:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
 
         None where queries are to be noted or choose what they read; where its rows are too many or seal one by one,
-        where its lists are too long, and where what layers give is read.
+        where its lists are too long, where what layers give is read, and where it sees so many latents that it should
+        not be absorbed.
         """
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
+        if self.model.config.latents is not None and len(part.ids) * part.start >= LATENTS_FAR:
+            return None
         if part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or by_row:
             return None
         fixes = any(fixes_basis(layers[0], part.end) for layers in part.groups)
