@@ -113,7 +113,6 @@ class Pair:
 CASES = [
     ("llama", "int4", None, 1),
     ("gemma3", "int8", Rolling(5, 32, PAGE), 1),
-    ("lfm2", "f16", None, 1),
     *(
         pytest.param(*case, marks=COMPILED)
         for case in (
@@ -126,6 +125,7 @@ CASES = [
             ("deepseek2", "int8", None, 1),
             ("gemma3n", "int8", None, 1),
             ("llama4", "int8", Rolling(4, 32, PAGE), 1),
+            ("lfm2", "f16", None, 1),
             ("qwen35", "int8", None, 1),
             ("granitehybrid-dense", "f16", None, 1),
             ("falcon-h1", "int8", None, 1),

@@ -12,7 +12,7 @@ from gpucases import DEVICE
 
 from kvcli.kernels import Carried
 from kvcli.kernels.gpu import mamba, states
-from kvcli.kernels.gpu.legs import lists
+from kvcli.kernels.gpu.legs import BoundLegs, Legs, lists
 from kvcli.kernels.reference import deltanet as reference
 from kvcli.kernels.reference import mamba as mamba_reference
 from kvcli.kernels.reference.shortconv import short_conv
@@ -109,6 +109,37 @@ def test_mamba(shape: tuple[int, int, int, int, int, bool], rows: int, cuts: tup
         found.append([y.cpu() for y in (compute(x.to(where), each, carried), first, kept, state)])
     for a, b in zip(*found, strict=True):
         assert (b - a).abs().max() < 2e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_rows_of_sequences_of_their_own(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """One begins, one goes on in place, one leaves a checkpoint; a row is nobody's. Heads of Mamba-2 without a norm."""
+    monkeypatch.setattr(states, "IN_CHUNKS", 2)
+    monkeypatch.setattr(mamba, "IN_CHUNKS", 2)
+    if kind == "delta":
+        layer, names = delta_layer(*SHAPES[0]), ("conv", "decay", "time_bias", "norm")
+        size = (SHAPES[0][4] - 1) * layer.channels + layer.value_heads * layer.dim_k * layer.dim_v
+        x, compute, plain = projections(layer, 4), states.delta_net, reference.delta_net
+    else:
+        layer, names = replace(mambacases.mamba_layer(*mambacases.SHAPES[0]), norm=None), ("conv", "decay")
+        names = (*names, "conv_bias", "time_bias", "skip")
+        size, x = mambacases.state_size(layer), mambacases.projections(layer, 4)
+        compute, plain = mamba.mamba, mamba_reference.mamba
+    past, there = random(3, size, seed=9), torch.full((5, size), float("nan"), device=DEVICE)
+    there[1:4] = past.to(DEVICE)
+    rows = {0: (None, 0), 1: (1, 1), 3: (2, 4)}  # states before and behind
+    legs = Legs.empty(4, torch.device(DEVICE), apart=True)
+    for row, (source, target) in rows.items():
+        addresses = [0 if i is None else there[i].data_ptr() for i in (source, target)]
+        legs.table[row] = torch.tensor([row, row + 1, *addresses, row, addresses[0], 0])
+    on_device = replace(layer, **{name: getattr(layer, name).to(DEVICE) for name in names})
+    found = compute(x.to(DEVICE), on_device, [BoundLegs(legs)]).cpu()
+    for row, (source, target) in rows.items():
+        left = torch.empty(size)
+        expected = plain(x[row : row + 1], layer, [Carried(0, 1, None if source is None else past[source - 1], left)])
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(there[target].cpu(), left, rtol=1e-4, atol=1e-5)
+    assert torch.equal(there[2].cpu(), past[1]) and torch.equal(there[3].cpu(), past[2])
 
 
 def test_lists_of_legs():
