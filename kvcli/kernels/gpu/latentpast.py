@@ -18,14 +18,15 @@ from kvcli.kernels.attend import AttentionLayer, attend_latents
 from kvcli.kernels.gpu import latentcombine, latentrows, latents
 from kvcli.kernels.gpu.attention import LOG2_E, Partials
 from kvcli.kernels.gpu.pages import BoundStretch, DevicePages
-from kvcli.kernels.gpu.past import LEAST_QUERIES, LEAST_ROWS, STAGED_ROWS, library, stage
+from kvcli.kernels.gpu.past import LEAST_ROWS, STAGED_ROWS, library, stage
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
 from kvcli.kernels.paged import PagedKV, Stretch
 
 CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
 MANY = 1024  # queries of a step that is worth it where its own rows are seen so, too
-WORTH = 1 << 22  # queries times rows before them
+LEAST_QUERIES = 512
+WORTH = 1 << 23  # queries times rows before them
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
 
 
