@@ -97,8 +97,8 @@ def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: py
 
     def fill(record: Worth) -> None:
         record.models = {
-            "k": ModelWorth("A model", "f16 on cpu", 7, 9000, 50, Uses(3, 4000, 61.5)),
-            "j": ModelWorth("Another", "int4 on cpu", 1, 100),
+            "k": ModelWorth("A model", "f16 on cpu", 7, 9000, 50, Uses(3, 4000, 61.5), marks={"system": 2, "even": 1}),
+            "j": ModelWorth("Another", "int4 on cpu", 1, 100, marks={"system": 1}),
         }
         record.files = {
             key_of(files_in(tmp_path)[0]): FileWorth(Uses(2, 3000, 50.0), 30.0),
@@ -127,6 +127,8 @@ def test_statistics(root: Path, kv_here: KvHere, tmp_path: Path, monkeypatch: py
     assert "8 look-ups, 3 hits on disk, 4,000 tokens not computed again, 61.5 s saved" in head
     assert table[1][-5:] == ["9,000", "4,000", "50", "61.5", "s"]
     assert "files that are gone: 1 hit, 11.5 s saved" in out
+    assert value["models"][0]["marks"] == {"system": 2, "even": 1}
+    assert "prompts went on from: the system message (3), an even place (1)\n" in out
     code, out, err = kv_here("cache", "stats")
     assert (code, out) == (0, "") and "no prompt was looked for" in err
 

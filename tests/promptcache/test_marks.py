@@ -28,6 +28,7 @@ from kvcli.runtime.promptcache.marks import (
     behind,
     behind_text,
     evenly,
+    nearest,
     of_segments,
     pages_of,
     settled,
@@ -245,3 +246,10 @@ def test_places_of_texts_in_tokens() -> None:
     assert of_segments(text, ids, segments, True) == [Mark(7, SYSTEM)]
     many = [("ab", False), ("cd", True)] * 8
     assert [m.at for m in of_segments(text, text.encode_segments(many, True), many, False)] == [3, 9, 11, 13, 15]
+
+
+def test_a_prompt_goes_on_from_the_nearest_mark() -> None:
+    """Within a page: those of other prompts may lie a little before, or behind."""
+    marks = [Mark(100, SYSTEM), Mark(150, USER, "mine")]
+    found = [nearest(marks, have, 64) for have in (0, 30, 37, 96, 124, 126, 213, 214)]
+    assert found == ["", "", SYSTEM, SYSTEM, SYSTEM, USER, USER, ""] and nearest([], 100, 64) == ""

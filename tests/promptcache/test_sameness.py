@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reusecases import NOWHERE, ask, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
+from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.promptcache import enginecaches, store
@@ -132,7 +133,7 @@ def _opened(options: CacheOptions) -> Engine:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(("none", "sink", "window", "shift")),
+            st.sampled_from(("none", "sink", "window", "shift", "keydiff", "snapkv", "h2o")),
             st.sampled_from((192, 320)),
             st.sampled_from((16, 32)),
             st.sampled_from(("f16", "int8")),
@@ -149,17 +150,22 @@ def test_any_order_of_settings(runs: list[tuple[str, int, int, str, str, int]]) 
     with tempfile.TemporaryDirectory() as name:
         root, longest = Path(name), dict[tuple[str, int, str], int]()
         for number, (policy, ctx, page, k, card, n) in enumerate(runs):
-            evict = EvictOptions(policy) if policy == "none" else EvictOptions(policy, window=64)
+            scored = policy in eviction.scoring()
+            how = {} if policy == "none" else {"budget": "100"} if scored else {"window": 64}
+            evict = EvictOptions(policy, **how)  # type: ignore[arg-type]
             engine, prompt = _opened(CacheOptions(ctx, k, k, page, ubatch=32, evict=evict)), [*PROMPT[:n], 7, 8]
             with mock.patch.object(enginecaches, "computed_on", lambda _, on=card: on) if card else nullcontext():
                 found = ask(engine, prompt, store_in(root, converts=False))
             assert found.ids == ask(engine, prompt, NOWHERE).ids
             whole = engine.retention.whole if engine.retention else 1 << 20
+            if scored:
+                with closing(engine.new_sequence()) as seq:
+                    whole = seq.reusable(len(prompt))
             common = min(longest.get((k, page, card), 0), n, whole) // page * page
             assert found.usage.cache_read_tokens >= common - page
             if not any(each[2:5] == (page, k, card) for each in runs[:number]):
                 assert found.usage.cache_read_tokens == 0, "rows of other devices are none of this one's"
-            if n + 2 <= whole:
+            if scored or n + 2 <= whole:
                 longest[k, page, card] = max(longest.get((k, page, card), 0), n)
         rows: dict[tuple[str | int, ...], int] = {}
         for path in files_in(root):

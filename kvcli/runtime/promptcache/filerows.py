@@ -39,6 +39,7 @@ class FileRows:
     def named(self, user: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         """Rows of the file that the user named, converted where it has a larger cache type. Raises CacheFileError where
         it cannot be used and that is strict."""
+        layout = self.engine.pool.layout
         try:
             with user.open(self.engine.identity()) as file:
                 if user.converts:
@@ -46,9 +47,9 @@ class FileRows:
                 else:
                     agrees = common_length(file.contents.tokens, wanted)
                     agrees = min(agrees, same_rows(file.contents.identity, self.engine.identity()))
-                    found = Found.in_file(file, agrees, self.engine.pool.layout.page_size)
+                    found = Found.in_file(file, agrees, layout.page_size)
                     length = self._load(found, seq, wanted, reuse.tokens, ledger.trail)
-                    ledger.also.append((self.engine.pool.layout, found.valid))
+                    ledger.also.append((layout, found.valid))
                     if length > reuse.tokens and (other := self._made_otherwise(file)):
                         seq.foreign = length
                         self.tell.notice(f"{file.path} was computed {other}; answers may differ in the last bits")
@@ -67,8 +68,9 @@ class FileRows:
         if seq.selector and not wanted:
             return self.missed(reuse, missed.looks_back(seq.selector.selection.policy))
         name, held = str(user.path), user.tokens
-        why = missed.diverges(name, common_length(held, wanted), held, wanted, self.engine.text_of)
-        if common_length(held, wanted) < min(len(held), len(wanted)):
+        shared = common_length(held, wanted)
+        why = missed.diverges(name, shared, held, wanted, self.engine.text_of, reuse.tokens + layout.page_size)
+        if shared < min(len(held), len(wanted)):
             why += "; it is left as it is"
         return self.missed(reuse, why)
 
@@ -111,7 +113,7 @@ class FileRows:
         )
         return length
 
-    def larger(self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
+    def _larger(self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
         """What the store has of the rows `wanted` of a prompt in a larger cache type, where that is more: it is
         converted, and nothing of it gets into the store."""
         store = self.keeper.store
@@ -138,8 +140,20 @@ class FileRows:
                 return Reuse(length, length, choice=choice, how=f"converted from {named(source)}")
         return reuse
 
-    def stored(self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
-        """What the store has of the rows `wanted` of a prompt; files that turn out to be damaged are removed."""
+    def of_store(
+        self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger
+    ) -> Reuse:
+        """What the store has of the rows `wanted` of a prompt, in this run's cache type or in a larger one."""
+        own, why = self._stored(seq, prompt, wanted, reuse, ledger)
+        # the rows of a saved chat are to be stored, so it computes its own
+        found = own if self.keeper.options.chat else self._larger(seq, prompt, wanted, own, ledger)
+        return self.missed(found, why) if found.tokens == own.tokens else found
+
+    def _stored(
+        self, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger
+    ) -> tuple[Reuse, str]:
+        """What it has in this run's cache type, and why that is no more, where that was not told; files that turn out
+        to be damaged are removed."""
         store = self.keeper.store
         assert store is not None
         while True:
@@ -147,25 +161,27 @@ class FileRows:
             try:
                 length, choice = self._choose(found, wanted, reuse.tokens)
                 if choice is not None and not choice.reads:
-                    return self.missed(replace(reuse, choice=choice), missed.slower(length, choice))
+                    return self.missed(replace(reuse, choice=choice), missed.slower(length, choice)), ""
                 began = time.perf_counter()
                 length = self._load(found, seq, wanted, reuse.tokens)
                 if length > reuse.tokens:
                     ledger.reading = self._read(found, length, self.engine.pool.layout, time.perf_counter() - began)
-                    return Reuse(length, length, choice=choice)
+                    return Reuse(length, length, choice=choice), ""
             except CacheFileError as error:  # found out while its pages were read
                 self.tell.warn(discard(Path(error.path), error) if error.path else error.message)
                 if not error.path or os.path.lexists(error.path):
-                    return replace(reuse, reason=error.message)
+                    return replace(reuse, reason=error.message), ""
                 continue
             except DoesNotFit:
-                return self.missed(reuse, missed.NO_ROOM)
+                return self.missed(reuse, missed.NO_ROOM), ""
             finally:
                 found.close()
                 ledger.found(found.kept)
+            if seq.selector and len(wanted) < store.page_size <= found.closest:
+                return reuse, missed.looks_back(seq.selector.selection.policy)
             if not reuse.tokens or found.closest - reuse.tokens >= store.page_size:
-                return self.missed(reuse, missed.reason(store, found, prompt, self.engine.text_of))
-            return reuse
+                return reuse, missed.reason(store, found, prompt, self.engine.text_of)
+            return reuse, ""
 
     def _choose(self, found: Found, wanted: list[int], have: int) -> tuple[int, Choice | None]:
         """How many rows the store has of a prompt, and what reading them would take and computing them; None where

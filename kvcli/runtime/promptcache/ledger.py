@@ -29,6 +29,7 @@ from kvcli.runtime.promptcache.marks import (
     Mark,
     affordable,
     evenly,
+    nearest,
     pages_of,
     settled,
 )
@@ -171,7 +172,8 @@ class PromptLedger(Ledger):
         if self.counts and keeper.lookups is not None:
             compute_s = seconds - self.looked_s if self.alone else None
             reuse, elsewhere = self.reuse, 0 if self.reading else self.reuse.disk
-            found = reuse.tokens, self.reading, compute_s, reuse.choice, elsewhere
+            mark = nearest(self.marks, reuse.tokens, self._layout.page_size)
+            found = reuse.tokens, self.reading, compute_s, reuse.choice, elsewhere, mark
             keeper.lookups.looked_up(self.trail.end, *found)
         if self._stores(seq, seq.length):
             self.to_store(seq, seconds)

@@ -78,14 +78,9 @@ class PromptCaches:
         reuse = self._from_memory(seq, wanted)
         if file is not None and (not file.asked or file.has_more(wanted, reuse.tokens + self._page_size)):
             reuse = self.files.named(file, seq, wanted, reuse, ledger)
-        if len(wanted) < self._page_size <= self.find(seq, prompt[:-1]):
-            assert seq.selector is not None
-            reuse = self.files.missed(reuse, missed.looks_back(seq.selector.selection.policy))
-        elif self.options.store is not None and len(prompt) >= self.options.stored_from:
-            ledger.counts = True
-            reuse = self.files.stored(seq, prompt, wanted, reuse, ledger)
-            if not self.options.chat:  # the rows of a saved chat are to be stored
-                reuse = self.files.larger(seq, prompt, wanted, reuse, ledger)
+        if self.options.store is not None and len(prompt) >= self.options.stored_from:
+            ledger.counts = not seq.selector or len(wanted) > 0  # else nothing could have been found
+            reuse = self.files.of_store(seq, prompt, wanted, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began
         ledger.mark(marks, self.tree.common(wanted))
         if seq.states:

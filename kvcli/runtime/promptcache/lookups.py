@@ -89,10 +89,12 @@ class Lookups:
         compute_s: float | None,
         choice: Choice | None = None,
         elsewhere: int = 0,
+        mark: str = "",
     ) -> None:
         """A prompt of `n_tokens` was looked for. `reused` of its rows were there, and the others took `compute_s`;
         None = that is not known. `choice`: what was predicted of stored rows. `elsewhere`: how many rows were neither
-        in memory nor read from the store, but come from a named file."""
+        in memory nor read from the store, but come from a named file. `mark`: the kind of the one that the prompt goes
+        on from, "" = none."""
         now = time.time()
 
         def tell(record: Worth) -> None:
@@ -100,6 +102,8 @@ class Lookups:
             model.title, model.settings, model.used_at = self.title, self.settings, now
             model.lookups += 1
             model.prompt_tokens += n_tokens
+            if mark:
+                model.marks[mark] = model.marks.get(mark, 0) + 1
             if compute_s is not None:
                 model.prefill.learn(reused, n_tokens, compute_s)
             if choice is not None and not choice.reads:

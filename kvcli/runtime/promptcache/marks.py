@@ -110,6 +110,13 @@ def affordable(layout: KVLayout, marks: Sequence[Mark], max_bytes: int, even_byt
     return sorted(kept, key=lambda mark: mark.at)
 
 
+def nearest(marks: Iterable[Mark], have: int, page_size: int) -> str:
+    """The kind of the mark that a prompt goes on from whose first `have` rows are there: the nearest one, within a page
+    of it; "" = from none."""
+    near = [mark for mark in marks if have and abs(mark.at - have) < page_size]
+    return min(near, key=lambda mark: abs(mark.at - have)).kind if near else ""
+
+
 def behind(text: Text, ids: list[int], start: int, part: str, ends: Iterable[int]) -> list[int | None]:
     """How many ids stand for no more than part[:end], of each end: `part` is some text that the tokens from `start` on
     spell. None where they do not spell it letter by letter."""

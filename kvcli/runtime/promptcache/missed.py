@@ -38,8 +38,12 @@ def slower(tokens: int, choice: Choice) -> str:
     return f"{tokens:,} tokens are stored, and computed again: that is predicted to take {compute}, {how} them {read}"
 
 
-def diverges(name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str]) -> str:
-    """Where a stored prompt and this one part."""
+def diverges(
+    name: str, shared: int, held: list[int], wanted: list[int], text_of: Callable[[list[int]], str], least: int
+) -> str:
+    """Where a stored prompt and this one part; `least`: tokens in common that would be of use."""
+    if shared == len(wanted) and shared >= least:
+        return f"{name} shares {shared:,} tokens with this prompt, but not what is needed to go on from there"
     if shared == len(wanted) or shared == len(held):
         return f"{name} shares {shared:,} tokens with this prompt, too few to be of use"
     parted = f"{text_of([held[shared]])!r}, here {text_of([wanted[shared]])!r}"

@@ -71,6 +71,7 @@ class ModelWorth:
     convert_bytes: float = 0.0  # of pages of larger types, which were converted as they were read
     convert_s: float = 0.0
     used_at: float = 0.0
+    marks: dict[str, int] = field(default_factory=dict)  # prompts that went on from a mark, by its kind
 
     def was_read(self, nbytes: int, seconds: float, converts: bool = False) -> None:
         """Pages of so many bytes took so long to read, or to convert."""
@@ -170,7 +171,7 @@ def _file(value: dict[str, Any]) -> FileWorth:
 def _model(value: dict[str, Any]) -> ModelWorth:
     found = replace(ModelWorth(**value), disk=_uses(value["disk"]), prefill=PrefillSpeed.of(value["prefill"]))
     counts = found.lookups, found.prompt_tokens, found.memory_tokens, found.used_at
-    numbers = *counts, found.read_bytes, found.read_s, found.convert_bytes, found.convert_s
+    numbers = *counts, *found.marks.values(), found.read_bytes, found.read_s, found.convert_bytes, found.convert_s
     if not all(isinstance(number, (int, float)) and 0 <= number < float("inf") for number in numbers):
         raise ValueError("not a count")
     return found
@@ -223,7 +224,7 @@ def begin_anew(record: Worth) -> None:
     record.since, record.gone = time.time(), Uses()
     for model in record.models.values():
         model.lookups = model.prompt_tokens = model.memory_tokens = 0
-        model.disk = Uses()
+        model.disk, model.marks = Uses(), {}
     for file in record.files.values():
         file.uses = Uses()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
@@ -14,13 +15,21 @@ from kvcli.cli.commands.cache.arguments import nothing_in
 from kvcli.cli.flags.promptcache import CacheDir, store_folder
 from kvcli.cli.invocation import JsonFlag
 from kvcli.errors import OutputError
-from kvcli.runtime.promptcache import worth
+from kvcli.runtime.promptcache import marks, worth
 from kvcli.runtime.promptcache.worth import ModelWorth, Uses, Worth
 from kvcli.words import counted, human_bytes, human_seconds, human_time
 
 MODEL_HEADERS = ("model", "cache", "look-ups", "hits", "prompt tokens", "from disk", "from memory", "saved")
 PROMPT_HEADERS = ("id", "hits", "tokens", "saved", "to compute", "size", "used", "prompt")
 MOST = 10  # prompts that are listed
+WORDS_OF_MARKS = {
+    marks.USER: "behind --cache-mark",
+    marks.SYSTEM: "the system message",
+    marks.SHARED: "where others parted",
+    marks.FILE: "the end of a file",
+    marks.TURN: "a turn",
+    marks.EVEN: "an even place",
+}
 
 
 def stats(
@@ -91,6 +100,8 @@ def _show(
     render.write_out(f"{told} {counted(len(files), 'file')}, {size}\n\n")
     right = range(2, len(MODEL_HEADERS))
     render.print_table(MODEL_HEADERS, [_model_row(model) for model in models if model.lookups], ctx.obj, right)
+    if begun := _marks(models):
+        render.write_out(f"prompts went on from: {begun}\n")
     if of_use:
         render.write_out("\n")
         rows = [_prompt_row(file) for file in of_use[:MOST]]
@@ -100,6 +111,14 @@ def _show(
         render.write_out(f"and {len(of_use) - MOST:,} more, which --json lists\n")
     if gone.hits:
         render.write_out(f"files that are gone: {counted(gone.hits, 'hit')}, {human_seconds(gone.saved_s)} saved\n")
+
+
+def _marks(models: list[ModelWorth]) -> str:
+    """From which kinds of marks prompts went on, and how often; "" = from none."""
+    counts = Counter[str]()
+    for model in models:
+        counts.update(model.marks)
+    return ", ".join(f"{WORDS_OF_MARKS.get(kind, kind)} ({count:,})" for kind, count in counts.most_common())
 
 
 def _model_row(model: ModelWorth) -> list[str]:
@@ -125,6 +144,7 @@ def _model_object(model: ModelWorth) -> dict[str, Any]:
         "lookups": model.lookups,
         "prompt_tokens": model.prompt_tokens,
         "memory_tokens": model.memory_tokens,
+        "marks": model.marks,
         **_uses_object(model.disk),
     }
 
