@@ -1,9 +1,11 @@
 """Load on `kv serve`: tokens a second and time to the first token, for some numbers of clients at a time.
 
-python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [-- OPTIONS]
+python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--verify] [-- OPTIONS]
 
 OPTIONS are those of kv serve. Every client asks one question after the other, each about another text; the beginning of
-all is the same system message.
+all is the same system message. Before each measurement all clients ask once for nothing. "in all": tokens over all the
+time, prompts included; "decoding": between the first and the last token, the median of the answers times the clients.
+--verify asks everything again, one question at a time, and counts the answers that differ.
 """
 
 from __future__ import annotations
@@ -17,50 +19,71 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 WORDS = (Path(__file__).resolve().parent.parent / "docs" / "architecture.md").read_text("utf-8").split()
 
 
-def ask(port: int, number: int, prompt: int, tokens: int) -> tuple[float, float, int]:
-    """One streamed answer: seconds to its first token, seconds in all, tokens."""
+@dataclass(frozen=True)
+class Answered:
+    """One streamed answer: seconds to its first token, seconds in all, tokens, text."""
+
+    first_s: float
+    whole_s: float
+    tokens: int
+    text: str
+
+    @property
+    def decode_tps(self) -> float:
+        return (self.tokens - 1) / max(1e-9, self.whole_s - self.first_s)
+
+
+def ask(port: int, number: int, prompt: int, tokens: int) -> Answered:
+    """The answer to question `number`."""
     start = number * 37 % (len(WORDS) - prompt)
     messages = [
         {"role": "system", "content": "You answer questions about the text that follows, in a few words."},
         {"role": "user", "content": f"{number}: {' '.join(WORDS[start : start + prompt // 2])}"},
     ]
     asked = {"messages": messages, "stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    began, first, last = time.perf_counter(), 0.0, ""
+    began, first, chunks = time.perf_counter(), 0.0, list[str]()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/chat/completions", json.dumps(asked | {"stream_options": {"include_usage": True}}))
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             first = first or time.perf_counter() - began
-            last = line.decode()
-    found = json.loads(last.removeprefix("data: "))
-    return first, time.perf_counter() - began, found["usage"]["completion_tokens"]
+            chunks.append(line.decode().removeprefix("data: "))
+    took, found = time.perf_counter() - began, [json.loads(each) for each in chunks]
+    text = "".join(choice["delta"].get("content") or "" for each in found for choice in each["choices"])
+    return Answered(first, took, found[-1]["usage"]["completion_tokens"], text)
 
 
-def load(port: int, clients: int, rounds: int, prompt: int, tokens: int, base: int) -> str:
-    """A row of the table."""
-    firsts: list[float] = []
-    made = [0] * clients
+def load(port: int, clients: int, rounds: int, prompt: int, tokens: int, base: int) -> dict[int, Answered]:
+    """The answers to the questions from `base` on, by number."""
+    found: dict[int, Answered] = {}
 
     def client(number: int) -> None:
-        for each in range(rounds):
-            first, _, count = ask(port, base + number * rounds + each, prompt, tokens)
-            firsts.append(first)
-            made[number] += count
+        for each in range(base + number * rounds, base + (number + 1) * rounds):
+            found[each] = ask(port, each, prompt, tokens)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
-    began = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - began
-    late = sorted(firsts)[min(len(firsts) - 1, int(0.95 * len(firsts)))]
-    return f"| {clients} | {sum(made) / took:,.1f} | {statistics.median(firsts):.2f} | {late:.2f} |"
+    return found
+
+
+def row(clients: int, found: list[Answered], took: float, again: list[Answered]) -> str:
+    """A row of the table. `again`: the same answers, written alone; [] = they were not."""
+    firsts = sorted(each.first_s for each in found)
+    late = firsts[min(len(firsts) - 1, int(0.95 * len(firsts)))]
+    decode = clients * statistics.median(each.decode_tps for each in found)
+    differ = sum(one.text != other.text for one, other in zip(found, again, strict=False))
+    verified = f"{differ} of {len(again)}" if again else "-"
+    rates = f"{sum(each.tokens for each in found) / took:,.1f} | {decode:,.1f}"
+    return f"| {clients} | {rates} | {statistics.median(firsts):.2f} | {late:.2f} | {verified} |"
 
 
 def main() -> None:
@@ -70,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=200, help="about so many tokens")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--verify", action="store_true")
     own, options = sys.argv[1:], list[str]()
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
@@ -84,10 +108,15 @@ def main() -> None:
             if not line:
                 sys.exit("the server did not start")
         port = int(address[1])
-        ask(port, 9999, flags.prompt, flags.tokens)
-        print("| clients | tok/s | TTFT p50, s | p95, s |\n|---:|---:|---:|---:|")
+        print("| clients | tok/s in all | decoding | TTFT p50, s | p95, s | differ |\n|---:|---:|---:|---:|---:|---:|")
         for number, clients in enumerate(map(int, flags.clients.split(","))):
-            print(load(port, clients, flags.rounds, flags.prompt, flags.tokens, 1000 * number), flush=True)
+            how, base = (flags.prompt, flags.tokens), 10_000 * number
+            load(port, clients, 1, flags.prompt, 8, base + 5000)
+            began = time.perf_counter()
+            found = load(port, clients, flags.rounds, *how, base)
+            took = time.perf_counter() - began
+            again = [ask(port, each, *how) for each in found] if flags.verify else []
+            print(row(clients, list(found.values()), took, again), flush=True)
     finally:
         server.terminate()
         server.wait()

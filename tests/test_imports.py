@@ -24,6 +24,7 @@ kvcli.keepalive.pressure
 kvcli.__main__
 kvcli.cli
 kvcli.serve
+kvcli.peers
 kvcli.api
 kvcli.runtime.evaluate
 kvcli.runtime.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 
@@ -44,6 +45,17 @@ def block_format(quantize: str | None) -> str:
     from kvcli.runtime.formats.packing import named
 
     return named(quantize) if quantize is not None else ""
+
+
+def parse_tokens(text: str, flag: str, more: str = "") -> int:
+    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
+    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if tokens > MAX_CONTEXT or len(match[1]) > 12:
+        raise UsageError(f"{flag} must be at most {MAX_CONTEXT:,}, not '{text}'")
+    return tokens
 
 
 def lora_option(text: str) -> LoraOption:

@@ -75,7 +75,9 @@ class Reader:
             if value is not None:
                 raise UsageError(f"{name} takes no value: {word}", f"see {self.path} --help")
             return [ours]
-        if value is None:
+        if value is None and (choices := _optional(self.options[ours])):
+            value = rest.pop(0) if rest and rest[0] in choices else choices[0]
+        elif value is None:
             value = self._next(self.options[ours], name, rest)
         return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
 
@@ -136,6 +138,13 @@ class Reader:
         elif not word.startswith("--") and _takes_text(self.params):
             hint += f'; for a text that begins with -: {self.path} -- "-..."'
         return UsageError(f"no such option: {name if '=' in word else word}", hint)
+
+
+def _optional(param: Any) -> list[str]:
+    """The words that an option may have as its value, which is the first where none of them follows; [] = it needs a
+    value."""
+    metavar = str(param.metavar or "")
+    return metavar.strip("[]").split("|") if metavar.startswith("[") and param.param_type_name == "option" else []
 
 
 def _takes_value(param: Any) -> bool:

@@ -37,15 +37,15 @@ _NOTES = {
     "-nkvo --no-kv-offload -kvo --kv-offload": "has no counterpart: the cache is where the model is, see --device",
     "--no-mmap --mmap --mlock": _SAME + "on a CPU weights are mapped from the file, on a GPU they are copied",
     "-mg --main-gpu -dev": "is --device cuda:N here",
-    "-sm --split-mode -ts --tensor-split -tp --tensor-parallel-size --pipeline-parallel-size": (
-        "has no counterpart: kv uses one GPU, see --device"
-    ),
+    "-sm --split-mode -ts --tensor-split": "has no counterpart: kv uses one GPU, see --device",
+    "-tp --tensor-parallel-size": "is --tp here, of kv run and kv serve with --engine vllm",
+    "-pp --pipeline-parallel-size": "is --pp here, of kv run and kv serve with --engine vllm",
     "-b --batch-size": "is --ubatch-size here: the tokens of one prefill step",
     "-tb --threads-batch": _SAME + "--threads counts for prompts and answers",
     "--num-gpu-blocks-override --max-num-seqs --swap-space": (
         "is not needed: pages are taken as a sequence grows, see --ctx-size and --vram-limit"
     ),
-    "--cpu-offload-gb": "has no counterpart: a model that does not fit into the GPU runs with --device cpu",
+    "--cpu-offload-gb": "is --cpu-offload SIZE here, of --engine vllm; kv itself runs a model on --device cpu",
     "--enforce-eager": "is --exact here, where the arithmetic is meant; graphs are always used",
     "--dtype --quantization": "is not needed: weights are used as the file stores them, see --cache-type for the cache",
     "--trust-remote-code": _SAME + "code in a model's repository is never run",

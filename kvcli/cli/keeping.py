@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.keepalive import here, places, wanted, wire
 from kvcli.options import LoadOptions
 from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.host.processmemory import held_bytes
 
 if TYPE_CHECKING:
     import _socket
@@ -111,6 +114,8 @@ def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
             return json.loads(wire.receive(conn)[1]), conn
         except (ConnectionRefusedError, FileNotFoundError):
             return None  # nobody is there
+        except TimeoutError:
+            return None
         except (OSError, ValueError, wire.Closed):  # it may be about to leave
             continue
     return None
@@ -123,14 +128,24 @@ def processes() -> list[tuple[str, dict[str, Any]]]:
         if asked := ask(name, wire.STATUS):
             found.append((name, asked[0]))
             asked[1].close()
+        elif about := _silent(name):
+            found.append((name, about))
     return found
+
+
+def _silent(name: str) -> dict[str, Any] | None:
+    """What the process of that socket is, which does not answer: somebody has stopped it; None = there is none."""
+    with suppress(OSError, ValueError):
+        about: dict[str, Any] = json.loads(places.owner(name))
+        return about | {"state": places.SILENT, "memory_bytes": held_bytes(about["pid"])}
+    return None
 
 
 def stop(name: str) -> dict[str, Any] | None:
     """Ask the process of that socket to leave, and wait until it has, unless it is answering; what it was."""
     asked = ask(name, wire.STOP)
     if asked is None:
-        return None
+        return _end(name)
     found, conn = asked
     with suppress(OSError, wire.Closed):
         if not found["commands"]:
@@ -139,9 +154,21 @@ def stop(name: str) -> dict[str, Any] | None:
     return found
 
 
+def _end(name: str) -> dict[str, Any] | None:
+    """Let a process go on that does not answer, and leave; what it was."""
+    about, until = _silent(name), time.monotonic() + ANSWER_S
+    if about is not None:
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            with suppress(ProcessLookupError):
+                os.kill(about["pid"], number)
+        while places.owner(name) and time.monotonic() < until:
+            time.sleep(0.05)
+    return about
+
+
 def make_room(missing: int) -> bool:
     """Ask all that are idle to leave, where they hold so many bytes at least; whether there was one."""
-    idle = [(name, about) for name, about in processes() if not about["commands"]]
+    idle = [(n, about) for n, about in processes() if not about["commands"] and about.get("state") == places.READY]
     if sum(about["memory_bytes"] for _, about in idle) < missing:
         return False
     stopped = [stop(name) for name, _ in idle]

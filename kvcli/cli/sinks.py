@@ -12,6 +12,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.render import DIM, RESET, Progress, use_color
 from kvcli.cli.report import Result, logprobs_object, result_object, sampling_object
 from kvcli.cli.streams import OutputFile, TextOut, is_terminal, neutralise, say, write_err
+from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.wrapping import Wrapper, columns
 from kvcli.errors import OutputError
 from kvcli.runtime.engine.events import End, Prefill, Token
@@ -99,10 +100,15 @@ class TextSink:
             self.out.write(event.text)
 
     def end(self, result: Result) -> None:
+        self.finish(result.end, result.calls)
+
+    def finish(self, end: End | None, calls: ToolCalls | None) -> None:
+        """No more comes. `end`: what was held back, None = nothing."""
         self.progress.close()
-        self._write(result.end)
+        if end is not None:
+            self._write(end)
         self.thoughts.end()
-        if lines := result.calls.lines if result.calls else "":
+        if lines := calls.lines if calls else "":
             if not self.out.empty:
                 self.out.end_line()
             self.out.write(lines)

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,11 @@ import kvcli
 from kvcli import environment, startup
 from kvcli.errors import KVError
 from kvcli.keepalive import here, likeness, places, pressure, wire
+from kvcli.keepalive.door import STALL_S, Door
 from kvcli.keepalive.request import HIGH, Request, become, moved, open_streams
 from kvcli.keepalive.wanted import FOREVER, Wanted, key
 from kvcli.options import LoadOptions
+from kvcli.runtime.host.processmemory import held_bytes
 
 if TYPE_CHECKING:
     import _socket
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.loaded import LoadedModel
 
 LOOK_S = 2.0  # between looks at whether there is a reason to leave
-STALL_S = 2.0  # until a caller must have said what it wants
 
 
 def main() -> None:
@@ -47,13 +49,35 @@ def main() -> None:
     _allow_descriptors()
     environment.prepare()
     startup.take_process()
-    host = Host(wanted, _load(wanted), lock)
+    door = Door(f"{places.kind()}-{wanted.key}{places.SOCKET}")
+    os.pwrite(
+        lock, json.dumps(_about(wanted, os.getpid(), places.STARTING)).encode(), 0
+    )  # for those it does not answer
+    door.attend(partial(_about, wanted, os.getpid(), places.STARTING), lock)
+    host = Host(wanted, _load(wanted), lock, door)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: host.leave())
     host.warm_up()
     host.listen()
     host.serve()
     os._exit(0)  # in a hurry: whoever waits for the end waits for the memory
+
+
+def _about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
+    """What `kv ps` shows of process `pid` before it was asked anything."""
+    return {
+        "model": wanted.load.model,
+        "path": str(wanted.path),
+        "pid": pid,
+        "state": state,
+        "device": "cpu",
+        "memory_bytes": held_bytes(pid),
+        "commands": 0,
+        "answered": 0,
+        "keep_alive_s": None if wanted.keep_s == FOREVER else wanted.keep_s,
+        "left_s": None,
+        "version": kvcli.__version__,
+    }
 
 
 def _allow_descriptors() -> None:
@@ -101,8 +125,8 @@ class Running:
 class Host:
     """The model, and the commands that are done with it."""
 
-    def __init__(self, wanted: Wanted, loaded: LoadedModel, lock: int) -> None:
-        self.wanted, self.loaded, self.lock = wanted, loaded, lock
+    def __init__(self, wanted: Wanted, loaded: LoadedModel, lock: int, door: Door) -> None:
+        self.wanted, self.loaded, self.lock, self.door = wanted, loaded, lock, door
         self.files = [*loaded.file.paths] + [Path(x.path) for x in wanted.load.lora]
         self.stamps: list[tuple[int, int, int]] = []
         self.keep_s, self.used_at = wanted.keep_s, time.monotonic()
@@ -112,7 +136,7 @@ class Host:
         self.listener: socket.socket | None = None
         self.name = f"{places.kind()}-{wanted.key}{places.SOCKET}"
         self.streams = sys.stdout.encoding, sys.stdout.errors or "strict"
-        self.kept_open = _open() - {0, 1, 2, lock}
+        self.kept_open = _open() - {0, 1, 2, lock} - door.numbers
 
     # ---- before the first command
 
@@ -149,18 +173,8 @@ class Host:
 
     def listen(self) -> None:
         """From here on commands are taken."""
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path, place = places.reached(self.name)
-        fresh = f"{path.removesuffix(places.SOCKET)}.new"
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(fresh)
-            self.listener.bind(fresh)
-            self.listener.listen(128)
-            os.replace(fresh, path)  # one that was killed may have left it; the lock says that it is nobody's
-        finally:
-            os.close(place)
-        self.socket_stat = os.stat(f"{places.folder()}/{self.name}")
+        self.door.take_over()
+        self.listener = self.door.listener
 
     # ---- commands
 
@@ -207,7 +221,7 @@ class Host:
             there = os.stat(f"{places.folder()}/{self.name}")
         except OSError:
             return True
-        return there.st_ino != self.socket_stat.st_ino or (not self.running and pressure.is_high())
+        return there.st_ino != self.door.status.st_ino or (not self.running and pressure.is_high())
 
     def _changed(self) -> bool:
         """Whether the model's files are others, or those of kv itself are newer than what this process runs."""
@@ -221,17 +235,14 @@ class Host:
     def leave(self) -> None:
         """Take no more commands."""
         if self.listener is not None:
-            with suppress(OSError):
-                path = f"{places.folder()}/{self.name}"
-                if os.stat(path).st_ino == self.socket_stat.st_ino:
-                    os.unlink(path)
+            self.door.remove()
             self.listener.close()
             self.listener = None
 
     def _accept(self) -> None:
         assert self.listener is not None
         conn, _ = self.listener.accept()
-        pid, uid, _ = _peer(conn)
+        pid, uid, _ = wire.peer(conn)
         if uid != os.getuid():
             conn.close()
             return
@@ -265,7 +276,7 @@ class Host:
         """A command that another process was asked for: the first descriptor is the connection to its caller."""
         request, caller = Request.of(body, fds[1:]), socket.socket(fileno=fds[0])
         try:
-            self._run(caller, _peer(caller)[0], request)
+            self._run(caller, wire.peer(caller)[0], request)
         except OSError:
             caller.detach()  # all of `fds` are still open
             raise
@@ -332,17 +343,13 @@ class Host:
     def as_object(self) -> dict[str, object]:
         """What `kv ps` shows."""
         left = self._left()
-        return {
-            "model": self.wanted.load.model,
-            "path": str(self.wanted.path),
-            "pid": os.getpid(),
+        found = _about(self.wanted, os.getpid(), places.READY)
+        return found | {
             "device": str(self.loaded.device),
-            "memory_bytes": pressure.held_bytes(),
             "commands": len(self.running),
             "answered": self.answered,
             "keep_alive_s": None if self.keep_s == FOREVER else self.keep_s,
             "left_s": None if left is None else max(0.0, left),
-            "version": kvcli.__version__,
         }
 
 
@@ -369,13 +376,6 @@ def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Req
     from kvcli import __main__
 
     __main__.command()
-
-
-def _peer(conn: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end of a socket, as they were when it was connected."""
-    data = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, gid = (int.from_bytes(data[i : i + 4], sys.byteorder, signed=True) for i in (0, 4, 8))
-    return pid, uid, gid
 
 
 def _stamp(path: str) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 
 SOCKET, LOCK = ".sock", ".lock"
+STARTING, READY, SILENT = "starting", "ready", "not answering"  # what becomes of a process, and has become of it
 # Beginnings of variables that are read when Python starts, or when libraries are imported; and one of ours.
 _READ_EARLY = (
     *("ATEN_", "CUDA_", "GLIBC_", "GOMP_", "KMP_", "KV_CPU_ISA", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NVIDIA_"),
@@ -94,3 +95,18 @@ def only_one(key: str) -> "int | None":
         except FileNotFoundError:  # whoever had it has removed it since
             pass
         os.close(lock)
+
+
+def owner(name: str) -> bytes:
+    """What the process of that socket wrote into its lock; b"" where nobody has it."""
+    import fcntl
+
+    try:
+        with open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
+            return lock.read()
+    except OSError:
+        pass
+    return b""

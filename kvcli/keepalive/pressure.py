@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -22,12 +21,3 @@ def is_high(root: Path = Path("/")) -> bool:
         found = re.search(r"^full avg10=([\d.]+)", (root / "proc/pressure/memory").read_text(), re.MULTILINE)
         return found is not None and float(found[1]) > MOST_STALLED
     return False
-
-
-def held_bytes() -> int:
-    """What this process holds of main memory, each page that it shares with others counted in proportion."""
-    with suppress(OSError):
-        found = re.search(r"^Pss:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) << 10
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

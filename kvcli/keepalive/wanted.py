@@ -19,18 +19,18 @@ from kvcli.options import MODELS_OWN, LoadOptions
 
 FOREVER = -1.0
 LOG_BYTES = 1 << 20  # of the log, from which on it begins anew
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_time(text: str) -> float:
-    """'5m', '30s', '1h', '90' -> seconds; '-1' -> FOREVER. Raises UsageError."""
+    """'5m', '30s', '1h', '1d', '90' -> seconds; '-1' -> FOREVER. Raises UsageError."""
     if text.strip() == "-1":
         return FOREVER
-    digits = text.strip().rstrip("smh")
+    digits = text.strip().rstrip("smhd")
     unit = text.strip()[len(digits) :]
     if not digits.isascii() or not digits.isdigit() or len(digits) > 9 or unit not in _UNITS:
         raise UsageError(
-            f"--keep-alive must be a time, not '{text}'", "write 5m, 30s or 1h; 0 = not at all, -1 = until kv stop"
+            f"--keep-alive must be a time, not '{text}'", "write 30s, 5m, 1h or 1d; 0 = not at all, -1 = until kv stop"
         )
     return float(digits) * _UNITS[unit]
 

@@ -79,3 +79,10 @@ def _exactly(conn: "_socket.socket", size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
+
+
+def peer(conn: "_socket.socket") -> "tuple[int, int, int]":
+    """Process, user and group at the other end of a socket, as they were when it was connected."""
+    data = conn.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
+    pid, uid, gid = (int.from_bytes(data[i : i + 4], sys.byteorder, signed=True) for i in (0, 4, 8))
+    return pid, uid, gid

@@ -6,7 +6,6 @@ does `context_management`: nothing of a conversation is taken out of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,12 @@ from starlette.responses import Response
 
 from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Prefill, Token, Usage
+from kvcli.runtime.text.tools.schemas import loads
 from kvcli.runtime.text.tools.use import NO_ARGUMENTS, Tool, ToolChoice, check_names
 from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
-from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.replies import Answer, Answers, Question, Reply
 from kvcli.serve.serving import Serving
 
 TYPES = {
@@ -178,9 +178,8 @@ class CountCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _tools(self) -> calls.Asked | None:
         """Raises UsageError."""
-        if not self.tools:
-            return None
-        tools = tuple(each.tool(number) for number, each in enumerate(self.tools) if not each.is_of_server)
+        listed = self.tools or []
+        tools = tuple(each.tool(number) for number, each in enumerate(listed) if not each.is_of_server)
         check_names(tools)
         choice = self.tool_choice.choice() if self.tool_choice else ToolChoice()
         if choice and choice.must and not tools:
@@ -211,7 +210,7 @@ class MessagesCall(CountCall, kw_only=True):
     container: Any = None
     mcp_servers: list[Json] | None = None
 
-    def asks(self, serving: Serving) -> Question:
+    def asks(self, serving: Serving[Answers]) -> Question:
         """Raises UsageError."""
         asked.refuse({"mcp_servers": self.mcp_servers, "container": self.container}, "cannot be used with this server")
         options = asked.options(
@@ -249,7 +248,7 @@ def _use(call: calls.Called, given: Json) -> Json:
 def _input(text: str) -> Json:
     """The arguments of a call; {} where it was cut."""
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -259,8 +258,8 @@ class _Message:
     """The objects of one message: blocks of thinking, of text, and of calls."""
 
     def __init__(self, reply: Reply) -> None:
-        self.head = {"id": wire.new_id("msg_"), "type": "message", "role": "assistant", "model": reply.served.name}
-        self.prompt_tokens = len(reply.prompt.ids)
+        self.head = {"id": wire.new_id("msg_"), "type": "message", "role": "assistant", "model": reply.model}
+        self.prompt_tokens = reply.prompt_tokens
         self.kind = ""  # of the block that is open
         self.calls = calls.Calls()
         self.blocks = 0
@@ -327,7 +326,7 @@ class _Message:
 PING = wire.event({"type": "ping"}, "ping")
 
 
-async def messages(request: Request, serving: Serving, body: bytes) -> Response:
+async def messages(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, MessagesCall)
     if call.max_tokens < 1:
         raise UsageError("`max_tokens` must be 1 or more")
@@ -341,10 +340,10 @@ async def messages(request: Request, serving: Serving, body: bytes) -> Response:
     return wire.object_response(whole, headers=headers)
 
 
-async def count_tokens(request: Request, serving: Serving, body: bytes) -> Response:
+async def count_tokens(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     question = asked.decoded(body, CountCall).question(serving.sampling)
-    _, prompt, _ = await wire.while_connected(request, serving.host.prompt(question))
-    return wire.object_response({"input_tokens": len(prompt.ids)})
+    count = await wire.while_connected(request, serving.host.count(question))
+    return wire.object_response({"input_tokens": count})
 
 
 ROUTES = (("POST", "/v1/messages", messages), ("POST", "/v1/messages/count_tokens", count_tokens))

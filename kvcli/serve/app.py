@@ -23,7 +23,7 @@ from kvcli.serve.serving import Serving
 
 LOG = logging.getLogger("kvcli")
 BODY_S = 30.0  # that a client may take to send a call
-Handler = Callable[[Request, Serving, bytes], Awaitable[Response]]
+Handler = Callable[[Request, Any, bytes], Awaitable[Response]]
 Worded = Callable[[Failure], dict[str, Any]]
 
 
@@ -97,7 +97,7 @@ def _refused(found: Failure, worded: Worded, headers: dict[str, str]) -> Respons
 
 
 def _endpoint(
-    handler: Handler, worded: Worded, serving: Serving, guard: Guard
+    handler: Handler, worded: Worded, serving: Serving[Any], guard: Guard
 ) -> Callable[[Request], Awaitable[Response]]:
     """A call from its checks to its answer; what goes wrong is worded as its interface does."""
 
@@ -137,13 +137,16 @@ async def _no_route(guard: Guard, request: Request, error: Exception) -> Respons
     return _refused(Failure(status, known.get(status, "the call failed")), _worded_for(request.url.path), {})
 
 
-def application(serving: Serving, guard: Guard) -> Starlette:
-    """The ASGI application of a server."""
-    openais = (*openai.ROUTES, *completions.ROUTES, *responses.ROUTES)
-    interfaces = (
-        (openais, openai.failure), (anthropic.ROUTES, anthropic.failure), (ollama.ROUTES, ollama.failure),
-        (native.ROUTES, native.failure),
-    )  # fmt: skip
+_ENGINES = (
+    ((*openai.ROUTES, *completions.ROUTES, *responses.ROUTES), openai.failure),
+    (anthropic.ROUTES, anthropic.failure),
+    (ollama.ROUTES, ollama.failure),
+    (native.ROUTES, native.failure),
+)
+
+
+def application(serving: Serving[Any], guard: Guard, interfaces: Any = _ENGINES) -> Starlette:
+    """The ASGI application of a server. `interfaces`: routes, and how each words errors."""
     routes = [
         Route(path, _endpoint(handler, worded, serving, guard), methods=[method])
         for listed, worded in interfaces

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,24 +83,71 @@ def bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(token): float(value) for token, value in given.items()} if given else None
 
 
-def shaped(schema: Json | None, called: str) -> Callable[[], str] | None:
-    """What makes the grammar of answers that are JSON; None = of any form. `called`: the key that has the schema."""
-    return None if schema is None else partial(grammar.json_schema, schema, f"`{called}`")
+@dataclass(frozen=True)
+class Shape:
+    """Makes the grammar of answers that are JSON of a schema; `called`: the key that has it."""
+
+    schema: Json
+    called: str
+
+    def __call__(self) -> str:
+        """Raises UsageError."""
+        return grammar.json_schema(self.schema, f"`{self.called}`")
 
 
-Change = Callable[[ChatOptions], ChatOptions]
+def shaped(schema: Json | None, called: str) -> Shape | None:
+    """None = answers of any form."""
+    return None if schema is None else Shape(schema, called)
 
 
-def chat(
-    messages: list[Json], thinking: Change | None = None, tools: Asked | None = None
-) -> Callable[[ModelText], Prompt]:
-    """What makes the prompt of a conversation. A last message of the assistant is the beginning of the answer.
-    `thinking` changes how the template is used; `tools`: which may be called."""
+@dataclass(frozen=True)
+class Thinking:
+    """How the use of a template is changed; None = not."""
+
+    mode: str | None = None
+    budget: int | None = None
+    variables: Json | None = None
+
+    def __call__(self, own: ChatOptions) -> ChatOptions:
+        return replace(
+            own,
+            reasoning=own.reasoning if self.mode is None else self.mode,
+            budget=own.budget if self.budget is None else self.budget,
+            variables={**own.variables, **(self.variables or {})},
+        )
+
+
+def reasoning(mode: str | None, budget: int | None = None, variables: Json | None = None) -> Thinking | None:
+    """None = not at all."""
+    return Thinking(mode, budget, variables) if mode is not None or budget is not None or variables else None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Makes the prompt of a conversation. `lead`: the beginning of the answer; `tools`: which may be called."""
+
+    messages: list[Json]
+    lead: str
+    thinking: Thinking | None
+    tools: Asked | None
+
+    def __call__(self, text: ModelText) -> Prompt:
+        """Raises UsageError, TemplateError."""
+        if text.template is None:
+            raise UsageError("this model has no chat template: it continues texts", "ask for completions instead")
+        changed = self.thinking(text.template.options) if self.thinking else None
+        tools = self.tools
+        use = ToolUse.of(text.template, text.tokenizer, tools.tools, tools.choice) if tools else None
+        return Prompt.of_chat(text.tokenizer, text.template, self.messages, changed, self.lead, use)
+
+
+def chat(messages: list[Json], thinking: Thinking | None = None, tools: Asked | None = None) -> Chat:
+    """A last message of the assistant is the beginning of the answer. Raises UsageError."""
     if not messages:
         raise UsageError("`messages` is empty", 'give at least {"role": "user", "content": "..."}')
     last = messages[-1]
     lead = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
-    return partial(_chat, messages[:-1] if lead else messages, lead, thinking, tools)
+    return Chat(messages[:-1] if lead else messages, lead, thinking, tools)
 
 
 def chars(messages: list[Json]) -> int:
@@ -115,39 +161,21 @@ def _functions(message: Json) -> list[Json]:
     return [call["function"] for call in message.get("tool_calls") or ()]
 
 
-def _chat(messages: list[Json], lead: str, thinking: Change | None, tools: Asked | None, text: ModelText) -> Prompt:
-    if text.template is None:
-        raise UsageError("this model has no chat template: it continues texts", "ask for completions instead")
-    changed = thinking(text.template.options) if thinking else None
-    use = ToolUse.of(text.template, text.tokenizer, tools.tools, tools.choice) if tools else None
-    return Prompt.of_chat(text.tokenizer, text.template, messages, changed, lead, use)
+@dataclass(frozen=True)
+class Raw:
+    """Makes the prompt of a text to be continued, or of token ids as they are."""
 
+    prompt: str | list[int]
 
-def raw(prompt: str | list[int], text: ModelText) -> Prompt:
-    """A text to be continued, or token ids as they are. Raises UsageError."""
-    if isinstance(prompt, str):
-        return Prompt(text.tokenizer.encode(prompt, add_bos=True))
-    check_ids(prompt, text.tokenizer.vocab_size, "prompt")
-    return Prompt(prompt)
+    def __call__(self, text: ModelText) -> Prompt:
+        """Raises UsageError."""
+        if isinstance(self.prompt, str):
+            return Prompt(text.tokenizer.encode(self.prompt, add_bos=True))
+        check_ids(self.prompt, text.tokenizer.vocab_size, "prompt")
+        return Prompt(self.prompt)
 
 
 def check_ids(ids: list[int], size: int, key: str) -> None:
     """Raises UsageError for a token that a vocabulary of this size does not have."""
     if wrong := [token for token in ids if not 0 <= token < size]:
         raise UsageError(f"`{key}` has the token {wrong[0]}, the vocabulary is 0 to {size - 1}")
-
-
-def reasoning(mode: str | None, budget: int | None = None, variables: Json | None = None) -> Any:
-    """How `chat` changes the use of a template; None = not at all."""
-    if mode is None and budget is None and not variables:
-        return None
-
-    def change(own: ChatOptions) -> ChatOptions:
-        return replace(
-            own,
-            reasoning=own.reasoning if mode is None else mode,
-            budget=own.budget if budget is None else budget,
-            variables={**own.variables, **(variables or {})},
-        )
-
-    return change

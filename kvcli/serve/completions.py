@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +13,10 @@ from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
-from kvcli.serve.host import Answer, Host, Question, Reply
+from kvcli.serve.host import Host
 from kvcli.serve.openai import Sampled, failed, finish, timings, usage_of
-from kvcli.serve.serving import Serving
+from kvcli.serve.replies import Answer, Question, Reply
+from kvcli.serve.serving import Engines
 
 
 class TextCall(Sampled, kw_only=True):
@@ -26,7 +26,7 @@ class TextCall(Sampled, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
 
-    def questions(self, serving: Serving) -> list[Question]:
+    def questions(self, serving: Engines) -> list[Question]:
         """One for each prompt. Raises UsageError."""
         asked.refuse({"suffix": self.suffix}, "cannot be used: the model continues texts")
         if self.echo and self.logprobs is not None:
@@ -40,9 +40,7 @@ class TextCall(Sampled, kw_only=True):
         options = asked.options(self.options(serving, logprobs=self.logprobs), max_tokens=limit)
         count = 1 if self.n is None else self.n
         return [
-            Question(
-                self.model, partial(asked.raw, each), options, count, chars=len(each) if isinstance(each, str) else 0
-            )
+            Question(self.model, asked.Raw(each), options, count, chars=len(each) if isinstance(each, str) else 0)
             for each in _listed(self.prompt)
         ]
 
@@ -123,7 +121,7 @@ def _added(found: list[Json]) -> Json:
     }
 
 
-async def completions(request: Request, serving: Serving, body: bytes) -> Response:
+async def completions(request: Request, serving: Engines, body: bytes) -> Response:
     call = asked.decoded(body, TextCall)
     questions = call.questions(serving)
     if len(questions) > serving.most_prompts:

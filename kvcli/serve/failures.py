@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
 from kvcli.runtime.text.template import TemplateError
-from kvcli.serve.host import NoModel
+from kvcli.serve.replies import NoModel
 from kvcli.serve.worker import Busy, Stopped
 
 

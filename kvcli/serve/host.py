@@ -1,8 +1,9 @@
-"""`Host`: the models that are loaded, and how a question finds its one; `Reply`: the answers while they are written."""
+"""`Host`: the models that are loaded, and how a question finds its one; `EngineReply`: answers as they are written."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,84 +11,30 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcli.errors import DoesNotFit, KVError, ModelError
+from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine.events import End, Event, Logprobs, Token
+from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
-from kvcli.serve.calls import Calls
-from kvcli.serve.worker import Stopped, Work, Worker
+from kvcli.serve.replies import PING_S, NoModel, Question, Reply
+from kvcli.serve.worker import Busy, Stopped, Work, Worker
 
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
 
-LONG = 50_000  # characters of a prompt that take a while to tokenize
+PATIENCE_S = 20.0  # that what makes a prompt slowly may wait for others of its kind
 Made = TypeVar("Made")
-PING_S = 10.0  # of silence, after which a stream says that it is alive
 
 
-@dataclass(frozen=True)
-class Question:
-    """What one call of an interface asks. `model`: "" = the first one; `prompt` makes its tokens; `count`: answers."""
-
-    model: str
-    prompt: Callable[[ModelText], Prompt]
-    options: SampleOptions
-    count: int = 1
-    grammar: Callable[[], str] | None = None  # makes `options.grammar`, which may take a while
-    tools: bool = False  # the prompt has a grammar of its own
-    chars: int = 0  # of text in it
-
-    @property
-    def slow(self) -> bool:
-        """Whether its prompt may take seconds to make, for which others do not wait."""
-        return self.grammar is not None or self.tools or self.chars > LONG
-
-
-@dataclass
-class Answer:
-    """One whole answer."""
-
-    parts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    calls: Calls = field(default_factory=Calls)
-    ended: End | None = None
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, (Token, End)):
-            self.parts.append(event.text)
-            self.thoughts.append(event.reasoning)
-            for _ in self.calls.take(event.calls):
-                pass
-        if isinstance(event, Token) and event.logprobs is not None:
-            self.logprobs.append(event.logprobs)
-        if isinstance(event, End):
-            self.ended = event
-
-    @property
-    def text(self) -> str:
-        return "".join(self.parts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.thoughts)
-
-    @property
-    def end(self) -> End:
-        assert self.ended is not None
-        return self.ended
-
-
-class Reply:
-    """The events of the answers to one question. Close it, or use it in an `async with`: what nobody reads any more is
-    not computed."""
+class EngineReply(Reply):
+    """Answers that a worker writes."""
 
     def __init__(self, served: Served, prompt: Prompt, options: list[SampleOptions]) -> None:
         """Raises what `Worker.submit` does."""
+        super().__init__(served.name, served.worker.engine.ctx_size, len(prompt.ids), options)
         loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event | KVError]]()
-        self.served, self.prompt, self.options = served, prompt, options
+        self.served = served
         self._left = len(options)
 
         def deliver(number: int, event: Event | KVError) -> None:
@@ -97,11 +44,10 @@ class Reply:
         self._work = Work(prompt, options, deliver)
         served.worker.submit(self._work)
 
-    async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """(number of the answer, event) as they come; None after PING_S without any. Raises KVError."""
+    async def events(self, silence: float = PING_S) -> AsyncIterator[tuple[int, Event] | None]:
         while self._left:
             try:
-                number, event = await asyncio.wait_for(self._events.get(), PING_S)
+                number, event = await asyncio.wait_for(self._events.get(), silence)
             except asyncio.TimeoutError:
                 yield None
                 continue
@@ -110,18 +56,7 @@ class Reply:
             self._left -= isinstance(event, End)
             yield number, event
 
-    async def whole(self) -> list[Answer]:
-        """All answers to their ends. Raises KVError."""
-        answers = [Answer() for _ in self.options]
-        async for found in self.events():
-            if found is not None:
-                answers[found[0]].take(found[1])
-        return answers
-
-    async def __aenter__(self) -> Reply:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._left:
             self.served.worker.cancel(self._work)
 
@@ -145,6 +80,23 @@ class Served:
         file = self.worker.engine.loaded.file
         arch = str(file.metadata.get("general.architecture", ""))
         return {"arch": arch, "file_bytes": file.size, "digest": fingerprint.model_hashes(file)["weights"]}
+
+    def as_object(self) -> dict[str, Any]:
+        """What lists of models tell."""
+        engine = self.worker.engine
+        type_k, type_v = engine.loaded.cache_types
+        return {
+            "name": self.name,
+            "created": self.created,
+            "loaded": True,
+            "title": engine.loaded.title,
+            "ctx_size": engine.ctx_size,
+            "type_k": type_k,
+            "type_v": type_v,
+            "device": str(engine.device),
+            "parallel": self.worker.parallel,
+            **self.facts,
+        }
 
 
 @dataclass(frozen=True)
@@ -234,16 +186,42 @@ class Host:
 
     async def beside(self, make: Callable[[], Made], slow: bool = False) -> Made:
         """What `make` returns, which works on texts: not in the event loop, and if it is `slow` where others do not
-        wait for it. Raises what it does."""
-        pool = self._slow_texts if slow else self._texts
-        return await asyncio.get_running_loop().run_in_executor(pool, make)
+        wait for it. Raises what it does; Busy where it was not begun in time."""
+        pool, until = (self._slow_texts, time.monotonic() + PATIENCE_S) if slow else (self._texts, math.inf)
+
+        def begun() -> Made:
+            if time.monotonic() > until:  # its turn came too late: whoever waits behind it has a turn sooner
+                raise Busy("calls with schemas, tools or long prompts wait for each other", "ask again later")
+            return make()
+
+        return await asyncio.get_running_loop().run_in_executor(pool, begun)
+
+    async def count(self, question: Question) -> int:
+        return len((await self.prompt(question))[1].ids)
+
+    async def load(self, name: str) -> bool:
+        return (await self.served(name)).text.template is not None
+
+    def named(self, name: str) -> str:
+        served = self.find(name)
+        return served.name if served else name
+
+    def models(self) -> list[dict[str, Any]]:
+        found = [each.as_object() for each in self.loaded]
+        there = {each["name"]: each for each in found}
+        for known in self.known():
+            facts = {"arch": known.arch, "file_bytes": known.size, "digest": known.digest}
+            if known.name not in there:
+                found.append({"name": known.name, "created": 0, "loaded": False, **facts})
+            elif known.digest:
+                there[known.name]["digest"] = known.digest  # as it was before it was loaded
+        return found
 
     async def ask(self, question: Question) -> Reply:
-        """Begin to answer. Raises KVError."""
         while True:
             served, prompt, options = await self.prompt(question)
             try:
-                return Reply(served, prompt, served.worker.settled(options, question.count))
+                return EngineReply(served, prompt, served.worker.settled(options, question.count))
             except Stopped:
                 if served in self.loaded:
                     raise  # else it had to make room for another one meanwhile
@@ -254,7 +232,3 @@ class Host:
             served.worker.stop(seconds)
         for pool in (self._texts, self._slow_texts):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-class NoModel(ModelError):
-    """A name that means no model of this server."""

@@ -13,8 +13,8 @@ from starlette.responses import HTMLResponse, Response
 from kvcli.serve import asked, metrics, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure
-from kvcli.serve.host import LONG
-from kvcli.serve.serving import Serving
+from kvcli.serve.replies import LONG
+from kvcli.serve.serving import Engines
 
 # The page needs nothing from elsewhere, and must not be given it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -38,26 +38,26 @@ def failure(found: Failure) -> Json:
     return {"error": {"code": found.status, "message": found.message, "type": found.code or "error"}}
 
 
-async def page(request: Request, serving: Serving, body: bytes) -> Response:
+async def page(request: Request, serving: Engines, body: bytes) -> Response:
     text = resources.files("kvcli.serve").joinpath("page.html").read_text("utf-8")
     return HTMLResponse(text, headers={"content-security-policy": POLICY, "x-content-type-options": "nosniff"})
 
 
-async def health(request: Request, serving: Serving, body: bytes) -> Response:
+async def health(request: Request, serving: Engines, body: bytes) -> Response:
     return wire.object_response({"status": "ok"})
 
 
-async def show_metrics(request: Request, serving: Serving, body: bytes) -> Response:
+async def show_metrics(request: Request, serving: Engines, body: bytes) -> Response:
     found = {each.name: (each.worker.counts, each.worker.facts()) for each in serving.host.loaded}
     return Response(metrics.text(found), media_type=metrics.MEDIA_TYPE)
 
 
-async def slots(request: Request, serving: Serving, body: bytes) -> Response:
+async def slots(request: Request, serving: Engines, body: bytes) -> Response:
     found = [{"model": each.name, **slot} for each in serving.host.loaded for slot in each.worker.slots()]
     return wire.object_response({"slots": found})
 
 
-async def tokenize(request: Request, serving: Serving, body: bytes) -> Response:
+async def tokenize(request: Request, serving: Engines, body: bytes) -> Response:
     call = asked.decoded(body, TokenizeCall)
     text = (await wire.while_connected(request, serving.host.served(call.model))).text
     how = {"add_bos": call.add_special, "parse_special": call.parse_special}
@@ -67,7 +67,7 @@ async def tokenize(request: Request, serving: Serving, body: bytes) -> Response:
     return wire.object_response({"tokens": tokens})
 
 
-async def detokenize(request: Request, serving: Serving, body: bytes) -> Response:
+async def detokenize(request: Request, serving: Engines, body: bytes) -> Response:
     call = asked.decoded(body, DetokenizeCall)
     text = (await wire.while_connected(request, serving.host.served(call.model))).text
     asked.check_ids(call.tokens, text.tokenizer.vocab_size, "tokens")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +21,9 @@ from kvcli.runtime.text.tools.schemas import loads
 from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Failure, Refused
-from kvcli.serve.host import Answer, Question, Reply, Served
-from kvcli.serve.serving import Serving
+from kvcli.serve.host import Served
+from kvcli.serve.replies import Answer, Answers, Question, Reply
+from kvcli.serve.serving import Engines, Serving
 
 VERSION = "0.12.0"  # of the interface, which clients ask for
 
@@ -84,7 +84,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def sampling(self, serving: Serving) -> Any:
+    def sampling(self, serving: Serving[Answers]) -> Any:
         """Raises UsageError."""
         asked.refuse({"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}, "cannot be used here; /v1 has it")
         return (self.options or Options()).sampling(serving.sampling)
@@ -168,7 +168,7 @@ class _Lines:
     """The objects of one answer. `chat`: it is a message, else a text."""
 
     def __init__(self, reply: Reply, model: str, chat: bool) -> None:
-        self.model, self.chat = model or reply.served.name, chat
+        self.model, self.chat = model or reply.model, chat
         self.calls, self.told = calls.Calls(), 0  # calls, and the first of them that may be told
 
     def said(self, text: str, thinking: str, called: list[calls.Called]) -> Json:
@@ -215,9 +215,11 @@ def _call(call: calls.Called) -> Json:
     return {"id": call.id, "function": {"index": call.number, "name": call.name, "arguments": loads(call.text)}}
 
 
-async def _answered(request: Request, serving: Serving, question: Question, call: _Common, chat: bool) -> Response:
+async def _answered(
+    request: Request, serving: Serving[Answers], question: Question, call: _Common, chat: bool
+) -> Response:
     reply = await wire.while_connected(request, serving.host.ask(question))
-    asks, most = (call.options or Options()).num_ctx, reply.served.worker.engine.ctx_size
+    asks, most = (call.options or Options()).num_ctx, reply.ctx_size
     if asks is not None and asks > most:
         async with reply:
             raise UsageError(f"`options.num_ctx` is {asks}, and the context {most}", "kv serve --ctx-size sets it")
@@ -235,11 +237,11 @@ def _loads(model: str, chat: bool) -> Response:
     return wire.object_response({"model": model, "created_at": _now(), **said, "done": True, "done_reason": "load"})
 
 
-async def chat(request: Request, serving: Serving, body: bytes) -> Response:
+async def chat(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, ChatCall)
     options = call.sampling(serving)
     if not call.messages:
-        await wire.while_connected(request, serving.host.served(call.name))
+        await wire.while_connected(request, serving.host.load(call.name))
         return _loads(call.model, True)
     messages = [message.plain(number) for number, message in enumerate(call.messages)]
     tools = calls.asked(call.tools, None, None)
@@ -249,18 +251,18 @@ async def chat(request: Request, serving: Serving, body: bytes) -> Response:
     return await _answered(request, serving, question, call, True)
 
 
-async def generate(request: Request, serving: Serving, body: bytes) -> Response:
+async def generate(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, GenerateCall)
     options = call.sampling(serving)
     asked.refuse({"template": call.template, "suffix": call.suffix, "images": call.images}, "cannot be used here")
     asked.refuse({"context": call.context}, "cannot be used: send the whole prompt, its rows are found again")
     if not call.prompt:
-        await wire.while_connected(request, serving.host.served(call.name))
+        await wire.while_connected(request, serving.host.load(call.name))
         return _loads(call.model, False)
-    served = await wire.while_connected(request, serving.host.served(call.name))
-    if call.raw or served.text.template is None:
+    chats = await wire.while_connected(request, serving.host.load(call.name))
+    if call.raw or not chats:
         asked.refuse({"system": call.system}, "needs a chat template")
-        prompt: Any = partial(asked.raw, call.prompt)
+        prompt: Any = asked.Raw(call.prompt)
     else:
         system = [{"role": "system", "content": call.system}] if call.system else []
         prompt = asked.chat([*system, {"role": "user", "content": call.prompt}], call.thinking)
@@ -272,18 +274,18 @@ def _details(found: Json) -> Json:
     return {"format": "gguf", "family": found.get("arch", ""), "parameter_size": "", "quantization_level": ""}
 
 
-async def tags(request: Request, serving: Serving, body: bytes) -> Response:
+async def tags(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     models = [
         {
             "name": each["name"], "model": each["name"], "modified_at": _now(), "size": each["file_bytes"],
             "digest": each["digest"], "details": _details(each),
         }
-        for each in serving.models()
+        for each in serving.host.models()
     ]  # fmt: skip
     return wire.object_response({"models": models})
 
 
-async def ps(request: Request, serving: Serving, body: bytes) -> Response:
+async def ps(request: Request, serving: Engines, body: bytes) -> Response:
     models = []
     for served in serving.host.loaded:
         engine = served.worker.engine
@@ -299,7 +301,7 @@ async def ps(request: Request, serving: Serving, body: bytes) -> Response:
     return wire.object_response({"models": models})
 
 
-async def show(request: Request, serving: Serving, body: bytes) -> Response:
+async def show(request: Request, serving: Engines, body: bytes) -> Response:
     call = asked.decoded(body, _Show)
     served = await wire.while_connected(request, serving.host.served((call.model or call.name).removesuffix(":latest")))
     metadata = served.worker.engine.loaded.file.metadata
@@ -320,11 +322,11 @@ class _Show(msgspec.Struct):
     name: str = ""
 
 
-async def version(request: Request, serving: Serving, body: bytes) -> Response:
+async def version(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     return wire.object_response({"version": VERSION})
 
 
-async def embed(request: Request, serving: Serving, body: bytes) -> Response:
+async def embed(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     raise Refused(501, "kv serves models that write text: there are no embeddings")
 
 

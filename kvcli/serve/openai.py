@@ -20,7 +20,7 @@ from kvcli.runtime.text import grammar
 from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure, Refused
-from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.replies import Answer, Answers, Question, Reply
 from kvcli.serve.serving import Serving
 
 ROLES = "system", "developer", "user", "assistant", "tool"
@@ -93,7 +93,7 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Any = None
     cache_prompt: Any = None
 
-    def options(self, serving: Serving, **more: Any) -> Any:
+    def options(self, serving: Serving[Answers], **more: Any) -> Any:
         """Raises UsageError."""
         if self.stream_options is not None and not self.stream:
             raise UsageError("`stream_options` needs `stream`", "leave it out")
@@ -132,7 +132,7 @@ class ChatCall(Sampled, kw_only=True):
     web_search_options: Any = None
     verbosity: Any = None
 
-    def question(self, serving: Serving) -> Question:
+    def question(self, serving: Serving[Answers]) -> Question:
         """Raises UsageError."""
         asked.refuse(
             {name: getattr(self, name) for name in ("functions", "function_call", "audio", "prediction")},
@@ -209,7 +209,7 @@ class _Chat:
         self.call, self.reply = call, reply
         self.ends: list[End] = []
         self.calls: dict[int, calls.Calls] = {}  # by the numbers of answers that have begun
-        self.head = {"id": wire.new_id("chatcmpl-"), "created": int(time.time()), "model": reply.served.name}
+        self.head = {"id": wire.new_id("chatcmpl-"), "created": int(time.time()), "model": reply.model}
         self.with_usage = call.with_usage
 
     def whole(self, answers: list[Answer]) -> Json:
@@ -290,7 +290,7 @@ def failed(found: Failure) -> str:
     return wire.event(failure(found))
 
 
-async def chat_completions(request: Request, serving: Serving, body: bytes) -> Response:
+async def chat_completions(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, ChatCall)
     question = call.question(serving)
     reply = await wire.while_connected(request, serving.host.ask(question))
@@ -302,16 +302,15 @@ async def chat_completions(request: Request, serving: Serving, body: bytes) -> R
         return wire.object_response(form.whole(await wire.while_connected(request, reply.whole())))
 
 
-async def models(request: Request, serving: Serving, body: bytes) -> Response:
+async def models(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     """Those that are loaded, then those that can be."""
-    return wire.object_response({"object": "list", "data": [_model(each) for each in serving.models()]})
+    return wire.object_response({"object": "list", "data": [_model(each) for each in serving.host.models()]})
 
 
-async def model(request: Request, serving: Serving, body: bytes) -> Response:
+async def model(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     name = request.path_params["name"]
-    served = serving.host.find(name)
-    wanted = served.name if served else name
-    for each in serving.models():
+    wanted = serving.host.named(name)
+    for each in serving.host.models():
         if each["name"] == wanted:
             return wire.object_response(_model(each))
     raise Refused(404, f"there is no model {name[:200]!r} here")
@@ -322,7 +321,7 @@ def _model(found: Json) -> Json:
     return {"id": found["name"], "object": "model", "created": found["created"], "owned_by": "kv", "meta": meta}
 
 
-async def embeddings(request: Request, serving: Serving, body: bytes) -> Response:
+async def embeddings(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     raise Refused(501, "kv serves models that write text: there are no embeddings")
 
 

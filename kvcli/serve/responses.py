@@ -16,7 +16,7 @@ from kvcli.runtime.text import grammar
 from kvcli.serve import asked, calls, wire
 from kvcli.serve.asked import Content, Json
 from kvcli.serve.failures import Failure
-from kvcli.serve.host import Answer, Question, Reply
+from kvcli.serve.replies import Answer, Answers, Question, Reply
 from kvcli.serve.serving import Serving
 
 
@@ -115,7 +115,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Types of the others."""
         return [str(tool["type"]) for tool in self.tools or () if tool.get("type", "function") != "function"]
 
-    def question(self, serving: Serving) -> Question:
+    def question(self, serving: Serving[Answers]) -> Question:
         """Raises UsageError."""
         asked.refuse(
             {name: getattr(self, name) for name in ("previous_response_id", "conversation")},
@@ -160,7 +160,7 @@ class _Response:
         self.head = {
             "id": wire.new_id("resp_"), "object": "response", "created_at": int(time.time()), "error": None,
             "incomplete_details": None, "instructions": call.instructions, "metadata": call.metadata or {},
-            "model": reply.served.name, "parallel_tool_calls": call.parallel_tool_calls is not False,
+            "model": reply.model, "parallel_tool_calls": call.parallel_tool_calls is not False,
             "temperature": options.temperature, "tools": call.functions,
             "tool_choice": call.tool_choice or ("auto" if call.functions else "none"), "top_p": options.top_p,
             "max_output_tokens": call.max_output_tokens, "previous_response_id": None, "store": False,
@@ -299,7 +299,7 @@ def _called(call: calls.Called, arguments: str) -> Json:
     return {"id": f"fc_{call.id}", "type": "function_call", **told}
 
 
-async def responses(request: Request, serving: Serving, body: bytes) -> Response:
+async def responses(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, Call)
     question, headers = call.question(serving), calls.left_out(call.left_out)
     reply = await wire.while_connected(request, serving.host.ask(question))

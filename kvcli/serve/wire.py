@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,11 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 from kvcli.errors import KVError
 from kvcli.runtime.engine.events import Event
 from kvcli.serve.failures import Failure
-from kvcli.serve.host import Reply
+from kvcli.serve.replies import Reply
 
 SLOW_S = 60.0  # that a client may take to read what it is sent
 Found = TypeVar("Found")
 Pieces = AsyncIterator[str]
+RawPieces = AsyncIterator[bytes]
 
 
 def dump(value: Any) -> str:
@@ -46,13 +48,14 @@ class Stream(StreamingResponse):
 
     def __init__(
         self,
-        content: Pieces,
-        reply: Reply,
+        content: Pieces | RawPieces,
+        reply: AbstractAsyncContextManager[Any],
         media_type: str = "text/event-stream",
         headers: dict[str, str] | None = None,
+        status: int = 200,
     ) -> None:
         """`reply`: what it begins with, which is closed even where nothing of it was sent."""
-        super().__init__(content, headers=headers, media_type=media_type)
+        super().__init__(content, status, headers, media_type)
         self.reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -70,6 +70,9 @@ def test_several_answers_have_calls_of_their_own(ask: Callable[..., Outcome]) ->
     ("args", "told"),
     [
         (("--chat-template", "plain.jinja", "x"), "takes no tools"),
+        (("--tools", "-", "-f", "-"), "--tools - and -f - cannot be used together"),
+        (("--tools", "[5]", "x"), "must be a function"),
+        (("--tools", "{", "x"), "--tools is not JSON"),
         (("--raw", "x"), "--tools needs a chat template"),
         ((*HERMES, "--tool-choice", "nobody"), "no tool 'nobody'"),
         (("--batch", "tools.json"), "--batch and --tools cannot be used together"),
@@ -78,3 +81,14 @@ def test_several_answers_have_calls_of_their_own(ask: Callable[..., Outcome]) ->
 def test_what_makes_no_sense(ask: Callable[..., Outcome], args: tuple[str, ...], told: str) -> None:
     found = ask(*args)
     assert found.code == 2 and told in found.err, found
+
+
+def test_tools_from_stdin_and_in_the_command(
+    ask: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    how = (*HERMES, "--tool-choice", "get_weather", "-n", "400")
+    wanted = ask(*how).out
+    assert wanted and ask(*how, "--tools", json.dumps(TOOLS)).out == wanted
+    run, given = Runner(monkeypatch, capfdbinary), ("-m", str(make_speaking()), "--temp", "0.8", "--seed", "2")
+    found = run("run", *given, "--no-cache", "--tools", "-", *how, stdin=json.dumps(TOOLS).encode())
+    assert found.out == wanted, found

@@ -21,7 +21,7 @@ from conftest import KvHere
 
 from kvcli.cli import keeping
 from kvcli.errors import UsageError
-from kvcli.keepalive import client, here, host, likeness, places, pressure, request, wanted, wire
+from kvcli.keepalive import client, door, here, host, likeness, places, pressure, request, wanted, wire
 from kvcli.keepalive.request import Request
 from kvcli.options import ChatOptions, LoadOptions, LoraOption
 
@@ -165,7 +165,12 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
     model = tmp_path / "m.gguf"
     model.write_bytes(b"model")
     loaded: Any = SimpleNamespace(file=SimpleNamespace(paths=(model,)), device="cpu")
-    made = host.Host(wanted.Wanted(model, LoadOptions(str(model)), "key", 60.0), loaded, -1)
+    made = host.Host(
+        wanted.Wanted(model, LoadOptions(str(model)), "key", 60.0),
+        loaded,
+        -1,
+        door.Door(f"{places.kind()}-key{places.SOCKET}"),
+    )
     made.stamps = made._stamps()
     made.listen()
     return made

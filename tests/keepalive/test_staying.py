@@ -279,3 +279,22 @@ def test_it_leaves_when_it_is_idle_or_told_to(staying: Staying) -> None:
     assert staying.run(*RUN, "-n", "1", "--keep-alive", "1s", "hello")[0] == 0
     until(lambda: not is_alive(pid))
     assert list(staying.places.iterdir()) == []
+
+
+def test_a_process_is_known_while_it_starts_and_when_it_is_stopped(
+    kv_command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door is there before the model is; who has stopped the process sees it, and can end it."""
+    made = Staying(kv_command, _plain(dict(os.environ)), tmp_path)
+    run = ("run", "-m", str(MODEL), "--raw", "-n", "1", "--no-cache", "a")
+    assert made.run(*run, "--keep-alive", "10m")[0] == 0
+    first = until(made.processes)[0]
+    assert first["state"] in ("starting", "ready") and made.run(*run)[0] == 0  # by itself, or kept
+    assert until(lambda: [each for each in made.processes() if each["state"] == "ready"])[0]["pid"] == first["pid"]
+    os.kill(first["pid"], signal.SIGSTOP)
+    assert made.about["state"] == "not answering" and "not answering" in made.run("ps")[1].decode()
+    assert made.run("stop")[0] == 0 and not is_alive(first["pid"]) and made.processes() == []
+    assert made.run(*run, "--keep-alive", "1d")[0] == 0
+    second = until(made.processes)[0]
+    assert made.run("stop", "--all")[0] == 0
+    until(lambda: not is_alive(second["pid"]) and not made.processes())

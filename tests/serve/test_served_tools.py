@@ -18,8 +18,8 @@ from serving import Server, open_engine, running
 from kvcli.runtime.engine.events import Token
 from kvcli.runtime.text.tools.parts import CallPart
 from kvcli.serve import wire
-from kvcli.serve.host import Reply
 from kvcli.serve.ollama import _Lines
+from kvcli.serve.replies import Reply
 
 SCHEMA = {
     "type": "object",
@@ -207,6 +207,11 @@ def test_ollama(calling: Server) -> None:
         (CHAT, {"tools": [{"type": "web_search"}]}, "'tools[0]' must be a function"),
         (CHAT, {"tools": [{"function": {"name": "a", "parameters": ODD}}]}, "cannot be followed at $.properties.b"),
         ("/v1/messages", {**SERVED, "tool_choice": {"type": "any"}}, "this server has none of the 'tools'"),
+        (
+            "/v1/messages",
+            {**SERVED, "tools": [], "tool_choice": {"type": "any"}},
+            "this server has none of the 'tools'",
+        ),
         ("/v1/messages", {**SERVED, "tools": BOTH, "tool_choice": {"type": "tool", "name": "b"}}, "no tool 'b'"),
         ("/v1/messages", {"max_tokens": 1, "output_config": {"format": {"type": "text"}}}, "'output_config.format'"),
         ("/v1/responses", {**SEARCH, "tool_choice": {"type": "web_search"}}, "needs 'tools' that are functions"),

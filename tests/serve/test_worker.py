@@ -18,9 +18,10 @@ from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
+from kvcli.serve import host as hostfile
 from kvcli.serve import wire
-from kvcli.serve.host import Host, Known, Reply, Served
-from kvcli.serve.worker import Stopped, Work, Worker
+from kvcli.serve.host import EngineReply, Host, Known, Served
+from kvcli.serve.worker import Busy, Stopped, Work, Worker
 
 
 class Asked:
@@ -100,7 +101,7 @@ def test_a_stream_that_nobody_begins_to_read_ends_its_answer() -> None:
 
     async def check() -> None:
         options = begun.worker.settled(SampleOptions(temperature=0.0, ignore_eos=True))
-        reply = Reply(begun, Prompt(begun.text.tokenizer.encode("Hello")), options)
+        reply = EngineReply(begun, Prompt(begun.text.tokenizer.encode("Hello")), options)
         sent = wire.pieces(reply, "", lambda number, event: "", str, "", str)
         await wire.Stream(sent, reply)({"type": "http"}, disconnected, send)
         with suppress(Stopped):  # it may not even have begun
@@ -140,3 +141,23 @@ def test_texts_at_work_do_not_hold_up_the_end() -> None:
     host.stop(0.0)
     assert not at_work[0].done() and at_work[2].cancelled()
     gate.set()
+
+
+def test_what_waits_too_long_for_slow_schemas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a queue of slow ones holds nobody up for longer than they may."""
+    first, gate = served(open_engine()), threading.Event()
+    host = Host(first, lambda name: first, lambda: [], 1)
+
+    async def check() -> None:
+        at_work = [asyncio.ensure_future(host.beside(lambda: gate.wait(30.0), True)) for _ in range(2)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(hostfile, "PATIENCE_S", 0.0)
+        late = asyncio.ensure_future(host.beside(lambda: "late", True))
+        assert await host.beside(lambda: "quick") == "quick"
+        gate.set()
+        assert all(await asyncio.gather(*at_work))
+        with pytest.raises(Busy, match="wait for each other"):
+            await late
+
+    asyncio.run(check())
+    host.stop(0.0)

@@ -168,7 +168,12 @@ def test_a_grammar_allows_what_models_write(form: Form) -> None:
         ([{"type": "function", "function": {}}], r"`tools\[0\].function.name` is missing"),
         ([{"name": "a b"}], "no name of a tool"),
         ([{"name": "a"}, {"name": "a"}], "two tools have the name 'a'"),
-        ([{"name": "a", "parameters": {"type": "string"}}], "must be the schema of an object"),
+        *(
+            ([{"name": "a", "parameters": bad}], r"`tools\[0\].parameters` must be the schema of an object")
+            for bad in ({"type": "string"}, [], False, 0, "")
+        ),
+        ([{"function": {"name": "a", "strict": "no"}}], r"`tools\[0\].function.strict` must be true or false"),
+        ([{"name": "a", "description": ["x"]}], r"`tools\[0\].description` must be a text"),
         ("x", "must be a list"),
     ],
 )
@@ -214,6 +219,39 @@ TREE = {
     },
     "additionalProperties": False,
 }
+
+
+ITSELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}
+ENDLESS = [
+    {**ITSELF, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {**ITSELF, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}},
+    {**ITSELF, "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}}},
+    {**ITSELF, "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2", "gemma4"])
+@pytest.mark.parametrize("schema", ENDLESS)
+def test_a_schema_that_never_ends_is_refused_at_once(name: str, schema: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"cannot be followed at \$\.\$defs\.a: it never ends"):
+        toolcases.use(BY_NAME[name], (Tool("f", parameters=schema),))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2"])
+@pytest.mark.parametrize("inner", [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#/properties/b"}}])
+def test_references_to_the_whole_lead_there_from_a_part(name: str, inner: dict[str, object]) -> None:
+    schema = {"type": "object", "properties": {"a": inner, "b": {"type": "integer"}}}
+    words = tokenizer()
+    source, _ = toolcases.use(BY_NAME[name], (Tool("f", parameters=schema),), ToolChoice(True)).followed("")
+    value = '{"b": 1}' if "$ref" in inner else "[1, 2]"
+    begins = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": ', "lfm2": "<|tool_call_start|>[f(a=",
+        "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\n",
+    }  # fmt: skip
+    for text, follows in ((value, True), ('{"b": "x"', False), ("[[", False)):
+        ids = words.encode_segments([(begins[name] + text, True)], add_bos=False)
+        matcher = Constraint(source, words, words.vocab_size)._matcher
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == follows, text
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "lfm2", "gemma4"])

@@ -18,6 +18,7 @@ from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.checks import in_range, not_empty
+from kvcli.cli.flags.engine import EngineFlags
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.grammar import GrammarFlags
 from kvcli.cli.flags.keeping import KeepFlags
@@ -34,6 +35,7 @@ from kvcli.cli.overflow import ERROR, Cut, answer_leaves, cut_text
 from kvcli.cli.sinks import CopySink, JsonlSink, JsonSink, SamplesSink, Sink, TextSink
 from kvcli.cli.streams import OutputFile, TextOut, say
 from kvcli.errors import EXIT_CONTEXT_FULL, CheckFailed, ContextOverflow, UsageError
+from kvcli.peers.mapping import VLLM
 from kvcli.runtime.engine.spec import MTP
 
 if TYPE_CHECKING:
@@ -266,6 +268,7 @@ def register(app: typer.Typer) -> None:
 def run(
     ctx: typer.Context,
     model: ModelFlags,
+    by: EngineFlags,
     staying: KeepFlags,
     draft: DraftFlags,
     cache: CacheFlags,
@@ -294,12 +297,21 @@ def run(
 ) -> None:
     """Answer one prompt and exit. Only the generated text goes to stdout."""
     invocation: Invocation = ctx.obj
+    if by.engine == VLLM:
+        from kvcli.cli import vllm
+
+        asked_of_vllm = vllm.Asked(prompt, system, template, sample, shape, calls)
+        text = TextSink(TextOut.stdout(output.raw_output), invocation, not output.no_newline)
+        raise typer.Exit(vllm.run(ctx, model.model, asked_of_vllm, instruction, text))
     with Interrupts(partial(output.leave, invocation=invocation)) as interrupts:
         spec = sample.spec if many.batch is None else None  # lines may say otherwise
         load = replace(draft.add_to(model.options(invocation.offline), spec), mtp=sample.spec == MTP)
         policy = overflow.on_overflow
         keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
-        chat, tools = template.options(prompt.raw, thought.reasoning_budget), calls.listed()
+        chat, tools = (
+            template.options(prompt.raw, thought.reasoning_budget),
+            calls.listed(prompt, render.telling(invocation)),
+        )
         load = replace(load, chat=tools.told(chat) if tools else chat)
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
         sampling = replace(sampling, logprobs=output.asked_logprobs(), grammar=shape.source())

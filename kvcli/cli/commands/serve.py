@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 from kvcli.cli import engines, render
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.checks import checked, in_range, not_empty
+from kvcli.cli.flags.engine import EngineFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
 from kvcli.cli.flags.sampling import SampleFlags
@@ -28,6 +29,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.streams import say
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions, SampleOptions
+from kvcli.peers.mapping import VLLM
 from kvcli.runtime.host.memory import parse_size
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
+    from kvcli.serve.app import Guard
     from kvcli.serve.host import Known, Served
 
 _option = functools.partial(typer.Option, rich_help_panel=SERVER)
@@ -139,6 +142,12 @@ class ServerFlags:
     ] = "32MiB"
 
     @property
+    def guard(self) -> Guard:
+        from kvcli.serve.app import Guard
+
+        return Guard(self.api_key, tuple(self.cors), self.hosts, parse_size(self.max_body, "--max-body"))
+
+    @property
     def hosts(self) -> frozenset[str] | None:
         """Names that calls may have for this server; None = any, where it is reached from other machines."""
         return frozenset(LOCAL) if self.host in LOCAL else None
@@ -203,6 +212,7 @@ def register(app: typer.Typer) -> None:
 def serve(
     ctx: typer.Context,
     flags: ServerFlags,
+    by: EngineFlags,
     model: ModelFlags,
     draft: DraftFlags,
     cache: CacheFlags,
@@ -218,6 +228,10 @@ def serve(
     Options of generation hold for calls that do not say otherwise.
     """
     invocation: Invocation = ctx.obj
+    logging.basicConfig(format="kv: %(message)s", level=logging.WARNING)
+    if by.engine == VLLM:
+        _relay(ctx, flags, model.model, replace(sample.options(attended=True), unattended=False), template)
+        return
     kept = replace(store.options(invocation), memory=True)
     evicting = evict.options(cache.page_size)
     if evicting.keep == -1:
@@ -226,16 +240,47 @@ def serve(
     sampling = replace(sample.options(attended=True), unattended=False)
     load = draft.add_to(model.options(invocation.offline), sample.spec)
     load = replace(load, chat=template.options(None, thought.reasoning_budget))
-    from kvcli.serve import server
-
-    logging.basicConfig(format="kv: %(message)s", level=logging.WARNING)
     with Interrupts() as interrupts:
         opener = Opener(load, cache_options, kept, flags, invocation, interrupts)
         with opened(opener, sampling) as (app, listening, first):
-            say(f"serving {first.name} at {server.address(listening)}")
-            if flags.host not in LOCAL and not flags.host.startswith("unix:") and flags.api_key is None:
-                render.warn("other machines may use this server: --api-key KEY keeps strangers out", invocation)
-            server.run(app, listening, interrupts.cancelled)
+            _run(app, listening, first.name, flags, invocation, interrupts.cancelled)
+    say("stopped")
+
+
+def _run(
+    app: Starlette, listening: socket.socket, name: str, flags: ServerFlags, invocation: Invocation,
+    stopping: Callable[[], bool],
+) -> None:  # fmt: skip
+    from kvcli.serve import server
+
+    say(f"serving {name} at {server.address(listening)}")
+    if flags.host not in LOCAL and not flags.host.startswith("unix:") and flags.api_key is None:
+        render.warn("other machines may use this server: --api-key KEY keeps strangers out", invocation)
+    server.run(app, listening, stopping)
+
+
+def _relay(
+    ctx: typer.Context, flags: ServerFlags, model: str, sampling: SampleOptions, template: TemplateFlags
+) -> None:
+    """vLLM writes the answers. Raises UsageError, ModelError."""
+    from kvcli.cli import vllm
+    from kvcli.serve import relay, server
+    from kvcli.serve.app import application
+    from kvcli.serve.serving import Serving
+
+    most, variables, names = flags.parallel + flags.queue, template.variables, tuple(flags.alias)
+    with (
+        Interrupts() as interrupts,
+        server.bound(flags.host, flags.port) as listening,
+        vllm.opened(ctx, model, most, interrupts, variables, names) as found,
+    ):
+        interrupts.stage = FINISH
+        app = application(Serving(found.upstream, sampling), flags.guard, relay.INTERFACES)
+
+        def stopping() -> bool:
+            return interrupts.cancelled() or found.program.ended
+
+        _run(app, listening, found.upstream.name, flags, ctx.obj, stopping)
     say("stopped")
 
 
@@ -245,18 +290,17 @@ def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette,
     from kvcli.runtime.text import grammar
     from kvcli.runtime.text.compiling import Compiler
     from kvcli.serve import server
-    from kvcli.serve.app import Guard, application
+    from kvcli.serve.app import application
     from kvcli.serve.host import Host
     from kvcli.serve.serving import Serving
 
     flags, model = opener.flags, opener.load.model
-    guard = Guard(flags.api_key, tuple(flags.cors), flags.hosts, parse_size(flags.max_body, "--max-body"))
     with server.bound(flags.host, flags.port) as listening, closing(Compiler()) as compiler:
         grammar.COMPILER = compiler  # of others: what takes too long is ended
         host = Host(opener.open(model, tuple(flags.alias)), opener.later, _known, flags.models_max)
         opener.interrupts.stage = FINISH
         try:
-            yield application(Serving(host, sampling), guard), listening, host.loaded[0]
+            yield application(Serving(host, sampling), flags.guard), listening, host.loaded[0]
         finally:
             host.stop(0.0)
             opener.interrupts.stage = LEAVE

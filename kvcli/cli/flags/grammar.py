@@ -39,6 +39,14 @@ class GrammarFlags:
         ),
     ] = None
 
+    def schema(self) -> tuple[str, str] | None:
+        """The text of the schema, and what to call it; None = there is none. Raises UsageError, InputBytesError."""
+        if self.json_schema is None:
+            return None
+        if self.json_schema.lstrip().startswith("{"):
+            return self.json_schema, "--json-schema"
+        return read_file(self.json_schema), self.json_schema
+
     def source(self) -> str:
         """As `SampleOptions.grammar` has it. Raises UsageError, InputBytesError."""
         if self.json_schema is not None and self.grammar is not None:
@@ -47,9 +55,7 @@ class GrammarFlags:
             return ""
         from kvcli.runtime.text import grammar
 
-        if self.json_schema is not None:
-            inline = self.json_schema.lstrip().startswith("{")
-            text = self.json_schema if inline else read_file(self.json_schema)
-            return grammar.json_schema(text, "--json-schema" if inline else self.json_schema)
+        if (schema := self.schema()) is not None:
+            return grammar.json_schema(*schema)
         assert self.grammar is not None
         return grammar.lark(read_file(self.grammar), self.grammar)

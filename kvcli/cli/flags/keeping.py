@@ -23,7 +23,7 @@ class KeepFlags:
             metavar="TIME",
             help=(
                 "Let the model stay in memory for so long after this command, so that the next one answers at once:"
-                " 5m, 30s, 1h; -1 = until kv stop; 0 = not at all, and run without one that stayed."
+                " 30s, 5m, 1h, 1d; -1 = until kv stop; 0 = not at all, and run without one that stayed."
             ),
             show_default="as a running one was told; else 0",
             callback=checked(parse_time),

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvcli.api.checks import BACKENDS, MAX_CONTEXT, MAX_THREADS, check_pages, lora_option
+from kvcli.api.checks import BACKENDS, MAX_THREADS, check_pages, lora_option, parse_tokens
 from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_size_of_step, one_pair, types_checked
 from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
@@ -58,17 +57,6 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ctx_size(text: str) -> int:
     return parse_tokens(text, "--ctx-size", "; 0 = automatic")
-
-
-def parse_tokens(text: str, flag: str, more: str = "") -> int:
-    """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
-    if match is None:
-        raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
-    tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
-    if tokens > MAX_CONTEXT or len(match[1]) > 12:
-        raise UsageError(f"{flag} must be at most {MAX_CONTEXT:,}, not '{text}'")
-    return tokens
 
 
 check_model = not_empty("--model", "give a name from kv models ls, or a .gguf file")

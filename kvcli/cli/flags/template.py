@@ -63,6 +63,12 @@ class TemplateFlags:
         ),
     ] = ChatOptions.reasoning
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """For another engine: what the template gets, with both names that templates have for a switch of thinking."""
+        switch = dict.fromkeys(("enable_thinking", "thinking"), self.reasoning == "on")
+        return ({} if self.reasoning == "auto" else switch) | dict(map(parse_variable, self.template_var))
+
     def options(self, raw: bool | None, budget: int = ChatOptions.budget) -> ChatOptions:
         """`raw`: there is no template; `budget`: of thinking. Raises UsageError, InputBytesError."""
         source = None if self.chat_template is None else read_file(self.chat_template)

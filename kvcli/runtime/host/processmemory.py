@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _STATUS, _SMAPS = Path("/proc/self/status"), Path("/proc/self/smaps")
@@ -50,3 +51,12 @@ def mapped_bytes(path: Path) -> int | None:
         elif ours and key == "Rss:":
             total += int(rest.split()[0]) << 10
     return total
+
+
+def held_bytes(pid: int | str = "self") -> int:
+    """What a process holds of main memory, each page that it shares with others counted in proportion."""
+    with suppress(OSError):
+        found = re.search(r"^Pss:\s+(\d+) kB$", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) << 10
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from kvcli.errors import UsageError
 from kvcli.runtime.text.tokenizer import Tokenizer
+from kvcli.runtime.text.tools.schemas import endless
 
 ANY_JSON: dict[str, Any] = {"type": "object"}
 # A step takes some 20 ms at most, an answer's automaton some 100 MB. Nothing is computed ahead: that can take hours.
@@ -87,6 +88,8 @@ def _json_schema(schema: Mapping[str, Any] | str, called: str, lenient: bool) ->
     if problem := _problem(found):
         path, problem = _place(schema, lambda part: _problem(compiled(part)), "$", problem)
         raise UsageError(f"{called} cannot be followed at {path}: {problem}")
+    if name := endless(schema):
+        raise UsageError(f"{called} cannot be followed at {name.replace('#', '$').replace('/', '.')}: it never ends")
     return found
 
 

@@ -10,6 +10,7 @@ import typer
 
 from kvcli.cli import render
 from kvcli.cli.commands.estimate.flags import DeviceFlags, OutputFlags, PlanFlags, ShapeFlags
+from kvcli.cli.commands.estimate.others import ClusterFlags, print_command
 from kvcli.cli.engines import tell_aliases
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
@@ -19,6 +20,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit, ModelError, UsageError
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions
+from kvcli.peers.mapping import PROGRAMS
 
 if TYPE_CHECKING:
     from kvcli.api.planning import Recommendation
@@ -30,6 +32,7 @@ kv estimate llama-3.1-8b --gpu rtx3060-12g -c 64k
 kv estimate org/repo:Q4_K_M -ct f16,int8
 kv estimate --layers 32 --kv-heads 8 --head-dim 128 -c 8k
 kv run $(kv estimate -m model.gguf --print-args) "Hello"
+kv estimate llama-3.1-8b --gpu h100-80g -c 32k --print-args vllm --nodes 2 --gpus 8
 """
 
 
@@ -46,6 +49,7 @@ def estimate(
     attend: AttendFlags,
     shape: ShapeFlags,
     device: DeviceFlags,
+    cluster: ClusterFlags,
     output: OutputFlags,
     model: Annotated[
         str | None, typer.Argument(help="A name, a .gguf file, a safetensors folder or org/repo[:quant].")
@@ -62,6 +66,9 @@ def estimate(
         return
     if model is not None and model_option is not None:
         raise UsageError("the model is given twice, as an argument and as --model")
+    cluster.check(output.print_args)
+    if output.print_args in PROGRAMS:
+        plan = replace(plan, tp=1)  # what of a card is left there is reckoned by the program's own rules
     asked = evict.options(plan.page_size, prompt=False)
     load = draft.add_to(LoadOptions(""), plan.spec)
     report = _report(model or model_option, plan, load, asked, attend.options(asked), shape, device, invocation)
@@ -73,6 +80,8 @@ def estimate(
         render.warn(text, invocation)
     if output.check:
         _check(report, plan)
+    elif output.print_args in PROGRAMS:
+        print_command(ctx, report, model or model_option, str(output.print_args), cluster)
     elif output.print_args:
         _print_args(report, model or model_option, plan, invocation)
     else:

@@ -25,6 +25,7 @@ from kvcli.cli.invocation import JsonFlag
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions
+from kvcli.peers.mapping import PROGRAMS
 from kvcli.runtime.engine.spec import MTP
 from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.host.memory import parse_size
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.headers.shapes import Given
 
 UNITS = ("MiB", "GiB", "MB", "GB", "B")
+PROGRAMS_TOO = ("kv", *PROGRAMS)
 
 
 _plan, _device, _output = (functools.partial(typer.Option, rich_help_panel=title) for title in (PLAN, DEVICE, OUTPUT))
@@ -348,7 +350,16 @@ class OutputFlags:
     json: JsonFlag = False
     csv: Annotated[bool, _output("--csv", help="Print the table as CSV, with sizes in bytes.")] = False
     explain: Annotated[bool, _output("--explain", help="Show every multiplication.")] = False
-    print_args: Annotated[bool, _output("--print-args", help="Print only the options for kv run.")] = False
+    print_args: Annotated[
+        str | None,
+        _output(
+            "--print-args",
+            metavar=f"[{'|'.join(PROGRAMS_TOO)}]",
+            help="Print only the options for kv run; or the command line of another program, with what it leaves for"
+            " the cache.",
+            callback=one_of("--print-args", PROGRAMS_TOO),
+        ),
+    ] = None
     check: Annotated[
         bool, _output("--check", help="Print nothing; exit with 0 if the named cache types (or f16) fit, else with 4.")
     ] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -17,17 +17,81 @@ def resolved(schema: Any, root: Schema) -> Schema:
     for _ in range(_DEPTH):
         if not (name := reference(schema)):
             break
-        path, found = name.removeprefix("#").split("/"), root
-        for name in path[1:]:
-            found = found.get(name.replace("~1", "/").replace("~0", "~"), ANY) if isinstance(found, Mapping) else ANY
-        schema = found
+        schema = resolved_once(name, root)
     return schema if isinstance(schema, Mapping) else ANY
 
 
+def resolved_once(name: str, root: Schema) -> Any:
+    """What a reference leads to, which may be another one."""
+    found: Any = root
+    for key in name.removeprefix("#").split("/")[1:]:
+        found = found.get(key.replace("~1", "/").replace("~0", "~"), ANY) if isinstance(found, Mapping) else ANY
+    return found
+
+
 def alone(schema: Any, root: Schema) -> dict[str, Any]:
-    """A part of `root` as a schema of its own."""
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**shared, **schema} if isinstance(schema, Mapping) else dict(shared)
+    """A part of `root` as a schema of its own, in which references lead to what they led to."""
+    own = schema if isinstance(schema, Mapping) else ANY
+    shared = {key: root[key] for key in _SHARED if key in root}
+    if not any(_leaves(name) for name in _references([own, shared])):
+        return {**shared, **own}
+    whole = {key: value for key, value in root.items() if key not in _SHARED}
+    found = _moved({**shared, **own})
+    return {**found, "$defs": {**found.get("$defs", {}), _ROOT: _moved(whole)}}
+
+
+_SHARED, _ROOT = ("$defs", "definitions"), "$root"
+
+
+def _leaves(name: str) -> bool:
+    """Whether a reference leads to what a part does not take along."""
+    return name == "#" or (name.startswith("#/") and name.split("/")[1] not in _SHARED)
+
+
+def _references(value: Any) -> Iterator[str]:
+    """All that are in a schema, or look so."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if name := reference(value):
+            yield name
+        waiting += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+
+
+def _moved(value: Any) -> Any:
+    """The schema with references to the root leading to where that is in a part."""
+    if isinstance(value, list):
+        return [_moved(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _moved(each) for key, each in value.items()}
+    name = reference(value)
+    return {**found, "$ref": f"#/$defs/{_ROOT}{name[1:]}"} if _leaves(name) else found
+
+
+def endless(root: Schema) -> str:
+    """A reference that leads to itself without end, so that nothing finite is of that schema; "" = there is none."""
+    names, ends = {*_references(root)}, set[str]()
+    while more := {name for name in names - ends if _ends(resolved_once(name, root), ends)}:
+        ends |= more
+    return min(names - ends, default="")
+
+
+def _ends(schema: Any, ends: Collection[str]) -> bool:
+    """Whether something finite is of a schema, where that is so of the references in `ends`."""
+    if not isinstance(schema, Mapping):
+        return True
+    if name := reference(schema):
+        return name in ends
+    for key, over in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        if isinstance(parts := schema.get(key), list) and parts and not over(_ends(part, ends) for part in parts):
+            return False
+    if choices(schema) is not None or kinds(schema, schema) - {"object", "array"}:
+        return True
+    said, must = schema.get("properties"), schema.get("required")
+    if isinstance(said, Mapping) and isinstance(must, list):
+        return all(_ends(said[key], ends) for key in must if isinstance(key, str) and key in said)
+    return not schema.get("minItems") or _ends(schema.get("items"), ends)
 
 
 _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})

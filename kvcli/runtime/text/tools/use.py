@@ -49,9 +49,12 @@ class Tool:
             )
         if not isinstance(name := given.get("name"), str):
             raise UsageError(f"`{called}.name` is missing")
-        said, parameters = given.get("description"), given.get("parameters")
-        key = f"`{called}.parameters`"
-        return cls(name, str(said or ""), parameters or NO_ARGUMENTS, bool(given.get("strict")), key)
+        for key, kind, what in (("description", str, "a text"), ("strict", bool, "true or false")):
+            if not isinstance(given.get(key), (kind, type(None))):
+                raise UsageError(f"`{called}.{key}` must be {what}")
+        parameters = given.get("parameters")
+        schema: Any = NO_ARGUMENTS if parameters is None or parameters == {} else parameters
+        return cls(name, given.get("description") or "", schema, bool(given.get("strict")), f"`{called}.parameters`")
 
     @property
     def told(self) -> dict[str, Any]:

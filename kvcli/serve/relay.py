@@ -1,0 +1,114 @@
+"""Routes of a server whose answers another program writes: OpenAI's calls pass through as they are, those of other
+interfaces are asked as such (see upstream.py)."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcli.errors import UsageError
+from kvcli.peers import http1, mapping
+from kvcli.serve import anthropic, asked, native, ollama, openai, responses, wire
+from kvcli.serve.failures import Failure, Refused
+from kvcli.serve.serving import Serving
+from kvcli.serve.upstream import CHAT, GONE, TEXT, Upstream
+
+Relay = Serving[Upstream]
+
+
+async def _through(target: str, request: Request, serving: Relay, body: bytes) -> Response:
+    """A call as it is, with the model's name and with what holds for calls that do not say otherwise."""
+    try:
+        call = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(f"the body is not JSON: {error}") from None
+    if not isinstance(call, dict) or not isinstance(call.get("model", ""), str):
+        raise UsageError("the body must be an object, and `model` a text")
+    upstream = serving.host
+    await upstream.load(call.get("model", ""))
+    sent = {**mapping.sent(serving.sampling), **call, "model": upstream.name}
+    if target == CHAT and upstream.variables:
+        sent["chat_template_kwargs"] = {**upstream.variables, **(call.get("chat_template_kwargs") or {})}
+    called = await wire.while_connected(request, upstream.begin(target, json.dumps(sent).encode()))
+    answered = called.answered
+    kind = answered.headers.get("content-type", "application/json")
+    return wire.Stream(_pieces(answered), called, kind, status=answered.status)
+
+
+async def _pieces(answered: http1.Answered) -> wire.RawPieces:
+    """Where it ends too early that is told in a stream; a whole answer is cut, which its length tells."""
+    try:
+        while piece := await answered.piece():
+            yield piece
+    except http1.PeerGone:
+        yield openai.failed(Failure.of(GONE)).encode()
+
+
+async def _page(target: str, request: Request, serving: Relay, body: bytes) -> Response:
+    """What the program tells of itself."""
+    try:
+        answered = await http1.call(serving.host.socket, "GET", target)
+        try:
+            data = await answered.whole()
+        finally:
+            answered.close()
+    except http1.PeerGone:
+        raise GONE from None
+    return Response(data, answered.status, media_type=answered.headers.get("content-type"))
+
+
+async def _health(request: Request, serving: Relay, body: bytes) -> Response:
+    await _page("/health", request, serving, body)
+    return wire.object_response({"status": "ok"})
+
+
+async def _tokenize(request: Request, serving: Relay, body: bytes) -> Response:
+    call = asked.decoded(body, native.TokenizeCall)
+    if call.parse_special:
+        raise UsageError("`parse_special` cannot be used: vLLM parses special tokens of every text", "leave it out")
+    await serving.host.load(call.model)
+    how = {"add_special_tokens": call.add_special, "return_token_strs": call.with_pieces}
+    found = await serving.host.post("/tokenize", {"model": serving.host.name, "prompt": call.content, **how})
+    ids = found["tokens"]
+    pairs = zip(ids, found.get("token_strs") or [""] * len(ids), strict=True)
+    return wire.object_response({"tokens": [{"id": i, "piece": p} for i, p in pairs] if call.with_pieces else ids})
+
+
+async def _detokenize(request: Request, serving: Relay, body: bytes) -> Response:
+    call = asked.decoded(body, native.DetokenizeCall)
+    await serving.host.load(call.model)
+    found = await serving.host.post("/detokenize", {"model": serving.host.name, "tokens": call.tokens})
+    return wire.object_response({"content": found["prompt"]})
+
+
+async def _unknown(what: str, request: Request, serving: Relay, body: bytes) -> Response:
+    raise Refused(501, f"vLLM does not tell {what}")
+
+
+_NATIVE: tuple[Any, ...] = (
+    ("GET", "/", native.page),
+    ("GET", "/health", _health),
+    ("GET", "/v1/health", _health),
+    ("GET", "/metrics", partial(_page, "/metrics")),
+    ("GET", "/slots", partial(_unknown, "which answers it is writing: /metrics has their number")),
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+)
+_THROUGH: tuple[Any, ...] = (("POST", CHAT, partial(_through, CHAT)), ("POST", TEXT, partial(_through, TEXT)))
+_NOT_TOLD = {"/api/ps": "how much memory a model takes", "/api/show": "what is in its file"}
+_OLLAMA: tuple[Any, ...] = tuple(
+    (method, path, partial(_unknown, _NOT_TOLD[path]) if path in _NOT_TOLD else handler)
+    for method, path, handler in ollama.ROUTES
+)
+_OPENAI = (route for route in openai.ROUTES if route[1] not in (CHAT, TEXT))
+INTERFACES = (
+    ((*_THROUGH, *_OPENAI, *responses.ROUTES), openai.failure),
+    (anthropic.ROUTES, anthropic.failure),
+    (_OLLAMA, ollama.failure),
+    (_NATIVE, native.failure),
+)
