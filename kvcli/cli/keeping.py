@@ -168,7 +168,8 @@ def _end(name: str) -> dict[str, Any] | None:
 
 def make_room(missing: int) -> bool:
     """Ask all that are idle to leave, where they hold so many bytes at least; whether there was one."""
-    idle = [(n, about) for n, about in processes() if not about["commands"] and about.get("state") == places.READY]
+    there = [(name, about) for name, about in processes() if about.get("state", places.READY) == places.READY]
+    idle = [(name, about) for name, about in there if not about["commands"]]
     if sum(about["memory_bytes"] for _, about in idle) < missing:
         return False
     stopped = [stop(name) for name, _ in idle]

@@ -47,13 +47,13 @@ def test_which_commands_may_be_done_by_another_process(args: str, variable: str,
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("5m", 300), ("30s", 30), ("1h", 3600), ("90", 90), ("0", 0), ("-1", -1)]
+    ("text", "seconds"), [("5m", 300), ("30s", 30), ("1h", 3600), ("1d", 86400), ("90", 90), ("0", 0), ("-1", -1)]
 )
 def test_times(text: str, seconds: float) -> None:
     assert wanted.parse_time(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1d", "5mm", "1e3", "9999999999s"])
+@pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1w", "5mm", "1e3", "9999999999s"])
 def test_times_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--keep-alive must be a time"):
         wanted.parse_time(text)

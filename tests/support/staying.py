@@ -61,7 +61,7 @@ class Staying:
         """Let the model stay behind a command; the process that keeps it."""
         code, _, err = self.run("run", "-m", str(model), "--raw", "-n", "1", "--keep-alive", time, "a")
         assert code == 0, err
-        until(self.processes)
+        until(lambda: [each for each in self.processes() if each["state"] == "ready"])
         return self.about["pid"]
 
     def end(self) -> None:
