@@ -32,6 +32,7 @@ class Vllm:
         self.command, self.folder, self.seen_at = command, folder, folder / "seen"
         for name in ("bin", "tiny", "broken"):
             (folder / name).mkdir()
+        for name in ("tiny", "broken"):
             (folder / name / "config.json").write_text("{}")
         program = folder / "bin/vllm"
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/support/fakevllm.py "$@"\n')
